@@ -1,0 +1,87 @@
+"""Every error that crosses the public boundary, each named for a situation.
+
+The lowest floor of the house: standard library only, imported by all rooms. All of them pickle, because those of
+the worker travel to the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """Something about a checkpoint went wrong; the base of all errors here.
+
+    The text says what happened, where (path, rank, step) and what to do. The same facts are attributes:
+    ``path`` (str or None), ``rank`` (int or None), ``step`` (int or None).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        rank: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        self.message = message
+        self.path = None if path is None else os.fspath(path)
+        self.rank = rank
+        self.step = step
+        where = [f"{name} {value}" for name, value in self._where().items() if value is not None]
+        super().__init__(f"{message} [{', '.join(where)}]" if where else message)
+
+    def _where(self) -> dict[str, Any]:
+        return {"path": self.path, "rank": self.rank, "step": self.step}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self._where())
+
+
+def _rebuild(kind: type[CheckpointError], message: str, where: dict[str, Any]) -> CheckpointError:
+    return kind(message, **where)
+
+
+class ClosedError(CheckpointError):
+    """Something was asked of a checkpointer that is closed."""
+
+
+class UnsavableStateError(CheckpointError):
+    """A value of the state dict cannot be saved: it does not pickle, has no data, or two names collide."""
+
+
+class MismatchError(CheckpointError):
+    """The state dict to load into does not fit the checkpoint: a missing key, or another shape."""
+
+
+class CheckpointExistsError(CheckpointError):
+    """There is something at the place where the checkpoint would go."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no (complete) checkpoint at that place."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Bytes of a checkpoint are missing or are not those that were written."""
+
+
+class StorageError(CheckpointError):
+    """Storage refused: no space, an I/O error, no permission, a path that is no folder."""
+
+
+class OutOfMemoryError(CheckpointError):
+    """Too little memory is left on this host, or in this container, for the staging buffers."""
+
+
+class WorkerDiedError(CheckpointError):
+    """The worker process did not start, or ended while it was needed."""
+
+
+class SaveTimeoutError(CheckpointError, TimeoutError):
+    """A wait ran out of its time. The save itself may still be under way."""
+
+
+class SaveDroppedError(CheckpointError):
+    """The save was given up because all slots were busy, as ``when_busy`` says: skipped, or replaced by a newer."""

@@ -1,0 +1,312 @@
+"""The plan: what of a state dict goes where. Made once for a structure, then only checked.
+
+DCP's own planner turns the state dict into write items, so that what DCP users know (DTensor, nested dicts, ...) works
+as they know it, and DCP's metadata comes out as DCP reads it. What is left to do on a later save is ``capture``: see that
+the state still has the planned structure, and hand its tensors over in the order of the image.
+"""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.fingerprint import Fingerprint, alias_key
+from asyncckpt.image import Image, TensorSpec
+from asyncckpt.objects import Raw, StoredObjects
+from asyncckpt.structure import Structure, StructureChanged
+from asyncckpt.worker.manifest import Index, Item, data_name, spans
+
+StateDict = Mapping[str, Any]
+
+# Of these types, a strided tensor is nothing but its bytes. A subclass may be anything, and is pickled.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+class _Source(Protocol):
+    """Gets the planned values out of a state dict."""
+
+    def read(
+        self, state_dict: StateDict, planner: SavePlanner | None
+    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+        """Tensors and objects, in the order of the image. Raises ``StructureChanged``."""
+
+
+@dataclass
+class Plan:
+    """How states of one structure are laid out, and the bytes of the files that come out the same every time."""
+
+    image: Image
+    objects: StoredObjects
+    fingerprint: Fingerprint
+    data_name: str
+    metadata: bytes
+    index_head: bytes
+    bounds: array[int]
+    names: frozenset[str]
+    source: _Source
+
+    def capture(self, state_dict: StateDict, planner: SavePlanner | None = None) -> Sequence[torch.Tensor]:
+        """The tensors of ``state_dict`` in the order of the image; its objects are taken into ``objects``.
+
+        ``planner``: the user's for this save, of the kind this was planned with. The tensors are the caller's own, nothing is copied yet. Raises ``StructureChanged`` if this plan is not for
+        this state dict, ``UnsavableStateError`` if a value cannot be saved.
+        """
+        tensors, values = self.source.read(state_dict, planner)
+        self.fingerprint.check(tensors)
+        self.objects.refresh(values)
+        return tensors
+
+
+def stateful_to_dict(state_dict: StateDict) -> StateDict:
+    """``state_dict`` with what each ``Stateful`` value at its top says its state is, as DCP does it."""
+    kinds = {kind for kind in set(map(type, state_dict.values())) if issubclass(kind, Stateful)}
+    if not kinds:
+        return state_dict
+    return {key: value.state_dict() if type(value) in kinds else value for key, value in state_dict.items()}
+
+
+def make_plan(state_dict: StateDict, slots: int, planner: SavePlanner | None = None, rank: int = 0) -> Plan:
+    """Plan ``state_dict`` (without ``Stateful`` values) for images in ``slots`` slots.
+
+    ``planner`` is DCP's default one unless given. Raises ``UnsavableStateError``.
+    """
+    planner = planner or DefaultSavePlanner()
+    try:
+        planner.set_up_planner(dict(state_dict), StorageMeta(), True)
+        flat = getattr(planner, "state_dict", None)
+        fast = type(planner) is DefaultSavePlanner and isinstance(flat, dict) and not any(map(_is_sharded, flat.values()))
+        if fast:
+            # What has no plain bytes is planned, and stored, as an object.
+            planner.state_dict = {
+                name: _Opaque(name, value) if _is_opaque(value) else value for name, value in flat.items()
+            }
+        local = planner.create_local_plan()
+        global_plans, metadata = planner.create_global_plan([local])
+        final = planner.finish_plan(global_plans[0])
+    except UnsavableStateError:
+        raise
+    except Exception as error:
+        raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
+    tensor_items = [item for item in final.items if item.type != WriteItemType.BYTE_IO]
+    object_items = [item for item in final.items if item.type == WriteItemType.BYTE_IO]
+    source: _Source
+    if fast:
+        source = _FlatSource(state_dict, planner.flatten_state_dict, flat, tensor_items, object_items)
+    else:
+        source = _PlannerSource(planner, local, tensor_items, object_items)
+    return _lay_out(source, planner, state_dict, final, metadata, tensor_items, object_items, slots, rank)
+
+
+def _lay_out(
+    source: _Source,
+    planner: SavePlanner,
+    state_dict: StateDict,
+    final: SavePlan,
+    metadata: Metadata,
+    tensor_items: Sequence[WriteItem],
+    object_items: Sequence[WriteItem],
+    slots: int,
+    rank: int,
+) -> Plan:
+    try:
+        tensors, values = source.read(state_dict, planner)
+    except StructureChanged as error:
+        raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
+    aliases = _aliases(tensors)
+    specs = [
+        TensorSpec(tensor.dtype, tuple(tensor.shape), aliases.get(number)) for number, tensor in enumerate(tensors)
+    ]
+    objects = StoredObjects([item.index.fqn for item in object_items], values, slots)
+    image = Image.lay_out(specs, objects.rooms)
+    data = data_name(rank)
+    items: list[Item] = []
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for item, spec, place in zip(tensor_items, specs, image.tensors, strict=True):
+        offsets = list(item.index.offset or [0] * len(spec.shape))
+        items.append(Item(item.index.fqn, "tensor", _dtype_name(spec.dtype), list(spec.shape), offsets, *place))
+        storage[item.index] = _StorageInfo(data, place.at, place.nbytes)
+    for item, place in zip(object_items, image.objects, strict=True):
+        items.append(Item(item.index.fqn, "object", "", [], [], *place))
+        storage[item.index] = _StorageInfo(data, place.at, place.nbytes)
+    metadata.storage_data = storage
+    metadata.storage_meta = StorageMeta()
+    return Plan(
+        image=image,
+        objects=objects,
+        fingerprint=Fingerprint(tensors, sorted(aliases.items())),
+        data_name=data,
+        metadata=pickle.dumps(metadata),
+        index_head=Index.head(data, image.nbytes, items),
+        bounds=spans((item.at for item in items), image.nbytes),
+        names=frozenset(item.index.fqn for item in final.items),
+        source=source,
+    )
+
+
+def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Which tensors are the same bytes as an earlier one: stored once, under both names."""
+    first: dict[Any, int] = {}
+    aliases = {}
+    for number, tensor in enumerate(tensors):
+        key = alias_key(tensor)
+        if key is not None and first.setdefault(key, number) != number:
+            aliases[number] = first[key]
+    return aliases
+
+
+class _FlatSource:
+    """For DCP's default planner: the structure is compared, the values are picked by position."""
+
+    def __init__(
+        self,
+        state_dict: StateDict,
+        nested: bool,
+        flat: Mapping[str, Any],
+        tensor_items: Sequence[WriteItem],
+        object_items: Sequence[WriteItem],
+    ) -> None:
+        self._structure = Structure(state_dict, nested)
+        leaves = self._structure.leaves(state_dict)
+        if len(leaves) != len(flat) or any(one is not other for one, other in zip(leaves, flat.values(), strict=True)):
+            raise UnsavableStateError("DCP flattens this state dict in an order of its own: please report this")
+        position = {name: number for number, name in enumerate(flat)}
+        tensor_at = [position[item.index.fqn] for item in tensor_items]
+        object_at = [position[item.index.fqn] for item in object_items]
+        self._tensors, self._objects = _picker(tensor_at), _picker(object_at)
+        self._types = list(map(type, leaves))
+        self._opaque_at = {at for at in object_at if isinstance(leaves[at], torch.Tensor)}
+        # DTensors, by their place among the tensors: their local bytes are stored, their spec is part of the structure.
+        self._specs = [
+            (number, leaves[at]._spec) for number, at in enumerate(tensor_at) if isinstance(leaves[at], DTensor)
+        ]
+
+    def read(
+        self, state_dict: StateDict, planner: SavePlanner | None
+    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+        leaves = self._structure.leaves(state_dict)
+        types = list(map(type, leaves))
+        if types != self._types:
+            self._check_types(types)
+        for at in self._opaque_at:
+            if not _is_opaque(leaves[at]):
+                raise StructureChanged("a tensor has plain bytes now, and had none")
+        tensors = list(self._tensors(leaves))
+        for number, spec in self._specs:
+            tensor = tensors[number]
+            if tensor._spec != spec:
+                raise StructureChanged("a DTensor is placed differently")
+            tensors[number] = _local(tensor)
+        return tensors, self._objects(leaves)
+
+    def _check_types(self, types: Sequence[type]) -> None:
+        """An object may become one of another type; a tensor that comes or goes is another structure."""
+        for old, new in zip(self._types, types, strict=True):
+            if old is not new and (issubclass(old, torch.Tensor) or issubclass(new, torch.Tensor)):
+                raise StructureChanged(f"a {old.__name__} is now a {new.__name__}")
+
+
+class _PlannerSource:
+    """For a planner of the user's own, or values only DCP can take apart: it is asked anew on every save."""
+
+    def __init__(
+        self,
+        planner: SavePlanner,
+        local: SavePlan,
+        tensor_items: Sequence[WriteItem],
+        object_items: Sequence[WriteItem],
+    ) -> None:
+        self._planner = planner
+        self._local = local
+        self._tensor_items = tensor_items
+        self._object_items = object_items
+
+    def read(
+        self, state_dict: StateDict, planner: SavePlanner | None
+    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+        planner = planner or self._planner
+        planner.set_up_planner(dict(state_dict), StorageMeta(), True)
+        local = planner.create_local_plan()
+        if local.items != self._local.items or local.planner_data != self._local.planner_data:
+            raise StructureChanged("the planner plans something else now")
+        tensors = []
+        for item in self._tensor_items:
+            tensor = planner.resolve_data(item)
+            if not isinstance(tensor, torch.Tensor) or _has_no_bytes(tensor):
+                raise UnsavableStateError(f"{item.index.fqn!r} has no plain bytes, and its planner does not say how to save it")
+            tensors.append(tensor.detach())
+        values = []
+        for item in self._object_items:
+            buffer = planner.resolve_data(item)
+            if isinstance(buffer, torch.Tensor):
+                raise UnsavableStateError(f"the planner planned {item.index.fqn!r} as bytes and resolved it to a tensor")
+            values.append(Raw(buffer.getbuffer()))
+        return tensors, values
+
+
+class _Opaque:
+    """Stands for a tensor without plain bytes while DCP plans, which so takes it for an object."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta":
+            raise UnsavableStateError(
+                f"{name!r} is on the meta device and has no values to save; materialise it first, or leave it out"
+            )
+        if tensor.is_nested and tensor.layout == torch.strided:
+            raise UnsavableStateError(
+                f"{name!r} is a nested tensor of strided layout, which torch cannot reload; use layout=torch.jagged"
+            )
+
+
+def _is_opaque(value: object) -> bool:
+    """Whether ``value`` is a tensor that has no plain bytes of its own: sparse, quantised, a subclass, without data."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return type(value) not in _PLAIN or _has_no_bytes(value)
+
+
+def _has_no_bytes(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
+    )
+
+
+def _is_sharded(value: object) -> bool:
+    """Whether DCP has its own way to take ``value`` apart (ShardedTensor and its like, but not DTensor)."""
+    return hasattr(value, "__create_write_items__") and not isinstance(value, DTensor) or hasattr(value, "local_shards")
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor._local_tensor
+    wait: Callable[[], torch.Tensor] | None = getattr(local, "wait", None)
+    return local if wait is None else wait()  # a collective may still be filling it
+
+
+def _picker(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function that takes the values at ``positions`` out of a list, in C."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda leaves: [leaves[position] for position in positions]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+

@@ -1,0 +1,105 @@
+"""The handle of one save."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+
+from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.worker.messages import Committed
+
+
+class Save:
+    """A save under way: first its tensors are staged, then, in the worker, it is written and committed.
+
+    ``path`` is where the checkpoint will stand, ``step`` the training step it is of (None where it has none).
+    """
+
+    def __init__(self, path: str, step: int | None) -> None:
+        self.path = Path(path)
+        self.step = step
+        self._begun = time.perf_counter()
+        self._timings: dict[str, float] = {}
+        self._staged = threading.Event()
+        self._reported = False
+        self.future: Future[Path] = Future()
+        """The same outcome, for code that waits on futures."""
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is committed, complete and durable, and return its path.
+
+        Raises what went wrong with it, or ``SaveTimeoutError`` after ``timeout`` seconds (None: as long as it takes; the
+        death of the worker ends the wait in any case); then the save is still under way.
+        """
+        try:
+            path = self.future.result(timeout)
+        except (TimeoutError, FutureTimeoutError) as error:
+            if self.future.done():  # it was the save itself that ran out of time
+                self._reported = True
+                raise
+            raise SaveTimeoutError(
+                f"not committed after {timeout:g} s; it is still under way", path=self.path, step=self.step
+            ) from error
+        except BaseException:
+            self._reported = True
+            raise
+        return path
+
+    def done(self) -> bool:
+        """Whether it has ended: committed or failed."""
+        return self.future.done()
+
+    def staged(self) -> bool:
+        """Whether the tensors are copied, so that the caller may change them (or the save has failed)."""
+        return self._staged.is_set()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until ``staged()``. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
+        if not self._staged.wait(timeout):
+            raise SaveTimeoutError(f"not staged after {timeout:g} s", path=self.path, step=self.step)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds by phase, as far as it has come.
+
+        Of the trainer: ``plan_s`` (seeing that the structure is as planned, or planning), ``slot_s`` (waiting for a
+        free slot), ``copy_s``, and ``stall_s``, all that the call of ``save`` took. Of the worker: ``write_s``,
+        ``commit_s``. ``durable_s`` is from the call until the trainer learned of the commit.
+        """
+        return dict(self._timings)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong, if it has ended badly."""
+        return self.future.exception() if self.future.done() else None
+
+    # For the engine.
+
+    def _unreported_failure(self) -> BaseException | None:
+        """A failure that nobody was told of yet; asking counts as being told."""
+        if self._reported or self.failure is None:
+            return None
+        self._reported = True
+        return self.failure
+
+    def _end(self, outcome: Future[Committed]) -> None:
+        """Take over how the worker's part ended."""
+        error = outcome.exception()
+        if error is None:
+            self._timings.update(outcome.result().timings)
+            self._timings["durable_s"] = time.perf_counter() - self._begun
+        self._resolve(error)
+
+    def _resolve(self, error: BaseException | None) -> None:
+        self._staged.set()
+        if error is None:
+            self.future.set_result(self.path)
+        else:
+            self.future.set_exception(error)
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "committed" if self.failure is None else "failed"
+        return f"<Save {self.path} {state}>"

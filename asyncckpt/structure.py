@@ -1,0 +1,76 @@
+"""The structure of a nested state dict: which containers it has, and the leaves in their order.
+
+DCP flattens a state dict anew on every save, at microseconds a value. Here that is done once; a later save only looks
+whether the containers still have the same keys, which for a flat dict of any size is one comparison of two lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class StructureChanged(Exception):
+    """The state is not as it was planned. Internal: the answer is to plan anew."""
+
+
+def is_leaf(value: object) -> bool:
+    """Whether DCP stores ``value`` as one: anything but a mapping, or a list with a tensor or a mapping in it.
+
+    The rule of ``torch.distributed.checkpoint._traverse`` (torch 2.4 and later); tuples are leaves.
+    """
+    if isinstance(value, Mapping):
+        return False
+    if isinstance(value, list):
+        return all(is_leaf(entry) and not isinstance(entry, torch.Tensor) for entry in value)
+    return True
+
+
+class Structure:
+    """The containers of one state dict, as a tree; built from an example."""
+
+    def __init__(self, container: Mapping[Any, Any] | list[Any] | tuple[Any, ...], nested: bool = True) -> None:
+        """Learn from ``container``; with ``nested`` false every value of it is a leaf."""
+        self._kind = type(container)
+        values: list[Any]
+        if isinstance(container, Mapping):
+            self._keys: list[Any] | None = list(container)
+            values = list(container.values())
+        else:
+            self._keys = None
+            values = list(container)
+        self._length = len(values)
+        self._children = [
+            (position, Structure(value))
+            for position, value in enumerate(values)
+            if nested and not is_leaf(value)
+        ]
+
+    def leaves(self, container: Mapping[Any, Any]) -> list[Any]:
+        """The leaves of ``container`` in DCP's order. Raises ``StructureChanged`` if its containers differ.
+
+        That a leaf is still a leaf is for the caller to see, who looks at their types anyway.
+        """
+        found: list[Any] = []
+        self._collect(container, found)
+        return found
+
+    def _collect(self, container: Any, found: list[Any]) -> None:
+        if type(container) is not self._kind:
+            raise StructureChanged(f"a {self._kind.__name__} is now a {type(container).__name__}")
+        if self._keys is None:
+            values = list(container)
+            if len(values) != self._length:
+                raise StructureChanged(f"a list of {self._length} now has {len(values)} entries")
+        else:
+            if list(container) != self._keys:
+                raise StructureChanged("the keys changed")
+            values = list(container.values())
+        begin = 0
+        for position, child in self._children:
+            found.extend(values[begin:position])
+            child._collect(values[position], found)
+            begin = position + 1
+        found.extend(values[begin:] if begin else values)

@@ -1,0 +1,75 @@
+"""How much memory may still be taken on this host, and in this container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from asyncckpt.errors import OutOfMemoryError
+
+# What is left to everybody else: taking the last page of a host ends in the kernel's killer, not in an error.
+RESERVE_BYTES = 256 << 20
+_CGROUP = Path("/sys/fs/cgroup")
+_GIB = 1 << 30
+
+
+def available_bytes(cgroup_root: Path = _CGROUP) -> int:
+    """Bytes that can be taken now: the least of what the host has and what each enclosing cgroup still allows."""
+    rooms = [psutil.virtual_memory().available]
+    for folder, limit_name, usage_name in _cgroup_folders(cgroup_root):
+        limit = _read_number(folder / limit_name)
+        usage = _read_number(folder / usage_name)
+        if limit is not None and usage is not None:
+            # Page cache counts as used but is given back on demand.
+            rooms.append(limit - usage + _reclaimable(folder / "memory.stat"))
+    return max(0, min(rooms))
+
+
+def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -> None:
+    """Raise ``OutOfMemoryError`` unless ``nbytes`` can be taken and ``RESERVE_BYTES`` stay; ``hint`` says what to do."""
+    available = available_bytes(cgroup_root)
+    if nbytes + RESERVE_BYTES > available:
+        raise OutOfMemoryError(
+            f"{purpose} needs {nbytes / _GIB:.2f} GiB of memory and {available / _GIB:.2f} GiB are left"
+            f" (of which {RESERVE_BYTES / _GIB:.2f} GiB stay untouched); {hint}"
+        )
+
+
+def _cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
+    """The memory cgroups of this process and all around them, as (folder, limit file, usage file)."""
+    found = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, usage = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # Inside a container the path may name folders that only the host sees: then the root is the container's.
+        folder = base / path.lstrip("/")
+        for place in [folder, *folder.parents]:
+            if place.is_relative_to(base):
+                found.append((place, limit, usage))
+    return found
+
+
+def _read_number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _reclaimable(stat: Path) -> int:
+    try:
+        fields = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return sum(int(fields.get(name, 0)) for name in ("active_file", "inactive_file"))

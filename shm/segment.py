@@ -1,0 +1,124 @@
+"""Segments: anonymous memory files, mapped by the worker that makes them and by whoever it hands them to.
+
+Anonymous (``memfd_create``) and not named files in ``/dev/shm``: no 64 MB limit of a container, no bus error when
+that is full, nothing left behind by a crash. The memory lives as long as any process maps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from types import TracebackType
+
+PAGE = mmap.PAGESIZE
+
+# Not in Python's modules before 3.12/3.13; the values are the kernel's (linux/fcntl.h, asm-generic/mman-common.h).
+_F_ADD_SEALS = 1033
+_F_SEAL_SHRINK = 2
+_F_SEAL_GROW = 4
+_MADV_POPULATE_WRITE = 23
+
+# Through ctypes, in pieces: mmap.madvise would hold Python's lock for all the seconds that fresh memory takes.
+_libc = ctypes.CDLL(None, use_errno=True)
+_TOUCH_BYTES = 64 << 20
+
+
+def round_up(nbytes: int, unit: int = PAGE) -> int:
+    """The smallest multiple of ``unit`` that holds ``nbytes``."""
+    return -(-nbytes // unit) * unit
+
+
+class Segment:
+    """A mapped memory file.
+
+    ``create`` is the owner's way in (the worker), ``attach`` everybody else's. ``view`` is the memory; who may write
+    where and when is the business of the slots (see ``slots.py``).
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Map ``nbytes`` of the memory file ``fd``, which the segment owns from here on."""
+        self._fd = fd
+        self._map: mmap.mmap | None = None
+        self.nbytes = nbytes
+        try:
+            self._map = mmap.mmap(fd, nbytes)
+            self.view = memoryview(self._map)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Segment:
+        """Make a memory file of ``nbytes`` (rounded up to pages) that nobody can shrink or grow.
+
+        ``name`` shows in ``/proc/PID/maps``. No memory is taken before it is touched. Raises ``OSError``.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, round_up(nbytes))
+            # A file that shrinks under a mapping is a bus error in whoever touches it.
+            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, round_up(nbytes))
+
+    @classmethod
+    def attach(cls, fd: int) -> Segment:
+        """Map the memory file behind ``fd``, which the segment owns from here on."""
+        return cls(fd, os.fstat(fd).st_size)
+
+    def fileno(self) -> int:
+        """The descriptor, to be handed to another process."""
+        return self._fd
+
+    @property
+    def address(self) -> int:
+        """Where the mapping begins in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+
+    def touch(self) -> None:
+        """Take the memory now, so that no later write to it has to wait for the kernel or can fail.
+
+        Raises ``MemoryError`` when the kernel cannot give it.
+        """
+        if self._map is None:
+            return
+        address = self.address
+        for offset in range(0, self.nbytes, _TOUCH_BYTES):
+            nbytes = min(_TOUCH_BYTES, self.nbytes - offset)
+            if _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
+                continue
+            code = ctypes.get_errno()
+            if code != errno.EINVAL:
+                raise MemoryError(f"the kernel gave no {nbytes} bytes of shared memory: {os.strerror(code)}")
+            # Before Linux 5.14: one write a page does the same, slowly.
+            for page in range(offset, offset + nbytes, PAGE):
+                self.view[page] = self.view[page]
+
+    def close(self) -> None:
+        """Unmap, and give the descriptor back. Safe to call twice, and after a half-finished ``__init__``.
+
+        Where a tensor still points into the mapping, that stays until the tensor is gone.
+        """
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        mapping, self._map = self._map, None
+        if mapping is not None:
+            try:
+                self.view.release()
+                mapping.close()
+            except BufferError:
+                pass  # somebody's view is left: the mapping goes when that does
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

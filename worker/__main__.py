@@ -1,0 +1,41 @@
+"""``python -m asyncckpt.worker JSON``: started by ``client.py``, which says what stands in ``JSON``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+
+from multiprocess.connection import Connection
+
+from asyncckpt.worker import priority
+from asyncckpt.worker.server import Server
+from asyncckpt.worker.storage import LocalStorage
+
+
+def main(argv: list[str]) -> int:
+    """Serve the trainer at the other end of the socket until it closes or dies."""
+    # Launchers signal every process of a job. The worker ends when its trainer does, after what is staged is written.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="asyncckpt worker %(process)d: %(levelname)s: %(message)s")
+    options = json.loads(argv[0])
+    priority.lower(options["nice"], options["io_class"])
+    connection = Connection(options["fd"])
+    storage = LocalStorage(direct=options["direct_io"])
+    Server(connection, storage, options["io_threads"]).run(_watch(options["trainer"]))
+    return 0
+
+
+def _watch(pid: int) -> int | None:
+    """A descriptor that becomes readable when the trainer dies."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # a kernel without them, or the trainer is dead already: then its socket says so
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,341 @@
+"""The trainer's end: starts the worker, talks to it, and notices when it is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
+
+from multiprocess.connection import Connection
+from multiprocess.reduction import recv_handle
+
+from asyncckpt.errors import CheckpointError, ClosedError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.shm.segment import Segment
+from asyncckpt.worker.messages import (
+    Allocate,
+    Allocated,
+    Begin,
+    Cancel,
+    Cancelled,
+    Close,
+    Committed,
+    Describe,
+    Failed,
+    FromTrainer,
+    FromWorker,
+    Layout,
+    Order,
+    Ready,
+    Refused,
+    Release,
+    Staged,
+    Written,
+)
+
+_LAST_WORDS_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How the worker process runs; the fields mean what they mean in ``Config``."""
+
+    direct_io: bool = True
+    io_threads: int = 2
+    nice: int = 10
+    io_class: str = "best-effort"
+    start_timeout: float = 60.0
+
+
+class Pending:
+    """A save the worker was told of. ``future`` ends when it is committed; ``slot_free`` once its slot may be reused."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.future: Future[Committed] = Future()
+        self.slot_free = False
+
+
+class WorkerClient:
+    """A running worker. Made ready by the constructor; ended by ``close``.
+
+    Any thread may call. A listener thread takes the worker's messages; when the worker
+    ends, expected or not, it fails everything that is pending with ``WorkerDiedError``.
+    """
+
+    def __init__(self, options: WorkerOptions) -> None:
+        """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds."""
+        self._owner = os.getpid()
+        self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
+        self._connection, self._process = _spawn(options, self._stderr)
+        self.changed = threading.Condition()
+        self._pending: dict[int, Pending] = {}
+        self._sending = threading.Lock()
+        self._asking = threading.Lock()  # one question at a time, so that each gets its own answer
+        self._replies: SimpleQueue[tuple[FromWorker, Segment | None]] = SimpleQueue()
+        self._death: WorkerDiedError | None = None
+        self._closing = False
+        self.started_s = self._await_ready(options.start_timeout)
+        self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
+        self._listener.start()
+        _live_clients.add(self)
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker can still be asked for something."""
+        return self._death is None and not self._closing
+
+    def allocate(self, nbytes: int, timeout: float) -> tuple[int, Segment]:
+        """Have the worker make a segment. Returns its number there, and the segment mapped here (to be closed).
+
+        Raises ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+        """
+        reply, segment = self._ask(Allocate(nbytes), timeout, f"allocating {nbytes:,} bytes of shared memory")
+        if isinstance(reply, Refused):
+            raise reply.error
+        if not isinstance(reply, Allocated) or segment is None:
+            raise CheckpointError(f"the worker answered {reply!r} to an allocation: please report this")
+        return reply.segment, segment
+
+    def describe(self, segment: int, layout: Layout) -> None:
+        """Tell what stands where in a segment. All that is constant must be written by now."""
+        self._send(Describe(segment, layout))
+
+    def begin(self, order: Order) -> Pending:
+        """Announce a save whose slot is being staged."""
+        pending = Pending(order)
+        with self.changed:
+            self._check_usable()
+            self._pending[order.save_id] = pending
+        self._send(Begin(order))
+        return pending
+
+    def staged(self, pending: Pending, timings: dict[str, float]) -> None:
+        """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
+        self._send(Staged(pending.order.save_id, timings))
+
+    def cancel(self, pending: Pending, reason: CheckpointError, timeout: float) -> bool:
+        """Take a save back that is not being written yet: then its slot is free and its future fails with ``reason``.
+
+        False, and nothing changes, when it is too late for that.
+        """
+        reply, _ = self._ask(Cancel(pending.order.save_id), timeout, "taking a save back")
+        if not (isinstance(reply, Cancelled) and reply.in_time):
+            return False
+        self._finish(pending.order.save_id, reason)
+        return True
+
+    def release(self, segment: int) -> None:
+        """Have the worker forget a segment. No save in it may be pending."""
+        self._send(Release(segment))
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float, doing: str) -> None:
+        """Wait until ``condition`` holds, which is looked at whenever a save gets on.
+
+        Raises ``SaveTimeoutError`` after ``timeout`` seconds, and ``WorkerDiedError`` when there is nobody to wait for.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: condition() or self._death is not None, timeout)
+            if condition():
+                return
+            if self._death is not None:
+                raise self._death
+        raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s; the storage may be stalled")
+
+    def close(self, timeout: float) -> None:
+        """End the worker once all that was handed over is written.
+
+        Raises ``SaveTimeoutError`` if that takes longer than ``timeout`` seconds; then the worker goes on by itself, and
+        leaves when it is done. Safe to call twice.
+        """
+        if self._owner != os.getpid():
+            return
+        self._closing = True
+        try:
+            self._connection.send(Close())
+        except OSError:
+            pass  # it has ended already
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise SaveTimeoutError(
+                f"the worker {self.pid} is still writing after {timeout:g} s; it goes on, and ends by itself"
+            ) from error
+        self._listener.join()
+        _live_clients.discard(self)
+        self._connection.close()
+        stderr, self._stderr = self._stderr, -1
+        if stderr >= 0:
+            os.close(stderr)
+
+    def abandon(self) -> None:
+        """Let the worker finish by itself what it was given, without waiting."""
+        if self._owner == os.getpid() and not self._closing:
+            self._closing = True
+            try:
+                self._connection.send(Close())
+            except OSError:
+                pass
+
+    def _check_usable(self) -> None:
+        if self._owner != os.getpid():
+            raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
+        if self._death is not None:
+            raise self._death
+        if self._closing:
+            raise ClosedError("the worker is being closed")
+
+    def _send(self, message: FromTrainer) -> None:
+        self._check_usable()
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError as error:
+            # The listener is about to find out why; it knows more than "broken pipe".
+            self._listener.join(timeout=10)
+            raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
+
+    def _ask(self, question: FromTrainer, timeout: float, doing: str) -> tuple[FromWorker, Segment | None]:
+        deadline = time.monotonic() + timeout
+        with self._asking:
+            self._send(question)
+            while True:
+                try:
+                    return self._replies.get(timeout=min(0.5, max(0.0, deadline - time.monotonic())))
+                except Empty:
+                    if self._death is not None:
+                        raise self._death from None
+                    if time.monotonic() >= deadline:
+                        # A late answer must not be taken for that to the next question.
+                        self.abandon()
+                        raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s") from None
+
+    def _await_ready(self, timeout: float) -> float:
+        begun = time.perf_counter()
+        try:
+            if self._connection.poll(timeout) and isinstance(self._connection.recv(), Ready):
+                return time.perf_counter() - begun
+        except (EOFError, OSError):
+            pass
+        self._process.kill()
+        self._process.wait()
+        words = self._last_words()
+        self._connection.close()
+        os.close(self._stderr)
+        raise WorkerDiedError(f"the worker process did not get ready within {timeout:g} s; {words}")
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message: FromWorker = self._connection.recv()
+                segment = None
+                if isinstance(message, Allocated):
+                    segment = Segment.attach(recv_handle(self._connection))
+            except (EOFError, OSError):
+                break
+            match message:
+                case Written(save_id):
+                    with self.changed:
+                        self._pending[save_id].slot_free = True
+                        self.changed.notify_all()
+                case Committed(save_id):
+                    self._finish(save_id, message)
+                case Failed(save_id, error):
+                    self._finish(save_id, error)
+                case _:
+                    self._replies.put((message, segment))
+        self._mourn()
+
+    def _finish(self, save_id: int, outcome: Committed | CheckpointError) -> None:
+        with self.changed:
+            pending = self._pending.pop(save_id)
+            pending.slot_free = True
+            self.changed.notify_all()
+        if isinstance(outcome, Committed):
+            pending.future.set_result(outcome)
+        else:
+            pending.future.set_exception(outcome)
+
+    def _mourn(self) -> None:
+        """The worker is gone: everything pending fails, and says why."""
+        try:
+            code = self._process.wait(timeout=5)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        except subprocess.TimeoutExpired:
+            how = "closed its socket"
+        except ValueError:
+            how = f"was killed by signal {-code}"
+        words = "" if self._closing else f"; {self._last_words()}; the next save starts a new worker"
+        with self.changed:
+            self._death = WorkerDiedError(f"the worker {self.pid} {how}{words}")
+            pending, self._pending = list(self._pending.values()), {}
+            for save in pending:
+                save.slot_free = True
+            self.changed.notify_all()
+        for save in pending:
+            order = save.order
+            save.future.set_exception(
+                WorkerDiedError(self._death.message, path=order.path, rank=order.rank, step=order.step)
+            )
+
+    def _last_words(self) -> str:
+        end = os.lseek(self._stderr, 0, os.SEEK_END)
+        text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
+        return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
+
+
+def _spawn(options: WorkerOptions, stderr: int) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start the process, in a session of its own; returns our end of its socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    arguments = asdict(options) | {"fd": theirs.fileno(), "trainer": os.getpid()}
+    # The same modules as here, found in the same order, whatever this process did to its path.
+    path = [os.path.abspath(entry) for entry in sys.path if entry and os.path.exists(entry)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [*command(), json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd="/",
+                env=environment,
+            )
+        except OSError as error:
+            ours.close()
+            os.close(stderr)
+            raise WorkerDiedError(f"the worker process did not start: {error}") from error
+    return Connection(ours.detach()), process
+
+
+def command() -> list[str]:
+    """What is run as the worker; tests put a faulty one in its place."""
+    return [sys.executable, "-m", "asyncckpt.worker"]
+
+
+_live_clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A fork (a data loader's worker, say) must not hold the trainer's end of a socket open."""
+    for client in list(_live_clients):
+        client._connection.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

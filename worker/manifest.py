@@ -1,0 +1,189 @@
+"""What was written: two JSON files of ours beside DCP's ``.metadata``, both free of pickles.
+
+``asyncckpt.json``, the manifest: which checkpoint this is, its files with their sizes, and checksums of the small ones.
+It ends with a checksum of itself. A folder without it is no checkpoint of ours.
+
+``__RANK_0.index.json``, the index of a data file: which tensor stands where, and a checksum (XXH3, 64 bits) for every
+*span* of the file. The spans cover the whole file, envelopes and gaps included: each begins where an item begins, or
+``SPAN_BYTES`` after the one before in a longer item. So a bad byte is traced to its tensor, and a reader can check
+just what it reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import xxhash
+
+from asyncckpt.errors import DamagedCheckpointError
+
+FORMAT = 1
+MANIFEST_NAME = "asyncckpt.json"
+METADATA_NAME = ".metadata"
+SPAN_BYTES = 8 << 20
+
+
+def data_name(rank: int) -> str:
+    """The data file of ``rank``; DCP's own naming."""
+    return f"__{rank}_0.distcp"
+
+
+def index_name(data: str) -> str:
+    """The index of the data file ``data``."""
+    return data.removesuffix(".distcp") + ".index.json"
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file of that name belongs to a checkpoint, ours or stock DCP's."""
+    return name in (MANIFEST_NAME, METADATA_NAME) or name.endswith((".distcp", ".index.json"))
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """XXH3, 64 bits."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class Item(NamedTuple):
+    """One stored value of a data file.
+
+    ``kind`` is "tensor" or "object"; ``dtype``, ``shape`` and ``offsets`` (of this chunk in the whole tensor) are empty
+    for objects. It takes ``nbytes`` at ``at``; a tensor's own bytes are ``payload_bytes`` at ``payload_at`` (both from
+    the start of the file). An object's bytes are followed by zeros, its room to grow.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: list[int]
+    offsets: list[int]
+    at: int
+    nbytes: int
+    payload_at: int
+    payload_bytes: int
+
+
+def spans(starts: Iterable[int], nbytes: int) -> array[int]:
+    """The boundaries of the spans of a file of ``nbytes`` whose items begin at ``starts``, from 0 to ``nbytes``."""
+    bounds = array("Q", [0])
+    for start in [*sorted(set(starts) - {0}), nbytes]:
+        bounds.extend(range(bounds[-1] + SPAN_BYTES, start, SPAN_BYTES))
+        if start != bounds[-1]:
+            bounds.append(start)
+    return bounds
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of a data file."""
+
+    data: str
+    nbytes: int
+    items: list[Item]
+    checksums: Sequence[int]
+
+    def bounds(self) -> array[int]:
+        """The spans' boundaries; span ``i`` is from ``bounds[i]`` to ``bounds[i + 1]``."""
+        return spans((item.at for item in self.items), self.nbytes)
+
+    def names_at(self, begin: int, end: int) -> list[str]:
+        """The names of the items in the bytes from ``begin`` to ``end``."""
+        return [item.name for item in self.items if item.at < end and begin < item.at + item.nbytes]
+
+    @staticmethod
+    def head(data: str, nbytes: int, items: Sequence[Item]) -> bytes:
+        """The constant part: all but the checksums."""
+        rows = ",\n".join(json.dumps(item, separators=(",", ":")) for item in items)
+        start = json.dumps({"format": FORMAT, "data": data, "bytes": nbytes, "fields": Item._fields})
+        return f'{start[:-1]}, "items": [\n{rows}\n], "checksums": "'.encode()
+
+    @staticmethod
+    def tail(checksums: array[int]) -> bytes:
+        """What follows the head: the checksums, as base64 of little-endian 64-bit numbers."""
+        if sys.byteorder == "big":
+            checksums = array("Q", checksums)
+            checksums.byteswap()
+        return base64.b64encode(checksums.tobytes()) + b'"}\n'
+
+    @classmethod
+    def parse(cls, text: bytes, path: str) -> Index:
+        """Read an index; ``path`` is for the error. Raises ``DamagedCheckpointError``."""
+        try:
+            fields = json.loads(text)
+            _check_format(fields, path)
+            checksums = array("Q", base64.b64decode(fields["checksums"], validate=True))
+            if sys.byteorder == "big":
+                checksums.byteswap()
+            index = cls(fields["data"], fields["bytes"], [Item(*row) for row in fields["items"]], checksums)
+            if len(index.bounds()) != len(checksums) + 1:
+                raise ValueError("the checksums do not fit the items")
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedCheckpointError(f"this index of a data file is damaged ({error})", path=path) from error
+        return index
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is. ``files`` maps each name to ``{"bytes": int, "xxh3": hex or null}`` (null: see its index)."""
+
+    attempt: str
+    step: int | None
+    created: float
+    nbytes: int
+    files: Mapping[str, Mapping[str, Any]]
+    timings: Mapping[str, float]
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        body = {
+            "format": FORMAT,
+            "attempt": self.attempt,
+            "step": self.step,
+            "created": self.created,
+            "bytes": self.nbytes,
+            "files": self.files,
+            "timings": self.timings,
+        }
+        return _dump({**body, "xxh3": f"{checksum(_dump(body)):016x}"})
+
+    @classmethod
+    def parse(cls, text: bytes, path: str) -> Manifest:
+        """Read a manifest and check it against its own checksum. Raises ``DamagedCheckpointError``."""
+        try:
+            fields = json.loads(text)
+            _check_format(fields, path)
+            manifest = cls(
+                attempt=fields["attempt"],
+                step=fields["step"],
+                created=fields["created"],
+                nbytes=fields["bytes"],
+                files=fields["files"],
+                timings=fields["timings"],
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(f"this manifest is damaged ({error})", path=path) from error
+        # Byte for byte, so that not even a changed space goes unseen.
+        if manifest.encode() != text:
+            raise DamagedCheckpointError("this manifest is damaged (its checksum does not match)", path=path)
+        return manifest
+
+    def data_files(self) -> Iterator[str]:
+        """The names of the files that have an index."""
+        return (name for name, facts in self.files.items() if facts["xxh3"] is None)
+
+
+def _dump(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, indent=1).encode() + b"\n"
+
+
+def _check_format(fields: Mapping[str, Any], path: str) -> None:
+    if fields["format"] != FORMAT:
+        raise DamagedCheckpointError(
+            f"this file has format {fields['format']!r} and this asyncckpt reads format {FORMAT}: use one that fits",
+            path=path,
+        )

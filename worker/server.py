@@ -1,0 +1,233 @@
+"""The worker's loop: it owns the segments, and carries out orders one after the other.
+
+An order's life, here: *begun* (the trainer is staging it), *queued* (staged), *running* (the slot is WRITING until its
+bytes are on storage, then the checkpoint is committed), gone. The loop answers the trainer all the while; one thread
+runs the orders, and a few threads write for it.
+
+When the trainer closes, or dies at whatever instant, every order whose slot says STAGED is still run; one that is only
+begun is forgotten. Then the worker leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+from multiprocess.connection import Connection, wait
+from multiprocess.reduction import send_handle
+
+from asyncckpt.errors import CheckpointError, OutOfMemoryError
+from asyncckpt.shm import budget
+from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slots import SlotTable, State
+from asyncckpt.worker.commit import Attempt
+from asyncckpt.worker.messages import (
+    Allocate,
+    Allocated,
+    Begin,
+    Cancel,
+    Cancelled,
+    Close,
+    Committed,
+    Describe,
+    Failed,
+    FromTrainer,
+    FromWorker,
+    Layout,
+    Order,
+    Ready,
+    Refused,
+    Release,
+    Staged,
+    Written,
+)
+from asyncckpt.worker.steps import prune
+from asyncckpt.worker.storage import LocalStorage
+
+logger = logging.getLogger(__name__)
+
+
+class _Room:
+    """A segment with what is known of it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.slots = SlotTable(segment.view)
+        self.layout: Layout | None = None
+
+    def close(self) -> None:
+        self.slots.close()
+        self.segment.close()
+
+
+class Server:
+    """One worker serving one trainer over ``connection``, which it owns."""
+
+    def __init__(self, connection: Connection, storage: LocalStorage, io_threads: int) -> None:
+        self._connection = connection
+        self._storage = storage
+        self._io_threads = io_threads
+        self._sending = threading.Lock()
+        self._rooms: dict[int, _Room] = {}
+        self._next_segment = 1
+        # Guards what the loop and the runner share: the orders and their queue.
+        self._changed = threading.Condition()
+        self._begun: dict[int, Order] = {}
+        self._queue: deque[tuple[Order, dict[str, float]]] = deque()
+        self._leaving = False
+
+    def run(self, trainer: int | None = None) -> None:
+        """Serve until the trainer closes or dies. ``trainer``: a pidfd, noticed even where a fork holds the socket."""
+        runner = threading.Thread(target=self._run_orders, name="asyncckpt-runner")
+        runner.start()
+        try:
+            self._send(Ready(os.getpid()))
+            self._serve(trainer)
+        finally:
+            with self._changed:
+                self._queue_staged()
+                self._leaving = True
+                self._changed.notify()
+            runner.join()
+            for room in self._rooms.values():
+                room.close()
+            self._storage.close()
+            self._connection.close()
+
+    def _serve(self, trainer: int | None) -> None:
+        watched = [self._connection] if trainer is None else [self._connection, trainer]
+        while True:
+            ready = wait(watched)
+            try:
+                while self._connection.poll():
+                    message: FromTrainer = self._connection.recv()
+                    if isinstance(message, Close):
+                        return
+                    self._handle(message)
+            except (EOFError, OSError):
+                logger.info("the trainer is gone")
+                return
+            if trainer in ready:
+                logger.info("the trainer has died")
+                return
+
+    def _handle(self, message: FromTrainer) -> None:
+        match message:
+            case Allocate(nbytes):
+                self._allocate(nbytes)
+            case Describe(segment, layout):
+                self._rooms[segment].layout = layout
+            case Begin(order):
+                with self._changed:
+                    self._begun[order.save_id] = order
+            case Staged(save_id, timings):
+                with self._changed:
+                    self._queue.append((self._begun.pop(save_id), timings))
+                    self._changed.notify()
+            case Cancel(save_id):
+                self._cancel(save_id)
+            case Release(segment):
+                self._rooms.pop(segment).close()
+
+    def _allocate(self, nbytes: int) -> None:
+        try:
+            budget.require(
+                nbytes,
+                "staging",
+                "use fewer slots, or leave more memory to them (each holds one image of the state)",
+            )
+            segment = Segment.create("asyncckpt", nbytes)
+            try:
+                segment.touch()
+            except BaseException:
+                segment.close()
+                raise
+        except OutOfMemoryError as error:
+            self._send(Refused(error))
+            return
+        except (MemoryError, OSError) as error:
+            self._send(Refused(OutOfMemoryError(f"no {nbytes:,} bytes of shared memory for staging: {error}")))
+            return
+        number = self._next_segment
+        self._next_segment += 1
+        self._rooms[number] = _Room(segment)
+        with self._sending:
+            self._connection.send(Allocated(number))
+            send_handle(self._connection, segment.fileno(), os.getppid())
+
+    def _cancel(self, save_id: int) -> None:
+        with self._changed:
+            order = self._begun.pop(save_id, None)
+            if order is None:
+                for entry in self._queue:
+                    if entry[0].save_id == save_id:
+                        self._queue.remove(entry)
+                        order = entry[0]
+                        break
+        if order is not None:
+            self._rooms[order.segment].slots.set(order.slot, State.FREE)
+        self._send(Cancelled(save_id, in_time=order is not None))
+
+    def _queue_staged(self) -> None:
+        """Take up what was staged when the trainer could no longer say so."""
+        for order in self._begun.values():
+            slots = self._rooms[order.segment].slots
+            if slots.state(order.slot) is State.STAGED and slots.save_id(order.slot) == order.save_id:
+                self._queue.append((order, {}))
+        self._begun.clear()
+
+    def _run_orders(self) -> None:
+        with ThreadPoolExecutor(self._io_threads, thread_name_prefix="asyncckpt-io") as pool:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queue or self._leaving)
+                    if not self._queue:
+                        return
+                    order, timings = self._queue.popleft()
+                    self._rooms[order.segment].slots.set(order.slot, State.WRITING)
+                self._run(order, timings, pool)
+
+    def _run(self, order: Order, timings: dict[str, float], pool: ThreadPoolExecutor) -> None:
+        room = self._rooms[order.segment]
+        freed = False
+        try:
+            if room.layout is None:
+                raise CheckpointError("the trainer never described this segment", path=order.path)
+            attempt = Attempt(self._storage, order, room.layout, room.segment, timings)
+            try:
+                attempt.write(pool)
+                room.slots.set(order.slot, State.FREE)
+                freed = True
+                self._send(Written(order.save_id))
+                attempt.commit()
+            except BaseException:
+                attempt.discard()
+                raise
+        except Exception as error:
+            logger.exception("saving %s failed", order.path)
+            if not freed:
+                room.slots.set(order.slot, State.FREE)
+            self._send(Failed(order.save_id, _told(error, order)))
+            return
+        self._send(Committed(order.save_id, order.path, attempt.timings, attempt.direct))
+        if order.keep_last is not None and order.step is not None:
+            prune(os.path.dirname(order.path), order.keep_last, order.step)
+
+    def _send(self, message: FromWorker) -> None:
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError:
+            pass  # the trainer is gone; the loop sees that by itself, and the work goes on
+
+
+def _told(error: Exception, order: Order) -> CheckpointError:
+    """``error`` with the rank and step it happened at; what is not ours is named by its type."""
+    if isinstance(error, CheckpointError):
+        return type(error)(error.message, path=error.path or order.path, rank=order.rank, step=order.step)
+    return CheckpointError(
+        f"the worker failed: {type(error).__name__}: {error}", path=order.path, rank=order.rank, step=order.step
+    )

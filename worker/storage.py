@@ -1,0 +1,304 @@
+"""Local folders: how files get onto storage for good, and how a folder of them gets its final name.
+
+The one place where the operating system's errors become ours. A checkpoint is written in a folder of its *attempt*,
+hidden beside the final place, which the worker holds locked (``flock``) until it is published or discarded: so anybody
+can tell an attempt under way from what a dead worker left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+
+from asyncckpt.errors import CheckpointExistsError, StorageError
+from asyncckpt.worker.manifest import is_checkpoint_file
+
+PARTIAL_SUFFIX = ".partial"
+TRASH_SUFFIX = ".trash"
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_ADVICE = {
+    errno.ENOSPC: "free space there, or choose another place",
+    errno.EDQUOT: "the quota is used up: free space there, or choose another place",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.ENOTDIR: "part of the path is a file: choose another place",
+    errno.EFBIG: "the file may not grow that far (see ulimit -f): raise the limit, or choose another place",
+}
+
+
+@contextlib.contextmanager
+def translated(doing: str, path: str) -> Iterator[None]:
+    """Turn an ``OSError`` inside into a ``StorageError`` that says what was being done, and to what."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "look at the storage there")
+        raise StorageError(f"{doing} failed: {error.strerror or error}; {advice}", path=path) from error
+
+
+def attempt_folder(final: str, attempt: str) -> str:
+    """Where the checkpoint ``final`` is written until it is published."""
+    parent, name = os.path.split(final)
+    return os.path.join(parent, f".{name}.{attempt}{PARTIAL_SUFFIX}")
+
+
+class OutputFile:
+    """A file being written, past the page cache where the file system allows."""
+
+    def __init__(self, path: str, direct: bool) -> None:
+        """Create ``path``, which must not exist. Raises ``StorageError``."""
+        self.path = path
+        self.direct = direct
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with translated("creating a file", path):
+            try:
+                self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                # The file system knows no direct I/O; whether the file was made before it said so differs.
+                self.direct = False
+                self._fd = os.open(path, flags & ~os.O_EXCL, 0o644)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of ``data`` at ``offset``. Direct I/O wants both aligned to pages. Any thread may call it."""
+        with translated("writing", self.path):
+            while data:
+                try:
+                    done = os.pwrite(self._fd, data, offset)
+                except OSError as error:
+                    if not self.direct or error.errno != errno.EINVAL:
+                        raise
+                    self._write_buffered()
+                    continue
+                data = data[done:]
+                offset += done
+
+    def _write_buffered(self) -> None:
+        """Some file systems refuse direct I/O only now, or want another alignment after a short write."""
+        self.direct = False
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+    def sync(self) -> None:
+        """Return when all that was written is on storage; what went through the page cache leaves it."""
+        with translated("flushing to storage", self.path):
+            os.fsync(self._fd)
+            if not self.direct:
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Give the descriptor back; safe to call twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with translated("closing", self.path):
+                os.close(fd)
+
+
+class LocalStorage:
+    """Folders on a file system of this host. One call after the other, as ``commit.py`` makes them:
+
+    ``begin`` an attempt, ``create`` its files, ``publish`` it or ``discard`` it.
+    """
+
+    def __init__(self, direct: bool = True) -> None:
+        self._direct = direct
+        self._locks: dict[str, int] = {}
+
+    def begin(self, final: str, attempt: str, nbytes: int) -> str:
+        """Make and lock the folder of an attempt at ``final``; ``nbytes`` will be written into it. Returns its path."""
+        parent = os.path.dirname(final)
+        self._make_folder(parent)
+        folder = attempt_folder(final, attempt)
+        with translated("making a folder", folder):
+            os.mkdir(folder, 0o755)
+            fd = self._locks[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                pass  # no locks on this file system: leftovers cannot be told from attempts, and stay
+            space = os.statvfs(folder)
+        free = space.f_bavail * space.f_frsize
+        if free < nbytes:
+            raise StorageError(
+                f"the checkpoint needs {nbytes:,} bytes and the file system has {free:,} left;"
+                " free space there, or choose another place",
+                path=final,
+            )
+        return folder
+
+    def create(self, path: str, *, large: bool) -> OutputFile:
+        """A new file; ``large`` ones are written past the page cache, in aligned pieces."""
+        return OutputFile(path, direct=large and self._direct)
+
+    def publish(self, folder: str, final: str, *, overwrite: bool) -> None:
+        """Give the attempt in ``folder`` its final name, durably. Its files must be synced.
+
+        An empty folder at ``final`` is replaced; with ``overwrite`` so is a checkpoint, in one step where the kernel can
+        exchange names. Raises ``CheckpointExistsError`` for anything else that stands there.
+        """
+        with translated("flushing a folder", folder):
+            sync_folder(folder)
+        taken = False
+        with translated("publishing the checkpoint", final):
+            try:
+                os.rename(folder, final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                taken = True
+        if taken:
+            if not overwrite or not replaceable(final):
+                raise exists_error(final, overwrite)
+            self._replace(folder, final)
+        parent = os.path.dirname(final)
+        with translated("flushing a folder", parent):
+            sync_folder(parent)
+        self._unlock(folder)
+
+    def discard(self, folder: str) -> None:
+        """Remove an attempt, as far as storage lets us: the error that led here matters more than one from here."""
+        shutil.rmtree(folder, ignore_errors=True)
+        self._unlock(folder)
+
+    def close(self) -> None:
+        """Let go of all locks."""
+        for folder in list(self._locks):
+            self._unlock(folder)
+
+    def _unlock(self, folder: str) -> None:
+        fd = self._locks.pop(folder, -1)
+        if fd >= 0:
+            os.close(fd)
+
+    def _replace(self, folder: str, final: str) -> None:
+        """Put ``folder`` in the place of the checkpoint ``final`` and remove that."""
+        with translated("replacing the checkpoint", final):
+            old = folder
+            if not _exchange(folder, final):
+                # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
+                old = folder.removesuffix(PARTIAL_SUFFIX) + TRASH_SUFFIX
+                os.rename(final, old)
+                os.rename(folder, final)
+            sync_folder(os.path.dirname(final))
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _make_folder(self, path: str) -> None:
+        """Make ``path`` and what is missing above it, each entry durable."""
+        if os.path.isdir(path):
+            return
+        with translated("making a folder", path):
+            parent = os.path.dirname(path)
+            if parent != path:
+                self._make_folder(parent)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o755)
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, "it is a file", path)
+            sync_folder(parent)
+
+
+def replaceable(path: str) -> bool:
+    """Whether ``path`` is free, or holds a checkpoint and nothing else, so that nobody's files are lost with it."""
+    try:
+        with os.scandir(path) as entries:
+            return all(is_checkpoint_file(entry.name) and not entry.is_dir() for entry in entries)
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
+        return False
+
+
+def exists_error(path: str, overwrite: bool, *, step: int | None = None) -> CheckpointExistsError:
+    """The error for a final place that is taken."""
+    why = (
+        "there is something here that is not a checkpoint, or not only one; move it away or save elsewhere"
+        if overwrite
+        else "there is something here already, and a checkpoint never replaces another by accident;"
+        " remove it first, or save under another step"
+    )
+    return CheckpointExistsError(why, path=path, step=step)
+
+
+@contextlib.contextmanager
+def reading(folder: str) -> Iterator[None]:
+    """Hold ``folder`` against removal while its files are read. Raises ``OSError`` where it is gone."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: then nothing is held
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def under_way(folder: str) -> bool:
+    """Whether somebody holds the attempt in ``folder``: a worker that is still writing it."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def remove_checkpoint(folder: str) -> bool:
+    """Remove a checkpoint that nobody reads, its final name first; False where one does. Raises ``OSError``."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # no locks on this file system
+        parent, name = os.path.split(folder)
+        trash = os.path.join(parent, f".{name}{TRASH_SUFFIX}")
+        shutil.rmtree(trash, ignore_errors=True)  # of an earlier removal that was cut short
+        os.rename(folder, trash)
+        shutil.rmtree(trash)
+    finally:
+        os.close(fd)
+    return True
+
+
+def sync_folder(path: str) -> None:
+    """Make the entries of a folder durable. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have nothing to sync for a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Swap two names in one step; False where the file system or the kernel cannot."""
+    try:
+        rename = _libc.renameat2
+    except AttributeError:  # glibc before 2.28
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), other)
