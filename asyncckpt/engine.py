@@ -33,7 +33,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.home import Home
 from asyncckpt.plan import Plan, StateDict, make_plan, stateful_to_dict
-from asyncckpt.save import Save
+from asyncckpt.handle import Save
 from asyncckpt.shm.slots import State
 from asyncckpt.staging import Ready, copy_pool, ready_events
 from asyncckpt.structure import StructureChanged
@@ -62,7 +62,7 @@ class Engine:
         self._under_way: dict[int, Save] = {}
         self._failed: list[Save] = []
         self._ids = itertools.count(1)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = copy_pool()
         self._stager: ThreadPoolExecutor | None = None
         self._copies: list[Future[CheckpointError | None]] = []
         self._closed = False
@@ -149,8 +149,7 @@ class Engine:
                     self._client.close(self.config.timeout)
             finally:
                 self._drop_homes()
-                if self._pool is not None:
-                    self._pool.shutdown()
+                self._pool.shutdown()
         self._raise_failure()
 
     def __enter__(self) -> Engine:
@@ -212,8 +211,6 @@ class Engine:
             self._homes.remove(entry)
             client.wait_for(entry[1].idle, self.config.timeout, "writing the save before the structure changed")
             entry[1].close()
-        if self._pool is None:
-            self._pool = copy_pool()
         try:
             return Home(plan, client, self.config.slots or _DEFAULT_SLOTS, self.config.timeout)
         except OutOfMemoryError as error:

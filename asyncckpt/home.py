@@ -69,7 +69,7 @@ class Home:
         return all(save is None or save.slot_free for save in self.pending)
 
     def copy(
-        self, slot: int, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor | None
+        self, slot: int, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor
     ) -> None:
         """Copy ``tensors`` into ``slot``, see ``SlotStager.copy``; from the first CUDA tensor on the memory is pinned."""
         if ready and self._pinned is None:

@@ -1,45 +1,51 @@
 """From the trainer's tensors into a slot: the one copy that training waits for.
 
-Contiguous CPU tensors are moved by ``memmove``, which on these sizes runs at the speed of memory where a tensor copy
-adds microseconds each. Everything else goes through ``Tensor.copy_``, which knows every layout; from a CUDA device the
-copies run on a side stream into memory that the driver knows as pinned, after what the compute stream has been given.
+On the CPU small tensors are copied in groups, one call of torch for thousands, and large ones by ``memcpy``, both on a few
+threads; what is not contiguous goes through ``Tensor.copy_``, which knows every layout. From a CUDA device the copies run
+on a side stream into memory that the driver knows as pinned, after what the compute stream has been given.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import compress
-from operator import attrgetter
-from typing import Any
+from operator import attrgetter, itemgetter
 
 import torch
 
-from asyncckpt.image import Image
+from asyncckpt.image import Image, TensorSpec
 from asyncckpt.shm.segment import PAGE, Segment
 
 logger = logging.getLogger(__name__)
 
-# From this size on a copy is cut into pieces for several threads; below, handing it to one costs more than it saves.
+# Tensors of fewer elements are copied in groups, 0.6 us a tensor. From here on each copy would start threads of torch's
+# own (at::internal::GRAIN_SIZE), ours and those would fight, and a call of memcpy is the cheaper anyway.
+_GRAIN = 32768
+# Those dtypes that Tensor.copy_ has always known; the bytes of others are moved by memcpy.
+_COPYABLE = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+# A large tensor is cut into pieces, so that several threads take part.
 _PIECE_BYTES = 4 << 20
-_COPY_THREADS = max(1, min(4, (os.cpu_count() or 1)))
+_COPY_THREADS = max(1, min(4, os.cpu_count() or 1))
 # One registration of 512 GiB and more fails on some drivers.
 _PINNED_PIECE_BYTES = 64 << 30
 _PORTABLE = 1  # pinned for every device, not only the current one
 _CUDA_SUCCESS, _CUDA_ALREADY_REGISTERED = 0, 712
 
-_is_contiguous, _is_neg, _is_conj, _data_ptr = (
-    torch.Tensor.is_contiguous,
-    torch.Tensor.is_neg,
-    torch.Tensor.is_conj,
-    torch.Tensor.data_ptr,
-)
-_is_cpu = attrgetter("is_cpu")
-_move = ctypes.memmove  # which lets other threads run
+_device = attrgetter("device")
+# Not ctypes.memmove, which makes an int of the pointer it returns. Other threads run meanwhile.
+_memcpy = ctypes.CDLL(None).memcpy
+_memcpy.restype = None
+_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 Ready = dict[torch.device, torch.cuda.Event]
@@ -52,110 +58,133 @@ def ready_events(tensors: Sequence[torch.Tensor]) -> Ready:
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
 
+class _Group:
+    """Tensors copied by one call, and their places in the slot."""
+
+    def __init__(self, numbers: Sequence[int], targets: list[torch.Tensor]) -> None:
+        self._pick = itemgetter(*numbers) if len(numbers) > 1 else itemgetter(slice(numbers[0], numbers[0] + 1))
+        self._targets = targets
+
+    def copy(self, tensors: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
+        """Copy those of ``tensors`` that are of this group."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._targets, list(self._pick(tensors)), non_blocking=non_blocking)
+
+
 class SlotStager:
     """Copies the tensors of one plan into one slot. Which tensors is new on every call; where to is not."""
 
     def __init__(self, image: Image, segment: Segment, offset: int) -> None:
         """The slot is the ``image.nbytes`` at ``offset`` of ``segment``."""
         # Of tensors that share their bytes the first is copied for all.
-        self._own = [spec.alias is None and place.payload_bytes > 0 for spec, place in zip(image.specs, image.tensors)]
-        specs = list(compress(image.specs, self._own))
-        places = list(compress(image.tensors, self._own))
-        begin = segment.address + offset
-        self._targets = [begin + place.payload_at for place in places]
-        self._sizes = [place.payload_bytes for place in places]
+        self._own = [
+            spec.alias is None and place.payload_bytes > 0
+            for spec, place in zip(image.specs, image.tensors, strict=True)
+        ]
+        self._specs = list(compress(image.specs, self._own))
+        self._places = list(compress(image.tensors, self._own))
         self._view = segment.view
-        self._slot = offset
-        self._specs = specs
-        self._places = places
-        self._tensors: dict[int, torch.Tensor] = {}
-        large = [number for number, nbytes in enumerate(self._sizes) if nbytes >= 2 * _PIECE_BYTES]
-        self._large = large if _COPY_THREADS > 1 else []
-        taken = set(self._large)
-        self._small = [number not in taken for number in range(len(places))]
-        self._small_targets = list(compress(self._targets, self._small))
-        self._small_sizes = list(compress(self._sizes, self._small))
+        self._address = segment.address + offset
+        self._offset = offset
+        # How the work is divided depends on which devices the tensors are on, and is kept as long as they stay there.
+        self._devices: list[torch.device] = []
+        self._device_groups: dict[torch.device, _Group] = {}
+        self._host_groups: list[_Group] = []
+        self._host_single: list[int] = []
 
-    def copy(self, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor | None) -> None:
+    def copy(self, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor) -> None:
         """Copy ``tensors`` (all of the plan, in its order) into the slot, and return when that is done.
 
         Until then they must stay as they are. Copies from a CUDA device wait for what ``ready`` says the tensors wait
-        for. With a ``pool`` large CPU tensors are copied by its threads too.
+        for. The threads of ``pool`` take part.
         """
         mine = list(compress(tensors, self._own))
-        plain = self._is_plain(mine)
-        if plain is not True:
-            self._copy_mixed(mine, plain, ready)
-            return
-        sources = list(map(_data_ptr, mine))
-        tasks = []
-        for number in self._large if pool else ():
-            target, source, nbytes = self._targets[number], sources[number], self._sizes[number]
-            tasks += [
-                pool.submit(_move, target + begin, source + begin, min(_PIECE_BYTES, nbytes - begin))
-                for begin in range(0, nbytes, _PIECE_BYTES)
-            ]
-        if pool:
-            deque(map(_move, self._small_targets, compress(sources, self._small), self._small_sizes), maxlen=0)
-        else:
-            deque(map(_move, self._targets, sources, self._sizes), maxlen=0)
+        devices = list(map(_device, mine))
+        if devices != self._devices:
+            self._divide(devices)
+        # The devices' copies are queued first and run while the host does its own.
+        copied = [self._queue(device, group, ready, mine) for device, group in self._device_groups.items()]
+        self._copy_host(mine, pool)
+        for event in copied:
+            if event is not None:
+                event.synchronize()
+
+    def _divide(self, devices: list[torch.device]) -> None:
+        numbers: dict[torch.device, list[int]] = {}
+        for number, device in enumerate(devices):
+            numbers.setdefault(device, []).append(number)
+        host = numbers.pop(torch.device("cpu"), [])
+        grouped = [number for number in host if _is_grouped(self._specs[number])]
+        self._host_groups = [self._group(part) for part in _split(grouped, _COPY_THREADS)]
+        self._host_single = [number for number in host if not _is_grouped(self._specs[number])]
+        self._device_groups = {device: self._group(its) for device, its in numbers.items()}
+        self._devices = devices
+
+    def _copy_host(self, tensors: Sequence[torch.Tensor], pool: ThreadPoolExecutor) -> None:
+        tasks = [pool.submit(group.copy, tensors) for group in self._host_groups]
+        try:
+            moves: list[tuple[int, int, int]] = []
+            for number in self._host_single:
+                tensor = tensors[number]
+                if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+                    tasks.append(pool.submit(self._group([number]).copy, tensors))
+                    continue
+                place = self._places[number]
+                target, source = self._address + place.payload_at, tensor.data_ptr()
+                for begin in range(0, place.payload_bytes, _PIECE_BYTES):
+                    moves.append((target + begin, source + begin, min(_PIECE_BYTES, place.payload_bytes - begin)))
+            tasks += [pool.submit(_move, moves[first::_COPY_THREADS]) for first in range(min(_COPY_THREADS, len(moves)))]
+        finally:
+            wait(tasks)  # nobody may be left copying from tensors that are the caller's again
         for task in tasks:
             task.result()
 
     @staticmethod
-    def _is_plain(tensors: Sequence[torch.Tensor]) -> bool | list[bool]:
-        """True if all are bytes in a row in the memory of this process, else which of them are."""
-        passes: list[Any] = [map(_is_cpu, tensors), map(_is_contiguous, tensors)]
-        if all(map(all, passes)) and not any(map(_is_neg, tensors)) and not any(map(_is_conj, tensors)):
-            return True
-        return [
-            tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-            for tensor in tensors
-        ]
-
-    def _copy_mixed(self, tensors: Sequence[torch.Tensor], plain: list[bool], ready: Ready) -> None:
-        by_device: dict[torch.device, list[int]] = {}
-        for number, tensor in enumerate(tensors):
-            if tensor.is_cuda:
-                by_device.setdefault(tensor.device, []).append(number)
-        with torch.no_grad():
-            # The devices' copies are queued first and run while the host does its own.
-            copied = [self._queue(device, ready, tensors, numbers) for device, numbers in by_device.items()]
-            for number, (tensor, is_plain) in enumerate(zip(tensors, plain, strict=True)):
-                if is_plain:
-                    _move(self._targets[number], tensor.data_ptr(), self._sizes[number])
-                elif not tensor.is_cuda:
-                    self._target(number).copy_(tensor)
-        for event in copied:
-            event.synchronize()
-
     def _queue(
-        self, device: torch.device, ready: Ready, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
-    ) -> torch.cuda.Event:
+        device: torch.device, group: _Group, ready: Ready, tensors: Sequence[torch.Tensor]
+    ) -> torch.cuda.Event | None:
         """Queue the copies from one device; the event is that of the last."""
+        if device.type != "cuda":
+            group.copy(tensors)
+            return None
         stream = _side_stream(device)
         stream.wait_event(ready[device])
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            for number in numbers:
-                self._target(number).copy_(tensors[number], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
+            group.copy(tensors, non_blocking=True)
+            return stream.record_event()
+
+    def _group(self, numbers: Sequence[int]) -> _Group:
+        return _Group(numbers, [self._target(number) for number in numbers])
 
     def _target(self, number: int) -> torch.Tensor:
         """The place of a tensor in the slot, as a tensor."""
-        target = self._tensors.get(number)
-        if target is None:
-            spec, place = self._specs[number], self._places[number]
-            begin = self._slot + place.payload_at
-            raw = torch.frombuffer(self._view[begin : begin + place.payload_bytes], dtype=torch.uint8)
-            target = self._tensors[number] = raw.view(spec.dtype).view(spec.shape)
-        return target
+        spec, place = self._specs[number], self._places[number]
+        begin = self._offset + place.payload_at
+        raw = torch.frombuffer(self._view[begin : begin + place.payload_bytes], dtype=torch.uint8)
+        return raw.view(spec.dtype).view(spec.shape)
 
 
-def copy_pool() -> ThreadPoolExecutor | None:
-    """Threads to help with large CPU copies; None where there is one core."""
-    return ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="asyncckpt-copy") if _COPY_THREADS > 1 else None
+def _move(moves: Sequence[tuple[int, int, int]]) -> None:
+    """Copy bytes: each move is (to, from, how many)."""
+    for target, source, nbytes in moves:
+        _memcpy(target, source, nbytes)
+
+
+def _is_grouped(spec: TensorSpec) -> bool:
+    return math.prod(spec.shape) < _GRAIN and spec.dtype in _COPYABLE
+
+
+def _split(numbers: list[int], parts: int) -> list[list[int]]:
+    """``numbers`` in ``parts`` runs of about the same length; in one if they are few."""
+    if len(numbers) < 16 * parts:
+        return [numbers] if numbers else []
+    size = -(-len(numbers) // parts)
+    return [numbers[begin : begin + size] for begin in range(0, len(numbers), size)]
+
+
+def copy_pool() -> ThreadPoolExecutor:
+    """The threads that copy."""
+    return ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="asyncckpt-copy")
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

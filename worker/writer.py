@@ -1,7 +1,6 @@
 """From the image in a slot to a file: large aligned direct writes, and a checksum of every span on the way.
 
-Nothing here knows tensors. The pieces of a file are written and checksummed by the same few threads, so that a disk
-that takes 3 GB/s and a core that checksums 30 GB/s wait for each other as little as can be.
+Nothing here knows tensors. A few threads keep the disk busy while another checksums the same bytes.
 """
 
 from __future__ import annotations
@@ -31,18 +30,16 @@ def write_image(
     checksums = array("Q", bytes(8 * (len(bounds) - 1)))
     file = storage.create(path, large=True)
     try:
-        tasks: list[Future[None]] = []
-        first = 0
-        for begin in range(0, len(image), PIECE_BYTES):
-            end = min(begin + PIECE_BYTES, len(image))
-            tasks.append(pool.submit(file.write, image[begin:end], begin))
-            # The spans that begin in this piece, which by then is warm in the cache.
-            last = first
-            while last < len(checksums) and bounds[last] < end:
-                last += 1
-            tasks.append(pool.submit(_checksum_spans, image, bounds, checksums, first, last))
-            first = last
-        _gather(tasks)
+        pieces = [
+            pool.submit(file.write, image[begin : begin + PIECE_BYTES], begin)
+            for begin in range(0, len(image), PIECE_BYTES)
+        ]
+        try:
+            # Meanwhile, on this thread: checksums are ten times as fast as the disk.
+            for span, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+                checksums[span] = checksum(image[begin:end])
+        finally:
+            _gather(pieces)
         file.sync()
     finally:
         file.close()
@@ -63,13 +60,6 @@ def write_small(storage: LocalStorage, path: str, *parts: bytes | memoryview) ->
     finally:
         file.close()
     return {"bytes": nbytes, "xxh3": digest.hexdigest()}
-
-
-def _checksum_spans(
-    image: memoryview, bounds: Sequence[int], checksums: array[int], first: int, last: int
-) -> None:
-    for span in range(first, last):
-        checksums[span] = checksum(image[bounds[span] : bounds[span + 1]])
 
 
 def _gather(tasks: list[Future[None]]) -> None:

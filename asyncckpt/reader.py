@@ -1,0 +1,301 @@
+"""Loading: DCP's planner says which bytes go where, and they are read in large runs, checked, and copied into place."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.futures import Future
+
+from asyncckpt.catalog import check_size, is_ours, read_checked, read_index, read_manifest
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
+from asyncckpt.spans import DataFile, raise_damage, read_pool
+from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest
+from asyncckpt.worker.storage import reading, translated
+
+
+def load(
+    state_dict: dict[str, Any],
+    path: str,
+    *,
+    planner: LoadPlanner | None = None,
+    verify: bool = True,
+    process_group: Any = None,
+) -> None:
+    """Load the checkpoint ``path`` into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
+
+    Tensors are filled where they are, other values replaced, ``Stateful`` ones told; keys of the checkpoint that
+    ``state_dict`` has not are left alone. Also reads what stock DCP wrote. With ``verify`` the bytes are checked before
+    they are copied, tensor by tensor: after an error part of ``state_dict`` may be loaded.
+
+    Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``MismatchError``, ``StorageError``.
+    """
+    path = os.path.abspath(path)
+    if not os.path.isdir(path):
+        raise CheckpointNotFoundError("there is no checkpoint here", path=path)
+    with translated("opening", path), reading(path):
+        if is_ours(path) or not os.path.exists(os.path.join(path, METADATA_NAME)):
+            reader: StorageReader = ImageReader(path, verify=verify)
+        else:
+            reader = dcp.FileSystemReader(path)
+        try:
+            dcp.load(
+                state_dict,
+                storage_reader=reader,
+                planner=planner or _CheckingPlanner(path),
+                process_group=process_group,
+            )
+        except CheckpointException as error:
+            # DCP wraps what each rank raised; ours go through as they are.
+            for failure in error.failures.values():
+                cause = failure[0] if isinstance(failure, tuple) else failure
+                if isinstance(cause, CheckpointError):
+                    raise cause from None
+            raise
+
+
+class ImageReader(StorageReader):
+    """DCP's way to read a checkpoint of ours, for ``torch.distributed.checkpoint.load(storage_reader=...)``."""
+
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+        """Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``."""
+        self._verify = verify
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._path = os.path.abspath(os.fspath(checkpoint_id))
+            self._manifest: Manifest = read_manifest(self._path)
+            self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        text = read_checked(self._path, self._manifest, METADATA_NAME)
+        metadata: Metadata = pickle.loads(text)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        storage: Mapping[Any, Any] = self._metadata.storage_data if self._metadata is not None else {}
+        per_file: dict[str, list[tuple[ReadItem, int]]] = {}
+        for item in plan.items:
+            place = storage[item.storage_index]
+            per_file.setdefault(place.relative_path, []).append((item, place.offset))
+        with read_pool() as pool:
+            for name, requests in sorted(per_file.items()):
+                self._read_file(name, requests, planner, pool)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(
+        self, name: str, requests: list[tuple[ReadItem, int]], planner: LoadPlanner, pool: ThreadPoolExecutor
+    ) -> None:
+        check_size(self._path, self._manifest, name)
+        index = read_index(self._path, self._manifest, name)
+        stored = _Stored(index, os.path.join(self._path, name))
+        wanted = sorted((stored.want(item, at, planner) for item, at in requests), key=lambda want: want.stored.at)
+        file = DataFile(stored.path, index)
+        try:
+            # Values whose bytes must be brought together first are read a batch at a time, to bound that memory.
+            for batch in _batches(wanted):
+                _read_batch(file, batch, planner, pool, self._verify)
+        finally:
+            file.close()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+# Bytes that are brought together before they can be copied to where they belong, at most, but for one larger tensor.
+_BATCH_BYTES = 256 << 20
+
+
+@dataclass
+class _Want:
+    """Bytes of the file that are wanted, from ``begin`` to ``end``, and the memory they go to.
+
+    ``target`` is that of the destination itself where it is just these bytes in a row, else a buffer, out of which
+    ``finish`` copies.
+    """
+
+    item: ReadItem
+    stored: Item
+    begin: int
+    end: int
+    target: memoryview | None = None
+    destination: torch.Tensor | None = None
+
+    @property
+    def buffered(self) -> int:
+        return 0 if self.target is not None else self.end - self.begin
+
+
+class _Stored:
+    """The items of a data file by where they begin."""
+
+    def __init__(self, index: Index, path: str) -> None:
+        self.path = path
+        self._items = {item.at: item for item in index.items}
+
+    def want(self, item: ReadItem, at: int, planner: LoadPlanner) -> _Want:
+        stored = self._items.get(at)
+        if stored is None:
+            raise DamagedCheckpointError(f"the index has nothing at {at:,}, and .metadata has", path=self.path)
+        if item.type == LoadItemType.BYTE_IO:
+            return _Want(item, stored, stored.at, stored.at + stored.nbytes)
+        destination = planner.resolve_tensor(item).detach()
+        if tuple(destination.shape) != tuple(item.lengths):
+            raise MismatchError(
+                f"{item.dest_index.fqn!r} has the shape {tuple(destination.shape)} and {tuple(item.lengths)} is stored",
+                path=self.path,
+            )
+        first, count = _extent(stored.shape, item.storage_offsets, item.lengths)
+        itemsize = _dtype(stored).itemsize
+        begin = stored.payload_at + first * itemsize
+        want = _Want(item, stored, begin, begin + count * itemsize, destination=destination)
+        plain = (
+            destination.is_cpu
+            and type(destination) in (torch.Tensor, torch.nn.Parameter)
+            and destination.layout == torch.strided
+            and destination.is_contiguous()
+            and destination.dtype == _dtype(stored)
+            and destination.numel() == count
+            and not (destination.is_conj() or destination.is_neg())
+        )
+        if plain:
+            want.target = _bytes_of(destination)
+        return want
+
+
+def _batches(wanted: Sequence[_Want]) -> list[list[_Want]]:
+    batches: list[list[_Want]] = []
+    size = 0
+    for want in wanted:
+        if not batches or size + want.buffered > _BATCH_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(want)
+        size += want.buffered
+    return batches
+
+
+def _read_batch(
+    file: DataFile, batch: Sequence[_Want], planner: LoadPlanner, pool: ThreadPoolExecutor, verify: bool
+) -> None:
+    places = [
+        (want.begin, want.end, memoryview(bytearray(want.end - want.begin)) if want.target is None else want.target)
+        for want in batch
+    ]
+    starts = [want.stored.at for want in batch]
+
+    def scatter(begin: int, data: memoryview) -> None:
+        end = begin + len(data)
+        # Stored values do not overlap: the first of these bytes are of the last value that starts at or before them.
+        last_before = bisect_right(starts, begin) - 1
+        number = bisect_left(starts, starts[last_before]) if last_before >= 0 else 0
+        while number < len(places) and starts[number] < end:
+            first, last, target = places[number]
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                target[low - first : high - first] = data[low - begin : high - begin]
+            number += 1
+
+    file.read([(begin, end) for begin, end, _ in places if begin < end], scatter, pool, raise_damage if verify else None)
+    for want, (_, _, data) in zip(batch, places, strict=True):
+        _finish(want, data, planner)
+
+
+def _finish(want: _Want, data: memoryview, planner: LoadPlanner) -> None:
+    if want.destination is None:
+        planner.load_bytes(want.item, io.BytesIO(data))
+        return
+    if want.target is None and want.destination.numel() > 0:
+        source = torch.frombuffer(data, dtype=torch.uint8).view(_dtype(want.stored))
+        box = source.as_strided(tuple(want.item.lengths), _strides(want.stored.shape))
+        with torch.no_grad():
+            want.destination.copy_(box)
+    planner.commit_tensor(want.item, want.destination)
+
+
+def _extent(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
+    """The first element of a box in a contiguous tensor, and how many there are up to its last one."""
+    if 0 in lengths:
+        return 0, 0
+    strides = _strides(shape)
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return first, sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.insert(0, step)
+        step *= max(length, 1)
+    return tuple(strides)
+
+
+def _dtype(item: Item) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, item.dtype)
+    return dtype
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+class _CheckingPlanner(DefaultLoadPlanner):
+    """DCP's default planner, that says in our errors, and of all keys at once, what does not fit."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def create_local_plan(self) -> LoadPlan:
+        known: Mapping[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        missing = [name for name in self.state_dict if name not in known]
+        if missing:
+            raise MismatchError(
+                f"the checkpoint has no {_some(missing)}; leave them out of the state dict to load the others",
+                path=self._path,
+            )
+        wrong = [
+            f"{name!r} is {tuple(value.size())} and {tuple(stored.size)} is stored"
+            for name, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor)
+            and isinstance(stored := known[name], TensorStorageMetadata)
+            and stored.size != value.size()
+        ]
+        if wrong:
+            raise MismatchError(f"shapes do not fit: {'; '.join(wrong[:5])}", path=self._path)
+        return super().create_local_plan()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more

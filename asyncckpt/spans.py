@@ -1,0 +1,141 @@
+"""Reading a data file span by span, each checked on the way."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.worker.manifest import Index, checksum
+from asyncckpt.worker.storage import translated
+
+# Read at once: enough to keep a disk busy with two threads, little enough to stay in cache for the checksum and the copy.
+RUN_BYTES = 8 << 20
+READ_THREADS = 2
+
+Consume = Callable[[int, memoryview], None]
+"""Called with an offset in the file and the good bytes from there on, which are gone when it returns. On any thread."""
+
+
+OnDamage = Callable[[DamagedCheckpointError], None]
+
+
+def raise_damage(damage: DamagedCheckpointError) -> None:
+    """The usual answer to a bad span."""
+    raise damage
+
+
+class DataFile:
+    """A data file opened for reading, past the page cache where the file system allows."""
+
+    def __init__(self, path: str, index: Index) -> None:
+        """Raises ``DamagedCheckpointError`` if it is missing or of another size, else ``StorageError``."""
+        self.path = path
+        self._index = index
+        self._bounds = index.bounds()
+        self._buffers = threading.local()
+        with translated("opening", path):
+            try:
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except FileNotFoundError as error:
+                raise DamagedCheckpointError("a file of this checkpoint is missing", path=path) from error
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(
+        self,
+        ranges: Iterable[tuple[int, int]],
+        consume: Consume,
+        pool: ThreadPoolExecutor,
+        on_damage: OnDamage | None = raise_damage,
+    ) -> None:
+        """Read the spans that the byte ``ranges`` (begin, end) touch, and ``consume`` them as they come in.
+
+        Each is checked first; a bad one goes to ``on_damage``, which raises, or else the bytes are consumed all the
+        same. None: nothing is checked. Raises ``DamagedCheckpointError``, ``StorageError``.
+        """
+        tasks = [
+            pool.submit(self._read_run, first, last, consume, on_damage) for first, last in self._runs(self._wanted(ranges))
+        ]
+        try:
+            for task in tasks:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                if not task.cancelled():
+                    task.exception()
+
+    @property
+    def nbytes(self) -> int:
+        """The size the file was written with."""
+        return self._index.nbytes
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self._fd)
+
+    def _wanted(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
+        wanted: set[int] = set()
+        for begin, end in ranges:
+            span = bisect_right(self._bounds, begin) - 1
+            while span < len(self._bounds) - 1 and self._bounds[span] < end:
+                wanted.add(span)
+                span += 1
+        return sorted(wanted)
+
+    def _runs(self, spans: Sequence[int]) -> list[tuple[int, int]]:
+        """``spans`` as runs of neighbours, (first, last + 1), of up to ``RUN_BYTES``, if no span is longer."""
+        runs: list[tuple[int, int]] = []
+        for span in spans:
+            if runs and runs[-1][1] == span and self._bounds[span + 1] - self._bounds[runs[-1][0]] <= RUN_BYTES:
+                runs[-1] = (runs[-1][0], span + 1)
+            else:
+                runs.append((span, span + 1))
+        return runs
+
+    def _read_run(self, first: int, last: int, consume: Consume, on_damage: OnDamage | None) -> None:
+        begin, end = self._bounds[first], self._bounds[last]
+        aligned = begin // PAGE * PAGE
+        data = self._fill(aligned, round_up(end - aligned))[begin - aligned : end - aligned]
+        if len(data) < end - begin:
+            raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
+        for span in range(first, last) if on_damage else ():
+            at, stop = self._bounds[span], self._bounds[span + 1]
+            if checksum(data[at - begin : stop - begin]) != self._index.checksums[span]:
+                on_damage(self._damage(at, stop))
+        consume(begin, data)
+
+    def _damage(self, begin: int, end: int) -> DamagedCheckpointError:
+        names = ", ".join(map(repr, self._index.names_at(begin, end)))
+        what = names or "of no value, but of the space between them"
+        return DamagedCheckpointError(f"the bytes {begin:,} to {end:,} are damaged: {what}", path=self.path)
+
+    def _fill(self, offset: int, nbytes: int) -> memoryview:
+        """Read into this thread's own buffer, which the next call overwrites."""
+        buffer: mmap.mmap | None = getattr(self._buffers, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._buffers.buffer = mmap.mmap(-1, max(nbytes, RUN_BYTES + 2 * PAGE))
+        view = memoryview(buffer)[:nbytes]
+        done = 0
+        with translated("reading", self.path):
+            while done < nbytes:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+        return view[:done]
+
+
+def read_pool() -> ThreadPoolExecutor:
+    """The threads that read."""
+    return ThreadPoolExecutor(READ_THREADS, thread_name_prefix="asyncckpt-read")
