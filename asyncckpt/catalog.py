@@ -99,4 +99,3 @@ def settle(root: str, timeout: float) -> None:
 def _read(file: str) -> bytes:
     with translated("reading", file), open(file, "rb") as opened:
         return opened.read()
-

@@ -10,9 +10,9 @@ from asyncckpt import catalog
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, StorageError
+from asyncckpt.handle import Save
 from asyncckpt.plan import StateDict
 from asyncckpt.reader import load
-from asyncckpt.handle import Save
 from asyncckpt.worker.steps import complete_steps, step_folder
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Checkpointer:
         """Save ``state_dict`` as the checkpoint of ``step``.
 
         Returns when its tensors are copied: the checkpoint will hold their values of this moment, and the caller may go
-        on and change them. (With ``Config.overlap``: see ``guard``.) Writing goes on in the worker; the handle tells how
-        it went, and so do ``wait`` and ``close``, for failures that no handle was asked about.
+        on and change them. (With ``Config.overlap``: see ``guard``.) Writing goes on in the worker; the handle tells
+        how it went, and so do ``wait`` and ``close``, for failures that no handle was asked about.
 
         Raises ``CheckpointExistsError`` if that step is saved already, ``UnsavableStateError``, ``OutOfMemoryError``,
         ``WorkerDiedError``, ``SaveTimeoutError``, ``ClosedError``; then nothing was saved, and the next save may work.

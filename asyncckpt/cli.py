@@ -93,7 +93,13 @@ def _ls(args: argparse.Namespace) -> int:
         print("no checkpoints")
     else:
         shown = [
-            (row["step"], _time(row["created"]), _size(row["bytes"]), f"{row['timings'].get('write_s', 0):.2f}", row["path"])
+            (
+                row["step"],
+                _time(row["created"]),
+                _size(row["bytes"]),
+                f"{row['timings'].get('write_s', 0):.2f}",
+                row["path"],
+            )
             for row in rows
         ]
         print(tabulate(shown, headers=["step", "written at", "size", "write s", "path"]))
@@ -129,10 +135,12 @@ def _verify(args: argparse.Namespace) -> int:
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="verifying", leave=False, disable=None if not args.json else True
     ) as bar:
-        report = verify(args.path, lambda nbytes: bar.update(nbytes) and None)
+        report = verify(args.path, bar.update)
     if args.json:
         damages = [{"file": damage.path, "what": damage.message} for damage in report.damages]
-        print(json.dumps({"path": report.path, "bytes": report.nbytes, "ok": not damages, "damages": damages}, indent=1))
+        print(
+            json.dumps({"path": report.path, "bytes": report.nbytes, "ok": not damages, "damages": damages}, indent=1)
+        )
     else:
         for damage in report.damages:
             print(f"{damage.path}: {damage.message}")

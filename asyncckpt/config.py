@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from asyncckpt.worker.client import WorkerOptions
 from asyncckpt.worker.priority import IO_CLASSES
@@ -83,7 +83,7 @@ class Config:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Config:
-        """The configuration of the environment variables ``ASYNCCKPT_*``. Raises ``ValueError``, naming the variable."""
+        """What the environment variables ``ASYNCCKPT_*`` say. Raises ``ValueError``, naming the variable."""
         return cls.from_args(argparse.Namespace(), environment)
 
     @classmethod
@@ -122,7 +122,7 @@ def _truth(text: str) -> bool:
     return words[text.lower()]
 
 
-_OPTIONS = {
+_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "slots": ("images of the state in shared memory (default: 2, or 1 if memory is short)", int),
     "when_busy": ("when all slots are being written: wait, skip or latest (default: wait)", str),
     "overlap": ("yes: return before the tensors are copied (default: no)", _truth),

@@ -2,8 +2,8 @@
 
     from asyncckpt import async_save        # was: from torch.distributed.checkpoint import async_save
 
-One engine serves all calls of the process. It is started by the first save, takes its configuration from the environment
-(``Config.from_env``), and is closed when the interpreter ends, after the last save is written.
+One engine serves all calls of the process. It is started by the first save, takes its configuration from the
+environment (``Config.from_env``), and is closed when the interpreter ends, after the last save is written.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import LoadPlanner, Metadata, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from asyncckpt import reader
 from asyncckpt.config import Config
@@ -83,7 +85,7 @@ def load(
     A ``storage_reader`` of the caller's own is given to DCP as it is.
     """
     if storage_reader is not None:
-        dcp.load(
+        state_dict_loader.load(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=storage_reader,

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.errors import (
@@ -31,9 +32,9 @@ from asyncckpt.errors import (
     SaveTimeoutError,
     UnsavableStateError,
 )
+from asyncckpt.handle import Save
 from asyncckpt.home import Home
 from asyncckpt.plan import Plan, StateDict, make_plan, stateful_to_dict
-from asyncckpt.handle import Save
 from asyncckpt.shm.slots import State
 from asyncckpt.staging import Ready, copy_pool, ready_events
 from asyncckpt.structure import StructureChanged
@@ -171,9 +172,10 @@ class Engine:
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if torch.distributed.get_world_size() > 1:
+            world_size = torch.distributed.get_world_size()
+            if world_size > 1:
                 raise UnsavableStateError(
-                    f"this version saves the state of one process, and the job has {torch.distributed.get_world_size()};"
+                    f"this version saves the state of one process, and the job has {world_size};"
                     " use torch.distributed.checkpoint until a version that saves all ranks together"
                 )
 
@@ -183,9 +185,7 @@ class Engine:
         if not (replaceable(final) if overwrite else not os.path.lexists(final) or _is_empty_folder(final)):
             raise exists_error(final, overwrite, step=step)
 
-    def _plan(
-        self, state_dict: StateDict, planner: SavePlanner | None
-    ) -> tuple[Home, Sequence[torch.Tensor], float]:
+    def _plan(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Home, Sequence[torch.Tensor], float]:
         """The home for ``state_dict``, made if there is none, with the state captured; and when that was done."""
         state = stateful_to_dict(state_dict)
         client = self._running_client()
@@ -331,7 +331,10 @@ def _planner_key(planner: SavePlanner | None) -> Any:
 
 
 def _is_empty_folder(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
+    if os.path.islink(path) or not os.path.isdir(path):
+        return False
+    with os.scandir(path) as entries:
+        return next(entries, None) is None
 
 
 def _staging_error(error: BaseException, order: Order) -> CheckpointError:

@@ -31,8 +31,8 @@ class Save:
     def result(self, timeout: float | None = None) -> Path:
         """Wait until the checkpoint is committed, complete and durable, and return its path.
 
-        Raises what went wrong with it, or ``SaveTimeoutError`` after ``timeout`` seconds (None: as long as it takes; the
-        death of the worker ends the wait in any case); then the save is still under way.
+        Raises what went wrong with it, or ``SaveTimeoutError`` after ``timeout`` seconds (None: as long as it takes;
+        the death of the worker ends the wait in any case); then the save is still under way.
         """
         try:
             path = self.future.result(timeout)

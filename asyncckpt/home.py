@@ -31,7 +31,7 @@ class Home:
         self._client = client
         self.pending: list[Pending | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
-        constants = {
+        constants: dict[str, bytes | memoryview] = {
             "metadata": plan.metadata,
             "index_head": plan.index_head,
             "spans": memoryview(plan.bounds).cast("B"),
@@ -68,10 +68,8 @@ class Home:
         """Whether no slot holds a save under way."""
         return all(save is None or save.slot_free for save in self.pending)
 
-    def copy(
-        self, slot: int, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor
-    ) -> None:
-        """Copy ``tensors`` into ``slot``, see ``SlotStager.copy``; from the first CUDA tensor on the memory is pinned."""
+    def copy(self, slot: int, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor) -> None:
+        """Copy ``tensors`` into ``slot``, see ``SlotStager.copy``. The first from CUDA has the memory pinned."""
         if ready and self._pinned is None:
             places = [place.payload_at for place in self.plan.image.tensors if place.payload_at % PAGE == 0]
             cuts = [offset + place for offset in self._offsets for place in (0, *places)]

@@ -58,6 +58,7 @@ _PROTOCOL = 2
 _BEFORE, _AFTER = _saved("", "asyncckpt").split(pickle.dumps("asyncckpt", protocol=_PROTOCOL))
 _NONE = pickled("None", None)
 
+
 def room_for(nbytes: int) -> int:
     """The bytes to set aside for an object that takes ``nbytes`` now."""
     return -(-(nbytes + max(64, nbytes // 4)) // 64) * 64
@@ -80,8 +81,8 @@ class StoredObjects:
     def refresh(self, values: Sequence[Any]) -> None:
         """Take the ``values`` of a new save, pickling those that changed.
 
-        Raises ``StructureChanged`` if one no longer fits its room or is no longer a leaf, ``UnsavableStateError`` if one
-        does not pickle; then nothing is taken.
+        Raises ``StructureChanged`` if one no longer fits its room or is no longer a leaf, ``UnsavableStateError`` if
+        one does not pickle; then nothing is taken.
         """
         changed: list[tuple[int, Any, bytes]] = []
         for number, (new, known) in enumerate(zip(values, self._known, strict=True)):

@@ -1,8 +1,8 @@
 """The plan: what of a state dict goes where. Made once for a structure, then only checked.
 
 DCP's own planner turns the state dict into write items, so that what DCP users know (DTensor, nested dicts, ...) works
-as they know it, and DCP's metadata comes out as DCP reads it. What is left to do on a later save is ``capture``: see that
-the state still has the planned structure, and hand its tensors over in the order of the image.
+as they know it, and DCP's metadata comes out as DCP reads it. What is left to do on a later save is ``capture``: see
+that the state still has the planned structure, and hand its tensors over in the order of the image.
 """
 
 from __future__ import annotations
@@ -15,15 +15,10 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -43,9 +38,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 class _Source(Protocol):
     """Gets the planned values out of a state dict."""
 
-    def read(
-        self, state_dict: StateDict, planner: SavePlanner | None
-    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+    def read(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         """Tensors and objects, in the order of the image. Raises ``StructureChanged``."""
 
 
@@ -66,8 +59,9 @@ class Plan:
     def capture(self, state_dict: StateDict, planner: SavePlanner | None = None) -> Sequence[torch.Tensor]:
         """The tensors of ``state_dict`` in the order of the image; its objects are taken into ``objects``.
 
-        ``planner``: the user's for this save, of the kind this was planned with. The tensors are the caller's own, nothing is copied yet. Raises ``StructureChanged`` if this plan is not for
-        this state dict, ``UnsavableStateError`` if a value cannot be saved.
+        ``planner``: the user's for this save, of the kind this was planned with. The tensors are the caller's own,
+        nothing is copied yet. Raises ``StructureChanged`` if this plan is not for this state dict,
+        ``UnsavableStateError`` if a value cannot be saved.
         """
         tensors, values = self.source.read(state_dict, planner)
         self.fingerprint.check(tensors)
@@ -89,11 +83,11 @@ def make_plan(state_dict: StateDict, slots: int, planner: SavePlanner | None = N
     ``planner`` is DCP's default one unless given. Raises ``UnsavableStateError``.
     """
     planner = planner or DefaultSavePlanner()
+    flat: dict[str, Any] | None = None
     try:
         planner.set_up_planner(dict(state_dict), StorageMeta(), True)
-        flat = getattr(planner, "state_dict", None)
-        fast = type(planner) is DefaultSavePlanner and isinstance(flat, dict) and not any(map(_is_sharded, flat.values()))
-        if fast:
+        if type(planner) is DefaultSavePlanner and not any(map(_is_sharded, planner.state_dict.values())):
+            flat = planner.state_dict
             # What has no plain bytes is planned, and stored, as an object.
             planner.state_dict = {
                 name: _Opaque(name, value) if _is_opaque(value) else value for name, value in flat.items()
@@ -108,7 +102,7 @@ def make_plan(state_dict: StateDict, slots: int, planner: SavePlanner | None = N
     tensor_items = [item for item in final.items if item.type != WriteItemType.BYTE_IO]
     object_items = [item for item in final.items if item.type == WriteItemType.BYTE_IO]
     source: _Source
-    if fast:
+    if flat is not None and isinstance(planner, DefaultSavePlanner):
         source = _FlatSource(state_dict, planner.flatten_state_dict, flat, tensor_items, object_items)
     else:
         source = _PlannerSource(planner, local, tensor_items, object_items)
@@ -198,9 +192,7 @@ class _FlatSource:
             (number, leaves[at]._spec) for number, at in enumerate(tensor_at) if isinstance(leaves[at], DTensor)
         ]
 
-    def read(
-        self, state_dict: StateDict, planner: SavePlanner | None
-    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+    def read(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         leaves = self._structure.leaves(state_dict)
         types = list(map(type, leaves))
         if types != self._types:
@@ -238,9 +230,7 @@ class _PlannerSource:
         self._tensor_items = tensor_items
         self._object_items = object_items
 
-    def read(
-        self, state_dict: StateDict, planner: SavePlanner | None
-    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+    def read(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         planner = planner or self._planner
         planner.set_up_planner(dict(state_dict), StorageMeta(), True)
         local = planner.create_local_plan()
@@ -250,13 +240,17 @@ class _PlannerSource:
         for item in self._tensor_items:
             tensor = planner.resolve_data(item)
             if not isinstance(tensor, torch.Tensor) or _has_no_bytes(tensor):
-                raise UnsavableStateError(f"{item.index.fqn!r} has no plain bytes, and its planner does not say how to save it")
+                raise UnsavableStateError(
+                    f"{item.index.fqn!r} has no plain bytes, and its planner does not say how to save it"
+                )
             tensors.append(tensor.detach())
         values = []
         for item in self._object_items:
             buffer = planner.resolve_data(item)
             if isinstance(buffer, torch.Tensor):
-                raise UnsavableStateError(f"the planner planned {item.index.fqn!r} as bytes and resolved it to a tensor")
+                raise UnsavableStateError(
+                    f"the planner planned {item.index.fqn!r} as bytes and resolved it to a tensor"
+                )
             values.append(Raw(buffer.getbuffer()))
         return tensors, values
 
@@ -283,9 +277,7 @@ def _is_opaque(value: object) -> bool:
 
 
 def _has_no_bytes(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
-    )
+    return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
 
 
 def _is_sharded(value: object) -> bool:
@@ -308,5 +300,3 @@ def _picker(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-

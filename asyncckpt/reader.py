@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from asyncckpt.catalog import check_size, is_ours, read_checked, read_index, read_manifest
@@ -49,9 +51,9 @@ def load(
         if is_ours(path) or not os.path.exists(os.path.join(path, METADATA_NAME)):
             reader: StorageReader = ImageReader(path, verify=verify)
         else:
-            reader = dcp.FileSystemReader(path)
+            reader = FileSystemReader(path)
         try:
-            dcp.load(
+            state_dict_loader.load(
                 state_dict,
                 storage_reader=reader,
                 planner=planner or _CheckingPlanner(path),
@@ -222,7 +224,9 @@ def _read_batch(
                 target[low - first : high - first] = data[low - begin : high - begin]
             number += 1
 
-    file.read([(begin, end) for begin, end, _ in places if begin < end], scatter, pool, raise_damage if verify else None)
+    file.read(
+        [(begin, end) for begin, end, _ in places if begin < end], scatter, pool, raise_damage if verify else None
+    )
     for want, (_, _, data) in zip(batch, places, strict=True):
         _finish(want, data, planner)
 
@@ -266,7 +270,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class _CheckingPlanner(DefaultLoadPlanner):

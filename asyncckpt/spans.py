@@ -15,7 +15,8 @@ from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.manifest import Index, checksum
 from asyncckpt.worker.storage import translated
 
-# Read at once: enough to keep a disk busy with two threads, little enough to stay in cache for the checksum and the copy.
+# Read at once: enough to keep a disk busy with two threads, little enough to stay in cache for the checksum and the
+# copy.
 RUN_BYTES = 8 << 20
 READ_THREADS = 2
 
@@ -63,7 +64,8 @@ class DataFile:
         same. None: nothing is checked. Raises ``DamagedCheckpointError``, ``StorageError``.
         """
         tasks = [
-            pool.submit(self._read_run, first, last, consume, on_damage) for first, last in self._runs(self._wanted(ranges))
+            pool.submit(self._read_run, first, last, consume, on_damage)
+            for first, last in self._runs(self._wanted(ranges))
         ]
         try:
             for task in tasks:
@@ -109,7 +111,9 @@ class DataFile:
         data = self._fill(aligned, round_up(end - aligned))[begin - aligned : end - aligned]
         if len(data) < end - begin:
             raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
-        for span in range(first, last) if on_damage else ():
+        for span in range(first, last):
+            if on_damage is None:
+                break
             at, stop = self._bounds[span], self._bounds[span + 1]
             if checksum(data[at - begin : stop - begin]) != self._index.checksums[span]:
                 on_damage(self._damage(at, stop))

@@ -1,8 +1,8 @@
 """From the trainer's tensors into a slot: the one copy that training waits for.
 
-On the CPU small tensors are copied in groups, one call of torch for thousands, and large ones by ``memcpy``, both on a few
-threads; what is not contiguous goes through ``Tensor.copy_``, which knows every layout. From a CUDA device the copies run
-on a side stream into memory that the driver knows as pinned, after what the compute stream has been given.
+On the CPU small tensors are copied in groups, one call of torch for thousands, and large ones by ``memcpy``, both on
+a few threads; what is not contiguous goes through ``Tensor.copy_``, which knows every layout. From a CUDA device the
+copies run on a side stream into memory that the driver knows as pinned, after what the compute stream has been given.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import compress
 from operator import attrgetter, itemgetter
 
@@ -54,7 +54,7 @@ Ready = dict[torch.device, torch.cuda.Event]
 
 def ready_events(tensors: Sequence[torch.Tensor]) -> Ready:
     """To be called on the caller's own thread, whose current streams are meant."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda} if torch.cuda.is_initialized() else set()
+    devices = {device for device in set(map(_device, tensors)) if device.type == "cuda"}
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
 
@@ -133,7 +133,9 @@ class SlotStager:
                 target, source = self._address + place.payload_at, tensor.data_ptr()
                 for begin in range(0, place.payload_bytes, _PIECE_BYTES):
                     moves.append((target + begin, source + begin, min(_PIECE_BYTES, place.payload_bytes - begin)))
-            tasks += [pool.submit(_move, moves[first::_COPY_THREADS]) for first in range(min(_COPY_THREADS, len(moves)))]
+            tasks += [
+                pool.submit(_move, moves[first::_COPY_THREADS]) for first in range(min(_COPY_THREADS, len(moves)))
+            ]
         finally:
             wait(tasks)  # nobody may be left copying from tensors that are the caller's again
         for task in tasks:
@@ -151,7 +153,8 @@ class SlotStager:
         stream.wait_event(ready[device])
         with torch.cuda.device(device), torch.cuda.stream(stream):
             group.copy(tensors, non_blocking=True)
-            return stream.record_event()
+            copied: torch.cuda.Event = stream.record_event()
+            return copied
 
     def _group(self, numbers: Sequence[int]) -> _Group:
         return _Group(numbers, [self._target(number) for number in numbers])
@@ -193,7 +196,7 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream a device for all copies of this process."""
     if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
+        _side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _side_streams[device]
 
 
@@ -206,7 +209,7 @@ class PinnedMemory:
 
     def __init__(self, segment: Segment, cuts: Sequence[int]) -> None:
         """Register ``segment``; ``cuts`` are the page offsets between which a piece may end."""
-        self._runtime = torch.cuda.cudart()
+        self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._registered: list[int] = []
         base = segment.address
         begin = 0

@@ -31,21 +31,14 @@ def is_leaf(value: object) -> bool:
 class Structure:
     """The containers of one state dict, as a tree; built from an example."""
 
-    def __init__(self, container: Mapping[Any, Any] | list[Any] | tuple[Any, ...], nested: bool = True) -> None:
+    def __init__(self, container: Mapping[Any, Any] | list[Any], nested: bool = True) -> None:
         """Learn from ``container``; with ``nested`` false every value of it is a leaf."""
         self._kind = type(container)
-        values: list[Any]
-        if isinstance(container, Mapping):
-            self._keys: list[Any] | None = list(container)
-            values = list(container.values())
-        else:
-            self._keys = None
-            values = list(container)
+        self._keys = list(container) if isinstance(container, Mapping) else None
+        values: list[Any] = list(container.values()) if isinstance(container, Mapping) else list(container)
         self._length = len(values)
         self._children = [
-            (position, Structure(value))
-            for position, value in enumerate(values)
-            if nested and not is_leaf(value)
+            (position, Structure(value)) for position, value in enumerate(values) if nested and not is_leaf(value)
         ]
 
     def leaves(self, container: Mapping[Any, Any]) -> list[Any]:

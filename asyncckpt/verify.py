@@ -21,7 +21,7 @@ class Report:
     damages: list[DamagedCheckpointError] = field(default_factory=list)
 
 
-def verify(path: str, progress: Callable[[int], None] = lambda nbytes: None) -> Report:
+def verify(path: str, progress: Callable[[int], object] = lambda nbytes: None) -> Report:
     """Read all of the checkpoint ``path`` and report all that is damaged, each with file and tensor.
 
     ``progress`` is called with the bytes done since the last call. Raises ``CheckpointNotFoundError`` where there is no
@@ -37,7 +37,7 @@ def verify(path: str, progress: Callable[[int], None] = lambda nbytes: None) -> 
     return report
 
 
-def _verify(report: Report, progress: Callable[[int], None]) -> None:
+def _verify(report: Report, progress: Callable[[int], object]) -> None:
     try:
         manifest = read_manifest(report.path)
     except DamagedCheckpointError as error:
@@ -58,7 +58,7 @@ def _verify(report: Report, progress: Callable[[int], None]) -> None:
         report.nbytes += facts["bytes"]
 
 
-def _verify_data(report: Report, file: DataFile, progress: Callable[[int], None]) -> None:
+def _verify_data(report: Report, file: DataFile, progress: Callable[[int], object]) -> None:
     def consume(begin: int, data: memoryview) -> None:
         progress(len(data))
 

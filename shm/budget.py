@@ -27,7 +27,10 @@ def available_bytes(cgroup_root: Path = _CGROUP) -> int:
 
 
 def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -> None:
-    """Raise ``OutOfMemoryError`` unless ``nbytes`` can be taken and ``RESERVE_BYTES`` stay; ``hint`` says what to do."""
+    """Raise ``OutOfMemoryError`` unless ``nbytes`` can be taken and ``RESERVE_BYTES`` stay.
+
+    ``purpose`` and ``hint`` (what to do) become part of its text.
+    """
     available = available_bytes(cgroup_root)
     if nbytes + RESERVE_BYTES > available:
         raise OutOfMemoryError(

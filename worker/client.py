@@ -57,7 +57,7 @@ class WorkerOptions:
 
 
 class Pending:
-    """A save the worker was told of. ``future`` ends when it is committed; ``slot_free`` once its slot may be reused."""
+    """A save the worker was told of. ``future``: its end. ``slot_free``: whether its slot may be reused."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -159,8 +159,8 @@ class WorkerClient:
     def close(self, timeout: float) -> None:
         """End the worker once all that was handed over is written.
 
-        Raises ``SaveTimeoutError`` if that takes longer than ``timeout`` seconds; then the worker goes on by itself, and
-        leaves when it is done. Safe to call twice.
+        Raises ``SaveTimeoutError`` if that takes longer than ``timeout`` seconds; then the worker goes on by itself,
+        and leaves when it is done. Safe to call twice.
         """
         if self._owner != os.getpid():
             return

@@ -1,7 +1,7 @@
 """All or nothing: from a staged slot to a published checkpoint.
 
-In this order, each step durable before the next: the data file, its index, DCP's ``.metadata``, the manifest, the folder
-they stand in, the rename to the final name, the folder above. So whatever has its final name is complete.
+In this order, each step durable before the next: the data file, its index, DCP's ``.metadata``, the manifest, the
+folder they stand in, the rename to the final name, the folder above. So whatever has its final name is complete.
 """
 
 from __future__ import annotations

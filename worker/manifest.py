@@ -129,7 +129,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is. ``files`` maps each name to ``{"bytes": int, "xxh3": hex or null}`` (null: see its index)."""
+    """What a checkpoint is. ``files`` maps names to ``{"bytes": int, "xxh3": hex or null}`` (null: see its index)."""
 
     attempt: str
     step: int | None

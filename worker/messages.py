@@ -36,8 +36,8 @@ class Layout:
     """Where in a segment the files of a checkpoint stand.
 
     ``data_name`` is the one file that differs from save to save: ``data_bytes`` (a multiple of the page) at each of
-    ``slots`` (offsets in bytes). ``metadata`` is DCP's ``.metadata`` and ``index_head`` the index of the data file up to
-    its checksums; both are constant. ``spans`` holds unsigned 64-bit numbers: the boundaries, in the data file, of
+    ``slots`` (offsets in bytes). ``metadata`` is DCP's ``.metadata`` and ``index_head`` the index of the data file up
+    to its checksums; both are constant. ``spans`` holds unsigned 64-bit numbers: the boundaries, in the data file, of
     what is checksummed together.
     """
 

@@ -53,6 +53,7 @@ def prune(root: str, keep_last: int, written: int) -> None:
 
 def _names(root: str) -> list[str]:
     try:
-        return os.listdir(root)
+        with os.scandir(root) as entries:
+            return [entry.name for entry in entries]
     except (FileNotFoundError, NotADirectoryError):
         return []

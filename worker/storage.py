@@ -143,8 +143,8 @@ class LocalStorage:
     def publish(self, folder: str, final: str, *, overwrite: bool) -> None:
         """Give the attempt in ``folder`` its final name, durably. Its files must be synced.
 
-        An empty folder at ``final`` is replaced; with ``overwrite`` so is a checkpoint, in one step where the kernel can
-        exchange names. Raises ``CheckpointExistsError`` for anything else that stands there.
+        An empty folder at ``final`` is replaced; with ``overwrite`` so is a checkpoint, in one step where the kernel
+        can exchange names. Raises ``CheckpointExistsError`` for anything else that stands there.
         """
         with translated("flushing a folder", folder):
             sync_folder(folder)

@@ -24,8 +24,8 @@ def write_image(
 ) -> tuple[array[int], bool]:
     """Write ``image`` to the new file ``path`` and sync it.
 
-    ``image`` must stay as it is until this returns; it begins on a page and is whole pages. Returns the checksums of the
-    spans between ``bounds``, and whether the page cache was bypassed. Raises ``StorageError``.
+    ``image`` must stay as it is until this returns; it begins on a page and is whole pages. Returns the checksums of
+    the spans between ``bounds``, and whether the page cache was bypassed. Raises ``StorageError``.
     """
     checksums = array("Q", bytes(8 * (len(bounds) - 1)))
     file = storage.create(path, large=True)
@@ -47,7 +47,7 @@ def write_image(
 
 
 def write_small(storage: LocalStorage, path: str, *parts: bytes | memoryview) -> dict[str, Any]:
-    """Write ``parts``, one after the other, to the new file ``path`` and sync it. Returns its entry for the manifest."""
+    """Write ``parts`` one after the other to the new file ``path``, and sync it. Returns its entry for the manifest."""
     digest = xxhash.xxh3_64()
     nbytes = 0
     file = storage.create(path, large=False)

@@ -1,0 +1,82 @@
+"""Segments, slots and the budget."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.shm import budget
+from asyncckpt.shm.segment import PAGE, Segment, round_up
+from asyncckpt.shm.slots import HEADER_BYTES, MAX_SLOTS, SlotTable, State
+
+
+def test_a_segment_is_shared_and_cannot_shrink() -> None:
+    with Segment.create("asyncckpt-test", 3 * PAGE + 1) as segment:
+        assert segment.nbytes == 4 * PAGE
+        segment.touch()
+        with Segment.attach(os.dup(segment.fileno())) as other:
+            segment.view[PAGE] = 7
+            assert other.view[PAGE] == 7
+            assert other.address != segment.address
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fileno(), PAGE)
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fileno(), 8 * PAGE)
+
+
+def test_close_is_safe_twice_and_with_a_view_left() -> None:
+    segment = Segment.create("asyncckpt-test", PAGE)
+    view = segment.view[:10]
+    segment.close()
+    segment.close()
+    view[0] = 1  # the mapping stays while somebody looks at it
+    view.release()
+
+
+def test_touch_takes_the_memory() -> None:
+    with Segment.create("asyncckpt-test", 64 * PAGE) as segment:
+        assert os.fstat(segment.fileno()).st_blocks == 0
+        segment.touch()
+        assert os.fstat(segment.fileno()).st_blocks * 512 == 64 * PAGE
+
+
+def test_slots_start_free_and_keep_their_state() -> None:
+    table = SlotTable(memoryview(bytearray(HEADER_BYTES)))
+    assert all(table.state(slot) is State.FREE for slot in range(MAX_SLOTS))
+    table.take(3, save_id=17)
+    assert (table.state(3), table.save_id(3)) == (State.STAGING, 17)
+    table.set(3, State.STAGED)
+    assert (table.state(3), table.save_id(3), table.state(2)) == (State.STAGED, 17, State.FREE)
+    table.close()
+
+
+@pytest.mark.parametrize(("nbytes", "rounded"), [(0, 0), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)])
+def test_round_up(nbytes: int, rounded: int) -> None:
+    assert round_up(nbytes) == rounded
+
+
+def _cgroup(root: Path, limit: int, used: int, cached: int) -> None:
+    for base, names in (
+        (root, ("memory.max", "memory.current")),
+        (root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ):
+        base.mkdir(parents=True, exist_ok=True)
+        (base / names[0]).write_text(f"{limit}\n")
+        (base / names[1]).write_text(f"{used}\n")
+        (base / "memory.stat").write_text(f"anon 1\nactive_file {cached}\ninactive_file 0\n")
+
+
+def test_the_budget_heeds_the_cgroup(tmp_path: Path) -> None:
+    _cgroup(tmp_path, limit=1 << 30, used=900 << 20, cached=100 << 20)
+    assert budget.available_bytes(tmp_path) == (1 << 30) - (800 << 20)
+    assert budget.available_bytes(tmp_path / "none") > budget.available_bytes(tmp_path)
+
+
+def test_too_little_memory_says_how_much_and_what_to_do(tmp_path: Path) -> None:
+    _cgroup(tmp_path, limit=1 << 30, used=512 << 20, cached=0)
+    budget.require(200 << 20, "staging", "use fewer slots", tmp_path)
+    with pytest.raises(OutOfMemoryError, match=r"staging needs 0.49 GiB .* 0.50 GiB are left .* use fewer slots"):
+        budget.require(500 << 20, "staging", "use fewer slots", tmp_path)
