@@ -295,7 +295,7 @@ class Engine:
         self._under_way.pop(save_id, None)
         failure = outcome.exception()
         if failure is not None and not isinstance(failure, SaveDroppedError):
-            logger.error("saving failed: %s", failure)
+            logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
             self._failed = [save for save in self._failed if not save._reported] + [save]
         save._end(outcome)
 

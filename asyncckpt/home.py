@@ -88,6 +88,7 @@ class Home:
             self._client.release(self.number)
         if self._pinned is not None:
             self._pinned.close()
-        self._stagers.clear()
+        for stager in self._stagers:
+            stager.close()
         self.slots.close()
         self.segment.close()

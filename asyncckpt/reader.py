@@ -49,7 +49,9 @@ def load(
         raise CheckpointNotFoundError("there is no checkpoint here", path=path)
     with translated("opening", path), reading(path):
         if is_ours(path) or not os.path.exists(os.path.join(path, METADATA_NAME)):
-            reader: StorageReader = ImageReader(path, verify=verify)
+            ours = ImageReader(path, verify=verify)
+            ours.read_metadata()  # so that what is wrong with it is said by us: DCP would make a text of it
+            reader: StorageReader = ours
         else:
             reader = FileSystemReader(path)
         try:
@@ -83,10 +85,10 @@ class ImageReader(StorageReader):
             self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        text = read_checked(self._path, self._manifest, METADATA_NAME)
-        metadata: Metadata = pickle.loads(text)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        return metadata
+        if self._metadata is None:
+            self._metadata = pickle.loads(read_checked(self._path, self._manifest, METADATA_NAME))
+            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._metadata = metadata

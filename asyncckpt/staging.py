@@ -109,6 +109,10 @@ class SlotStager:
             if event is not None:
                 event.synchronize()
 
+    def close(self) -> None:
+        """Let go of the memory, whoever still holds on to this (the traceback of an error does)."""
+        self._devices, self._device_groups, self._host_groups = [], {}, []
+
     def _divide(self, devices: list[torch.device]) -> None:
         numbers: dict[torch.device, list[int]] = {}
         for number, device in enumerate(devices):

@@ -33,9 +33,9 @@ class Structure:
 
     def __init__(self, container: Mapping[Any, Any] | list[Any], nested: bool = True) -> None:
         """Learn from ``container``; with ``nested`` false every value of it is a leaf."""
-        self._kind = type(container)
+        self._kind: Any = type(container)
         self._keys = list(container) if isinstance(container, Mapping) else None
-        values: list[Any] = list(container.values()) if isinstance(container, Mapping) else list(container)
+        values: list[Any] = container if isinstance(container, list) else list(container.values())
         self._length = len(values)
         self._children = [
             (position, Structure(value)) for position, value in enumerate(values) if nested and not is_leaf(value)

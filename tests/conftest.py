@@ -27,14 +27,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _open_files() -> set[str]:
     found = set()
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
+            target = os.readlink(fd)
         except OSError:
             continue
         # pytest's own captures and torch's caches come and go; what we open are these kinds.
         if target.startswith(("socket:", "/memfd:", "anon_inode:[pidfd]")):
-            found.add(f"{fd} {target}")
+            found.add(f"{fd.name} {target}")
     return found
 
 

@@ -1,8 +1,8 @@
 """A worker that fails at a named point: ``faulty_worker.py POINT:ACTION[:NTH] JSON``.
 
-Points: ``begin``, ``create``, ``write``, ``sync``, ``publish`` (before it), ``published`` (after it). Actions: ``enospc``,
-``eio``, ``kill``, ``hold`` (until the file ``$ASYNCCKPT_TEST_GATE`` exists). From the NTH time on (default: the first);
-``kill`` aside only that once.
+Points: ``start``, ``begin``, ``create``, ``write``, ``sync``, ``publish`` (before it), ``published`` (after it).
+Actions: ``enospc`` and ``eio`` (an error, the NTH time only, by default the first), ``kill`` (SIGKILL, likewise),
+``hold`` (every time: wait until the file ``$ASYNCCKPT_TEST_GATE`` exists), ``nobody`` (at ``start``: give up root).
 """
 
 from __future__ import annotations
@@ -66,5 +66,7 @@ class FaultyStorage(storage.LocalStorage):
 
 
 if __name__ == "__main__":
-    worker.LocalStorage = FaultyStorage  # type: ignore[misc]
+    if action == "nobody":
+        os.setuid(65534)
+    setattr(worker, "LocalStorage", FaultyStorage)  # noqa: B010
     sys.exit(worker.main(sys.argv[2:]))

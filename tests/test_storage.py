@@ -1,0 +1,230 @@
+"""Files and folders: in which order they become durable, what happens to what stands in the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_state
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointExistsError, StorageError
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.worker import storage
+from asyncckpt.worker.commit import Attempt
+from asyncckpt.worker.manifest import checksum, spans
+from asyncckpt.worker.messages import Layout, Order, Region
+from asyncckpt.worker.storage import LocalStorage, OutputFile
+from asyncckpt.worker.writer import PIECE_BYTES, write_image
+
+
+class Recorder:
+    """Sees what the process asks of the kernel, in order, with the state of the file at that moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, str, int]] = []
+        real_fsync, real_rename = os.fsync, os.rename
+
+        def fsync(fd: int) -> None:
+            real_fsync(fd)
+            self.events.append(("fsync", os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size))
+
+        def rename(source: str, target: str) -> None:
+            real_rename(source, target)
+            self.events.append(("rename", target, 0))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "rename", rename)
+
+
+def _attempt(tmp_path: Path, segment: Segment, store: LocalStorage, overwrite: bool = False) -> Attempt:
+    """A hand-made image of two pages, with constants before it."""
+    bounds = spans([0, 100], 2 * PAGE)
+    words = memoryview(bounds).cast("B")
+    segment.view[PAGE : PAGE + 4] = b"meta"
+    segment.view[PAGE + 64 : PAGE + 68] = b"head"
+    segment.view[PAGE + 128 : PAGE + 128 + len(words)] = words
+    segment.view[2 * PAGE : 4 * PAGE] = os.urandom(2 * PAGE)
+    layout = Layout(
+        "__0_0.distcp",
+        2 * PAGE,
+        (2 * PAGE,),
+        metadata=Region(PAGE, 4),
+        index_head=Region(PAGE + 64, 4),
+        spans=Region(PAGE + 128, len(words)),
+    )
+    order = Order(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, overwrite, None)
+    return Attempt(store, order, layout, segment, {})
+
+
+def test_everything_is_durable_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(tmp_path / "root")
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        store = LocalStorage()
+        attempt = _attempt(tmp_path, segment, store)
+        recorder = Recorder(monkeypatch)
+        attempt.write(pool)
+        attempt.commit()
+        store.close()
+    partial = f"{root}/.final.attempt.partial"
+    kinds = [(kind, path) for kind, path, _ in recorder.events]
+    assert kinds == [
+        ("fsync", str(tmp_path)),  # that there is a root
+        ("fsync", f"{partial}/__0_0.distcp"),
+        ("fsync", f"{partial}/__0_0.index.json"),
+        ("fsync", f"{partial}/.metadata"),
+        ("fsync", f"{partial}/asyncckpt.json"),
+        ("fsync", partial),
+        ("rename", f"{root}/final"),
+        ("fsync", root),
+    ]
+    final = tmp_path / "root" / "final"
+    for kind, path, size in recorder.events[1:5]:
+        assert kind == "fsync" and size == (final / Path(path).name).stat().st_size > 0
+    assert sorted(os.listdir(root)) == ["final"]
+
+
+def test_the_slot_is_free_only_when_its_bytes_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        store = LocalStorage()
+        attempt = _attempt(tmp_path, segment, store)
+        recorder = Recorder(monkeypatch)
+        attempt.write(pool)
+        assert any(path.endswith(".distcp") for _, path, _ in recorder.events)
+        image = bytes(segment.view[2 * PAGE : 4 * PAGE])
+        segment.view[2 * PAGE : 4 * PAGE] = bytes(2 * PAGE)  # the trainer stages the next save
+        attempt.commit()
+        store.close()
+    assert (tmp_path / "root/final/__0_0.distcp").read_bytes() == image
+
+
+@pytest.mark.parametrize("refused", ["never", "at open", "at write"])
+def test_where_direct_io_is_refused_it_writes_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    real_open, real_pwrite = os.open, os.pwrite
+    written: set[int] = set()
+
+    def open_(path: str, flags: int, *args: Any) -> int:
+        if refused == "at open" and flags & os.O_DIRECT:
+            os.close(real_open(path, flags & ~os.O_DIRECT, *args))  # some make the file, then say no
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return real_open(path, flags, *args)
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        import fcntl
+
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        if refused == "at write" and direct:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        written.add(direct)
+        return real_pwrite(fd, data[: 3 * PAGE], offset)  # never all at once
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    data = bytes(os.urandom(PIECE_BYTES + 5 * PAGE))
+    with Segment.create("test", len(data)) as segment, ThreadPoolExecutor(2) as pool:
+        segment.view[:] = data
+        bounds = spans([0, 77, 5000], len(data))
+        checksums, direct = write_image(LocalStorage(), pool, str(tmp_path / "file"), segment.view, bounds)
+    assert (tmp_path / "file").read_bytes() == data
+    assert list(checksums) == [checksum(data[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    if refused != "never":
+        assert not direct and written == {0}
+
+
+def test_a_failed_piece_fails_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = OutputFile.write
+
+    def write(self: OutputFile, data: memoryview, offset: int) -> None:
+        if offset:
+            with storage.translated("writing", self.path):
+                raise OSError(errno.EIO, "Input/output error")
+        real(self, data, offset)
+
+    monkeypatch.setattr(OutputFile, "write", write)
+    with Segment.create("test", 3 * PIECE_BYTES) as segment, ThreadPoolExecutor(2) as pool:
+        bounds = spans([], segment.nbytes)
+        pytest.raises(StorageError, write_image, LocalStorage(), pool, str(tmp_path / "file"), segment.view, bounds)
+
+
+def test_publishing_over_something(tmp_path: Path) -> None:
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        for overwrite, standing, works in [
+            (False, [], True),
+            (False, ["__0_0.distcp"], False),
+            (True, ["__0_0.distcp", ".metadata"], True),
+            (True, ["__0_0.distcp", "mine.txt"], False),
+        ]:
+            final = tmp_path / "root" / "final"
+            final.mkdir(parents=True, exist_ok=True)
+            for old in final.iterdir():
+                old.unlink()
+            for name in standing:
+                (final / name).write_text("old")
+            store = LocalStorage()
+            attempt = _attempt(tmp_path, segment, store, overwrite)
+            attempt.write(pool)
+            if works:
+                attempt.commit()
+                assert (final / "asyncckpt.json").exists()
+            else:
+                with pytest.raises(CheckpointExistsError):
+                    attempt.commit()
+                attempt.discard()
+                assert sorted(path.name for path in final.iterdir()) == sorted(standing)
+            store.close()
+            assert os.listdir(tmp_path / "root") == ["final"]
+
+
+def test_replacing_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_exchange", lambda one, other: False)
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            store = LocalStorage()
+            attempt = _attempt(tmp_path, segment, store, overwrite=True)
+            attempt.write(pool)
+            attempt.commit()
+            store.close()
+        assert os.listdir(tmp_path / "root") == ["final"]
+
+
+def test_space_is_looked_at_first(tmp_path: Path) -> None:
+    store = LocalStorage()
+    with pytest.raises(StorageError, match="needs .* bytes and the file system has"):
+        store.begin(str(tmp_path / "root/final"), "attempt", 1 << 60)
+    store.close()
+
+
+def test_an_attempt_under_way_is_told_from_a_leftover(tmp_path: Path) -> None:
+    store = LocalStorage()
+    folder = store.begin(str(tmp_path / "final"), "attempt", 0)
+    assert storage.under_way(folder)
+    store.close()
+    assert not storage.under_way(folder) and not storage.under_way(folder + "-none")
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_save_leaves_no_page_cache(root: Path, direct: bool) -> None:
+    import mmap
+
+    with Checkpointer(root, Config(direct_io=direct)) as checkpointer:
+        path = checkpointer.save(1, {**small_state(), "large": torch.ones(4 << 20)}).result(60) / "__0_0.distcp"
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        import ctypes
+
+        pages = -(-len(mapped) // PAGE)
+        residency = (ctypes.c_ubyte * pages)()
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = libc.mmap
+        address.restype = ctypes.c_void_p
+        where = address(None, ctypes.c_size_t(len(mapped)), mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        assert libc.mincore(ctypes.c_void_p(where), ctypes.c_size_t(len(mapped)), residency) == 0
+        libc.munmap(ctypes.c_void_p(where), ctypes.c_size_t(len(mapped)))
+    assert sum(value & 1 for value in residency) < pages / 10
