@@ -152,7 +152,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from asyncckpt import demo  # which imports torch
 
-    return demo.main([*args.arguments, *(["--json"] if args.json else [])])
+    status: int = demo.main([*args.arguments, *(["--json"] if args.json else [])])
+    return status
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:

@@ -79,9 +79,10 @@ def test_choices_from_a_command_line_and_the_environment() -> None:
         Config.from_env({"ASYNCCKPT_SLOTS": "many"})
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"slots": 0}, {"when_busy": "never"}, {"timeout": 0}, {"nice": 20}, {"keep_last": 0}]
-)
+WRONG = [{"slots": 0}, {"when_busy": "never"}, {"timeout": 0}, {"nice": 20}, {"keep_last": 0}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Config(**wrong)
