@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
+import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,8 @@ from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCh
 from asyncckpt.spans import DataFile, raise_damage, read_pool
 from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest
 from asyncckpt.worker.storage import reading, translated
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -55,12 +59,15 @@ def load(
         else:
             reader = FileSystemReader(path)
         try:
-            state_dict_loader.load(
-                state_dict,
-                storage_reader=reader,
-                planner=planner or _CheckingPlanner(path),
-                process_group=process_group,
-            )
+            with warnings.catch_warnings():
+                # That one process alone loads is no news to a job of one process.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+                state_dict_loader.load(
+                    state_dict,
+                    storage_reader=reader,
+                    planner=planner or _CheckingPlanner(path),
+                    process_group=process_group,
+                )
         except CheckpointException as error:
             # DCP wraps what each rank raised; ours go through as they are.
             for failure in error.failures.values():
@@ -289,6 +296,17 @@ class _CheckingPlanner(DefaultLoadPlanner):
             raise MismatchError(
                 f"the checkpoint has no {_some(missing)}; leave them out of the state dict to load the others",
                 path=self._path,
+            )
+        asked = {name.partition(".")[0] for name in self.state_dict}
+        left = [name for name in known if name not in self.state_dict and name.partition(".")[0] in asked]
+        if left:
+            # A fresh optimizer has no state yet, so none is asked for, and DCP loses its moments in silence.
+            logger.warning(
+                "%d values of %s were not asked for, and not loaded: %s; if they belong to an optimizer, give it its"
+                " state before loading (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does)",
+                len(left),
+                self._path,
+                _some(left),
             )
         wrong = [
             f"{name!r} is {tuple(value.size())} and {tuple(stored.size)} is stored"

@@ -54,6 +54,8 @@ Ready = dict[torch.device, torch.cuda.Event]
 
 def ready_events(tensors: Sequence[torch.Tensor]) -> Ready:
     """To be called on the caller's own thread, whose current streams are meant."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
     devices = {device for device in set(map(_device, tensors)) if device.type == "cuda"}
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
@@ -68,7 +70,7 @@ class _Group:
     def copy(self, tensors: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
         """Copy those of ``tensors`` that are of this group."""
         with torch.no_grad():
-            torch._foreach_copy_(self._targets, list(self._pick(tensors)), non_blocking=non_blocking)
+            torch._foreach_copy_(self._targets, self._pick(tensors), non_blocking=non_blocking)
 
 
 class SlotStager:
@@ -81,6 +83,7 @@ class SlotStager:
             spec.alias is None and place.payload_bytes > 0
             for spec, place in zip(image.specs, image.tensors, strict=True)
         ]
+        self._all_own = all(self._own)
         self._specs = list(compress(image.specs, self._own))
         self._places = list(compress(image.tensors, self._own))
         self._view = segment.view
@@ -98,7 +101,7 @@ class SlotStager:
         Until then they must stay as they are. Copies from a CUDA device wait for what ``ready`` says the tensors wait
         for. The threads of ``pool`` take part.
         """
-        mine = list(compress(tensors, self._own))
+        mine = tensors if self._all_own else list(compress(tensors, self._own))
         devices = list(map(_device, mine))
         if devices != self._devices:
             self._divide(devices)

@@ -158,6 +158,20 @@ def test_stateful_values(checkpointer: Checkpointer) -> None:
     assert counter.count == 20 and torch.equal(model.weight, weight)
 
 
+def test_an_optimizer_without_a_state_to_load_into_is_warned_about(
+    checkpointer: Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    checkpointer.save(1, {"model": model, "optimizer": optimizer}).result(60)
+    checkpointer.load({"model": model})  # which leaves the optimizer out on purpose
+    assert not caplog.records
+    checkpointer.load({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    assert "'optimizer.state.0.exp_avg'" in caplog.text and "were not asked for" in caplog.text
+
+
 # When all slots are busy.
 
 

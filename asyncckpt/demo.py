@@ -1,0 +1,420 @@
+"""``asyncckpt demo``: the main job on real input.
+
+Trains a small transformer, kills the training process with SIGKILL while a checkpoint is being written, resumes it,
+and compares every loss from there on with a run that was not killed: they must be equal bit for bit. Then it shows
+what checkpoints cost the training, beside a run with none and one with ``torch.distributed.checkpoint.save``.
+
+Each training is a process of its own, ``python -m asyncckpt.demo --trainer JOB``. It tells what happens by lines of
+JSON: ``{"event": "step", ...}``. This file has both ends; what is trained is in ``demo_model.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from asyncckpt import catalog
+from asyncckpt.errors import StorageError
+from asyncckpt.worker.steps import attempts_under_way
+
+if TYPE_CHECKING:
+    from asyncckpt.demo_model import Training
+
+Event = dict[str, Any]
+
+# Steps before the clock starts: the first ones take longer in any run.
+_WARM_UP = 2
+_KEEP = 3
+_MAX_THREADS = 8
+_TRAINER_TIMEOUT_S = 900.0
+_SETTLE_TIMEOUT_S = 60.0
+
+
+class DemoError(Exception):
+    """The demo cannot go on, for the reason it names."""
+
+
+# The trainer's side.
+
+
+def _tell(event: str, **facts: Any) -> None:
+    print(json.dumps({"event": event, **facts}), flush=True)
+
+
+class _NoSaves:
+    """The run that is measured against."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def prepare(self) -> None:
+        """Before the first step."""
+
+    def save(self) -> float:
+        """Save the state. Returns the seconds the training waited for it."""
+        return 0.0
+
+    def poll(self) -> None:
+        """Tell of saves that became durable; after each step."""
+
+    def close(self) -> None:
+        """After the last step."""
+
+
+class _AsyncSaves(_NoSaves):
+    """With asyncckpt."""
+
+    def __init__(self, training: Training, folder: str) -> None:
+        from asyncckpt import Checkpointer, Config, Save
+
+        super().__init__(training)
+        self.checkpointer = Checkpointer(folder, Config(keep_last=_KEEP))
+        self.under_way: list[tuple[Save, float]] = []
+
+    def prepare(self) -> None:
+        self.checkpointer.prepare(self.training.state())
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint; waits for the worker of a killed trainer, if that is still writing."""
+        begun = time.perf_counter()
+        state = self.training.state()
+        step = self.checkpointer.load(state)
+        self.training.restore(state)
+        _tell("resumed", step=step, load_s=time.perf_counter() - begun)
+
+    def save(self) -> float:
+        begun = time.perf_counter()
+        save = self.checkpointer.save(self.training.step, self.training.state())
+        waited_s = time.perf_counter() - begun
+        self.under_way.append((save, self.training.loss))
+        _tell("staged", step=save.step, pid=os.getpid())
+        return waited_s
+
+    def poll(self) -> None:
+        while self.under_way and self.under_way[0][0].done():
+            save, loss = self.under_way.pop(0)
+            save.result()  # raises what went wrong
+            _tell("durable", step=save.step, loss=loss, **save.timings)
+
+    def close(self) -> None:
+        self.checkpointer.close()
+        self.poll()
+
+
+class _DcpSaves(_NoSaves):
+    """With torch.distributed.checkpoint, as it comes: synchronous."""
+
+    def __init__(self, training: Training, folder: str) -> None:
+        super().__init__(training)
+        self.folder = folder
+
+    def save(self) -> float:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        begun = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process only
+            save(self.training.state(), checkpoint_id=os.path.join(self.folder, f"step-{self.training.step:08d}"))
+        return time.perf_counter() - begun
+
+    def poll(self) -> None:
+        for old in sorted(Path(self.folder).iterdir())[:-_KEEP]:
+            shutil.rmtree(old)
+
+
+def _trainer(job: Event) -> None:
+    """A training process: ``job`` is what ``_run`` was given."""
+    from asyncckpt.demo_model import SIZES, Training
+
+    training = Training(SIZES[job["size"]], job["threads"])
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    _tell("started", parameters=parameters, state_bytes=training.state_bytes(), device=str(training.device))
+    os.makedirs(job["folder"], exist_ok=True)
+    saves: _NoSaves
+    if job["saves"] == "asyncckpt":
+        saves = _AsyncSaves(training, job["folder"])
+        if job["resume"]:
+            saves.resume()
+    else:
+        saves = _NoSaves(training) if job["saves"] == "none" else _DcpSaves(training, job["folder"])
+    first, begun = training.step, time.perf_counter()
+    saves.prepare()
+    prepare_s = time.perf_counter() - begun
+    while training.step < job["steps"]:
+        begun = time.perf_counter()
+        loss = training.train()
+        step_s, waited_s, saved = time.perf_counter() - begun, 0.0, training.step % job["every"] == 0
+        if saved:
+            waited_s = saves.save()
+        wall_s = time.perf_counter() - begun
+        timed = training.step - first > _WARM_UP
+        _tell("step", step=training.step, loss=loss, step_s=step_s, waited_s=waited_s, wall_s=wall_s, timed=timed)
+        saves.poll()
+    saves.close()
+    _tell("ended", prepare_s=prepare_s)
+
+
+# The side that starts trainers, and kills one.
+
+
+class _Run:
+    """What is known of a training: its events, so far."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def all(self, event: str) -> list[Event]:
+        return [known for known in self.events if known["event"] == event]
+
+    def losses(self) -> dict[int, float]:
+        return {step["step"]: step["loss"] for step in self.all("step")}
+
+    def timed(self) -> list[Event]:
+        return [step for step in self.all("step") if step["timed"]]
+
+    def row(self, name: str, every: int, baseline_s: float | None) -> Event:
+        """The run's line in the table; ``baseline_s`` is what the same steps took without saves, None for that run."""
+        timed, ended = self.timed(), self.all("ended")[0]
+        wall_s = sum(step["wall_s"] for step in timed)
+        waits = [step["waited_s"] for step in timed if baseline_s is not None and step["step"] % every == 0]
+        return {
+            "run": name,
+            "train_s": wall_s,
+            "median_step_s": statistics.median(step["step_s"] for step in timed),
+            "saves": len(waits),
+            "lost_per_save_s": None if baseline_s is None or not waits else (wall_s - baseline_s) / len(waits),
+            "median_wait_s": statistics.median(waits) if waits else None,
+            "prepare_s": ended["prepare_s"],
+        }
+
+
+class _Demo:
+    """All trainings of a demo have what it was called with in common."""
+
+    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+        self.args = args
+        self.folder = folder
+        self.out = sys.stderr if args.json else sys.stdout
+        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self.job = {"size": args.size, "steps": args.steps, "every": args.every, "threads": threads, "resume": False}
+
+    def say(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
+
+    def start(self, *, folder: str, saves: str, resume: bool = False, kill_at: int | None = None) -> _Run:
+        """Have a process train to the end, or kill it when the save of step ``kill_at`` is staged.
+
+        Raises ``DemoError`` if it fails. The process is gone when this returns, whichever way.
+        """
+        run = _Run()
+        job = {**self.job, "folder": os.path.join(self.folder, folder), "saves": saves, "resume": resume}
+        # What CUDA wants for matrix products to come out the same each time.
+        environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncckpt.demo", "--trainer", json.dumps(job)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the demo, which then ends it
+        )
+        watchdog = threading.Timer(_TRAINER_TIMEOUT_S, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            for line in process.stdout or ():
+                run.events.append(event := json.loads(line))
+                self._show(run, event)
+                if event["event"] == "staged" and event["step"] == kill_at:
+                    process.kill()
+                    process.wait()
+                    return run
+            if process.wait() != 0 or not run.all("ended"):
+                raise DemoError(f"the trainer of the run {folder!r} ended with status {process.returncode}")
+            return run
+        finally:
+            watchdog.cancel()
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def _show(self, run: _Run, event: Event) -> None:
+        if event["event"] == "durable":
+            speed = run.all("started")[0]["state_bytes"] / event["write_s"] / 1e9
+            self.say(
+                f"  step {event['step']:>4}  loss {event['loss']:.4f}  trainer waited {event['stall_s'] * 1e3:6.1f} ms"
+                f"  durable after {event['durable_s']:.2f} s  written at {speed:.2f} GB/s"
+            )
+        elif event["event"] == "resumed":
+            self.say(f"  resumed from step {event['step']}, loaded and checked in {event['load_s']:.2f} s")
+
+    def run(self) -> int:
+        """The whole of it. Returns the exit status."""
+        every = self.args.every
+        kill_at = max(1, self.args.steps // every // 2) * every
+        root = os.path.join(self.folder, "killed")
+        self.say(f"1. Training, {self.args.steps} steps, a save every {every}, in {root}")
+        killed = self.start(folder="killed", saves="asyncckpt", kill_at=kill_at)
+        under_way = bool(attempts_under_way(root))
+        about = "while the worker was writing that step" if under_way else "just after that step"
+        pid = killed.all("staged")[-1]["pid"]
+        self.say(f"  killed the trainer (SIGKILL, process {pid}) when step {kill_at} was staged, {about}")
+        self.say("2. A new trainer resumes from the newest checkpoint")
+        resumed = self.start(folder="killed", saves="asyncckpt", resume=True)
+        self.say("3. The same training, not killed")
+        whole = self.start(folder="whole", saves="asyncckpt")
+        self.say("4. The same without checkpoints")
+        none = self.start(folder="none", saves="none")
+        self.say("5. The same with torch.distributed.checkpoint.save")
+        dcp = self.start(folder="dcp", saves="dcp")
+        shutil.rmtree(os.path.join(self.folder, "none"), ignore_errors=True)  # empty
+
+        runs = {"killed": killed, "resumed": resumed, "without checkpoints": none, "dcp.save": dcp}
+        compared = {name: _differences(whole.losses(), run.losses()) for name, run in runs.items()}
+        different = {name: steps for name, steps in compared.items() if steps}
+        resumed_from = resumed.all("resumed")[0]["step"]
+        steps_compared = len(resumed.losses())
+        baseline = none.row("no checkpoints", every, None)
+        rows = [
+            baseline,
+            whole.row("asyncckpt", every, baseline["train_s"]),
+            dcp.row("torch.distributed.checkpoint.save", every, baseline["train_s"]),
+        ]
+        good = not different and steps_compared == self.args.steps - resumed_from and steps_compared > 0
+        if good:
+            last = max(resumed.losses())
+            self.say(
+                f"\nThe losses of the {steps_compared} steps after the resume at step {resumed_from} are, bit for bit,"
+                f" those of the run that was not killed; the last is {resumed.losses()[last]!r}."
+            )
+        for name, steps in different.items():
+            self.say(f"\nTHE LOSSES DIFFER: {name}, from step {steps[0]} on, {len(steps)} steps.")
+        if self.args.json:
+            summary = {
+                "ok": good,
+                **{name: self.args.__dict__[name] for name in ("steps", "every", "size")},
+                **{name: value for name, value in whole.all("started")[0].items() if name != "event"},
+                "killed_at": kill_at,
+                "killed_while_writing": under_way,
+                "resumed_from": resumed_from,
+                "steps_compared": steps_compared,
+                "losses_equal": not different,
+                "different": different,
+                "losses": list(whole.losses().values()),
+                "table": rows,
+            }
+            print(json.dumps(summary, indent=1))
+        else:
+            self._print_table(rows, whole)
+        return 0 if good else 1
+
+    def _print_table(self, rows: list[Event], whole: _Run) -> None:
+        def milliseconds(seconds: float | None) -> str:
+            return "" if seconds is None else f"{seconds * 1e3:.1f}"
+
+        started = whole.all("started")[0]
+        self.say(
+            f"\nWhat checkpoints cost: {started['parameters'] / 1e6:.1f} million parameters,"
+            f" {started['state_bytes'] / 1e6:.0f} MB a checkpoint,"
+            f" {len(whole.timed())} timed steps on {started['device']}"
+        )
+        shown = [
+            (
+                row["run"],
+                f"{row['train_s']:.2f}",
+                milliseconds(row["median_step_s"]),
+                row["saves"] or "",
+                milliseconds(row["lost_per_save_s"]),
+                milliseconds(row["median_wait_s"]),
+                milliseconds(row["prepare_s"] or None) if row["run"] == "asyncckpt" else "",
+            )
+            for row in rows
+        ]
+        headers = ["run", "train s", "step ms", "saves", "lost ms/save", "save call ms", "prepare ms"]
+        self.say(tabulate(shown, headers=headers, disable_numparse=True, colalign=("left", *("right",) * 6)))
+        self.say(
+            "lost: what training took longer than without checkpoints, by save; step and save call: medians;"
+            " prepare: once, before the first step"
+        )
+
+
+def _differences(expected: dict[int, float], got: dict[int, float]) -> list[int]:
+    """The steps whose loss is not exactly as expected."""
+    return [step for step, loss in got.items() if expected.get(step) != loss]
+
+
+@contextlib.contextmanager
+def _place(folder: str | None) -> Iterator[str]:
+    """``folder``, which stays; or a temporary one, removed when the last worker is done with it."""
+    if folder is not None:
+        os.makedirs(folder, exist_ok=True)
+        if os.listdir(folder):
+            raise DemoError(f"the folder is not empty, and the demo wants a fresh one: {folder}")
+        yield os.path.abspath(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-demo-", ignore_cleanup_errors=True) as temporary:
+        try:
+            yield temporary
+        finally:
+            for root in os.listdir(temporary):
+                with contextlib.suppress(StorageError):
+                    catalog.settle(os.path.join(temporary, root), _SETTLE_TIMEOUT_S)
+
+
+def _interrupted(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo. Returns 0, 1 if losses differ or a trainer fails, 2 for a wrong call."""
+    parser = argparse.ArgumentParser(
+        prog="asyncckpt demo",
+        description="Train a small transformer, kill it, resume it, and show what its checkpoints cost.",
+        epilog="example: asyncckpt demo --steps 100 --folder /scratch/demo",
+    )
+    parser.add_argument("--steps", type=int, default=50, help="training steps (default: 50)")
+    parser.add_argument("--every", type=int, default=6, help="steps from save to save (default: 6)")
+    parser.add_argument("--size", choices=["small", "default"], default="default", help="of the model")
+    parser.add_argument("--folder", help="where to keep the checkpoints (default: a temporary folder)")
+    parser.add_argument("--json", action="store_true", help="print a summary as JSON; progress goes to stderr")
+    parser.add_argument("--trainer", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.trainer is not None:
+        _trainer(args.trainer)
+        return 0
+    if args.every < 1 or args.steps <= max(args.every, _WARM_UP):
+        parser.error(f"--every is 1 or more, and --steps more than --every and than {_WARM_UP}")
+    # So that a SIGTERM, too, ends the trainer and removes the folder.
+    before = signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        with _place(args.folder) as folder:
+            return _Demo(args, folder).run()
+    except DemoError as error:
+        print(f"asyncckpt demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
