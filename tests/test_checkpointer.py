@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def test_an_optimizer_without_a_state_to_load_into_is_warned_about(
     optimizer.step()
     checkpointer.save(1, {"model": model, "optimizer": optimizer}).result(60)
     checkpointer.load({"model": model})  # which leaves the optimizer out on purpose
-    assert not caplog.records
+    assert "not asked for" not in caplog.text
     checkpointer.load({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
     assert "'optimizer.state.0.exp_avg'" in caplog.text and "were not asked for" in caplog.text
 
@@ -506,10 +507,12 @@ def test_the_calls_of_dcp(tmp_path: Path) -> None:
 
 
 def test_it_loads_what_stock_dcp_wrote(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as stock
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     state = small_state()
-    stock.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        save(state, checkpoint_id=tmp_path / "stock")
     asyncckpt.load(into := zeros_like(state), checkpoint_id=tmp_path / "stock")
     assert same(into, state)
 
