@@ -61,7 +61,7 @@ def load(
         try:
             with warnings.catch_warnings():
                 # That one process alone loads is no news to a job of one process.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+                warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
                 state_dict_loader.load(
                     state_dict,
                     storage_reader=reader,

@@ -122,10 +122,7 @@ class LocalStorage:
         with translated("making a folder", folder):
             os.mkdir(folder, 0o755)
             fd = self._locks[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                pass  # no locks on this file system: leftovers cannot be told from attempts, and stay
+            _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             space = os.statvfs(folder)
         free = space.f_bavail * space.f_frsize
         if free < nbytes:
@@ -232,62 +229,61 @@ def exists_error(path: str, overwrite: bool, *, step: int | None = None) -> Chec
 @contextlib.contextmanager
 def reading(folder: str) -> Iterator[None]:
     """Hold ``folder`` against removal while its files are read. Raises ``OSError`` where it is gone."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: then nothing is held
-            fcntl.flock(fd, fcntl.LOCK_SH)
+    with _opened(folder) as fd:
+        _lock(fd, fcntl.LOCK_SH)
         yield
-    finally:
-        os.close(fd)
 
 
 def under_way(folder: str) -> bool:
     """Whether somebody holds the attempt in ``folder``: a worker that is still writing it."""
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with _opened(folder) as fd:
+            return not _lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return False
 
 
 def remove_checkpoint(folder: str) -> bool:
     """Remove a checkpoint that nobody reads, its final name first; False where one does. Raises ``OSError``."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with _opened(folder) as fd:
+        if not _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             return False
-        except OSError:
-            pass  # no locks on this file system
         parent, name = os.path.split(folder)
         trash = os.path.join(parent, f".{name}{TRASH_SUFFIX}")
         shutil.rmtree(trash, ignore_errors=True)  # of an earlier removal that was cut short
         os.rename(folder, trash)
         shutil.rmtree(trash)
-    finally:
-        os.close(fd)
     return True
 
 
 def sync_folder(path: str) -> None:
     """Make the entries of a folder durable. Raises ``OSError``."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with _opened(path) as fd:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems have nothing to sync for a folder
+                raise
+
+
+@contextlib.contextmanager
+def _opened(folder: str) -> Iterator[int]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have nothing to sync for a folder
-            raise
+        yield fd
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, how: int) -> bool:
+    """Lock a folder; False if another holds it. On a file system without locks nothing is locked, and all is True."""
+    try:
+        fcntl.flock(fd, how)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _exchange(one: str, other: str) -> bool:
