@@ -208,8 +208,8 @@ class Engine:
         """Allocate for ``plan``, first giving back what it replaces: the same names in another form."""
         outdated = [entry for entry in self._homes if entry[0] == key and entry[1].plan.names == plan.names]
         for entry in outdated or self._homes[_MAX_HOMES - 1 :]:
-            self._homes.remove(entry)
             client.wait_for(entry[1].idle, self.config.timeout, "writing the save before the structure changed")
+            self._homes.remove(entry)
             entry[1].close()
         try:
             return Home(plan, client, self.config.slots or _DEFAULT_SLOTS, self.config.timeout)
@@ -246,13 +246,13 @@ class Engine:
 
     def _stage(self, save: Save, order: Order, home: Home, tensors: Sequence[torch.Tensor]) -> None:
         client = self._running_client()
+        ready = ready_events(tensors)
         home.slots.take(order.slot, order.save_id)
         pending = client.begin(order)
         home.pending[order.slot] = pending
         self._under_way[order.save_id] = save
         pending.future.add_done_callback(lambda outcome: self._ended(save, order.save_id, outcome))
         home.write_objects(order.slot)
-        ready = ready_events(tensors)
         if self.config.overlap:
             if self._stager is None:
                 self._stager = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-stager")

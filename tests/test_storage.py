@@ -228,3 +228,14 @@ def test_a_save_leaves_no_page_cache(root: Path, direct: bool) -> None:
         assert libc.mincore(ctypes.c_void_p(where), ctypes.c_size_t(len(mapped)), residency) == 0
         libc.munmap(ctypes.c_void_p(where), ctypes.c_size_t(len(mapped)))
     assert sum(value & 1 for value in residency) < pages / 10
+
+
+def test_a_folder_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_LOCK_TIMEOUT_S", 0.05)
+    store = LocalStorage()
+    folder = store.begin(str(tmp_path / "final"), "attempt", 0)
+    with pytest.raises(TimeoutError, match="locked"), storage.reading(folder):
+        pass
+    store.close()
+    with storage.reading(folder):
+        pass

@@ -262,7 +262,9 @@ class WorkerClient:
 
     def _finish(self, save_id: int, outcome: Committed | CheckpointError) -> None:
         with self.changed:
-            pending = self._pending.pop(save_id)
+            pending = self._pending.pop(save_id, None)
+            if pending is None:  # the worker died meanwhile, and took it along
+                return
             pending.slot_free = True
             self.changed.notify_all()
         if isinstance(outcome, Committed):

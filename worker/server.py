@@ -214,7 +214,10 @@ class Server:
             return
         self._send(Committed(order.save_id, order.path, attempt.timings, attempt.direct))
         if order.keep_last is not None and order.step is not None:
-            prune(os.path.dirname(order.path), order.keep_last, order.step)
+            try:
+                prune(os.path.dirname(order.path), order.keep_last, order.step)
+            except OSError as error:  # what was to be removed stays; nothing is lost
+                logger.warning("old checkpoints could not be looked through: %s", error)
 
     def _send(self, message: FromWorker) -> None:
         try:

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
@@ -20,6 +21,9 @@ from asyncckpt.worker.manifest import is_checkpoint_file
 
 PARTIAL_SUFFIX = ".partial"
 TRASH_SUFFIX = ".trash"
+
+_LOCK_TIMEOUT_S = 30.0
+_LOCK_POLL_S = 0.01
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -230,7 +234,12 @@ def exists_error(path: str, overwrite: bool, *, step: int | None = None) -> Chec
 def reading(folder: str) -> Iterator[None]:
     """Hold ``folder`` against removal while its files are read. Raises ``OSError`` where it is gone."""
     with _opened(folder) as fd:
-        _lock(fd, fcntl.LOCK_SH)
+        # Held by a worker for the moment of publishing it, or by one that is about to remove it.
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while not _lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, f"a worker has held it locked for {_LOCK_TIMEOUT_S:g} s")
+            time.sleep(_LOCK_POLL_S)
         yield
 
 
