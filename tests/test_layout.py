@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,8 @@ def test_the_command_line_loads_no_torch() -> None:
 
 
 def test_no_module_is_called_worker_or_shm() -> None:
-    done = subprocess.run([sys.executable, "-c", "import worker"], capture_output=True, cwd="/")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", "import worker"], capture_output=True, cwd="/", env=environment)
     assert done.returncode != 0
     loaded = _loaded_by("import asyncckpt.worker.server, asyncckpt.checkpointer")
     assert "worker" not in loaded and "shm" not in loaded
