@@ -5,7 +5,7 @@ and compares every loss from there on with a run that was not killed: they must 
 what checkpoints cost the training, beside a run with none and one with ``torch.distributed.checkpoint.save``.
 
 Each training is a process of its own, ``python -m asyncckpt.demo --trainer JOB``. It tells what happens by lines of
-JSON: ``{"event": "step", ...}``. This file has both ends; what is trained is in ``demo_model.py``.
+JSON: ``{"event": "step", ...}``. What it does is in ``demo_model.py``; this file starts, kills and compares.
 """
 
 from __future__ import annotations
@@ -21,28 +21,24 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
 from asyncckpt import catalog
 from asyncckpt.errors import StorageError
-from asyncckpt.worker.steps import attempts_under_way
-
-if TYPE_CHECKING:
-    from asyncckpt.demo_model import Training
+from asyncckpt.worker.steps import complete_steps
 
 Event = dict[str, Any]
 
-# Steps before the clock starts: the first ones take longer in any run.
-_WARM_UP = 2
-_KEEP = 3
 _MAX_THREADS = 8
+# Of which the first two are not timed.
+_MIN_STEPS = 4
+# By how much the median steps of the runs may differ before what they are compared for means nothing.
+_STEADY = 1.1
 _TRAINER_TIMEOUT_S = 900.0
 _SETTLE_TIMEOUT_S = 60.0
 
@@ -51,134 +47,12 @@ class DemoError(Exception):
     """The demo cannot go on, for the reason it names."""
 
 
-# The trainer's side.
-
-
-def _tell(event: str, **facts: Any) -> None:
-    print(json.dumps({"event": event, **facts}), flush=True)
-
-
-class _NoSaves:
-    """The run that is measured against."""
-
-    def __init__(self, training: Training) -> None:
-        self.training = training
-
-    def prepare(self) -> None:
-        """Before the first step."""
-
-    def save(self) -> float:
-        """Save the state. Returns the seconds the training waited for it."""
-        return 0.0
-
-    def poll(self) -> None:
-        """Tell of saves that became durable; after each step."""
-
-    def close(self) -> None:
-        """After the last step."""
-
-
-class _AsyncSaves(_NoSaves):
-    """With asyncckpt."""
-
-    def __init__(self, training: Training, folder: str) -> None:
-        from asyncckpt import Checkpointer, Config, Save
-
-        super().__init__(training)
-        self.checkpointer = Checkpointer(folder, Config(keep_last=_KEEP))
-        self.under_way: list[tuple[Save, float]] = []
-
-    def prepare(self) -> None:
-        self.checkpointer.prepare(self.training.state())
-
-    def resume(self) -> None:
-        """Go on from the newest checkpoint; waits for the worker of a killed trainer, if that is still writing."""
-        begun = time.perf_counter()
-        state = self.training.state()
-        step = self.checkpointer.load(state)
-        self.training.restore(state)
-        _tell("resumed", step=step, load_s=time.perf_counter() - begun)
-
-    def save(self) -> float:
-        begun = time.perf_counter()
-        save = self.checkpointer.save(self.training.step, self.training.state())
-        waited_s = time.perf_counter() - begun
-        self.under_way.append((save, self.training.loss))
-        _tell("staged", step=save.step, pid=os.getpid())
-        return waited_s
-
-    def poll(self) -> None:
-        while self.under_way and self.under_way[0][0].done():
-            save, loss = self.under_way.pop(0)
-            save.result()  # raises what went wrong
-            _tell("durable", step=save.step, loss=loss, **save.timings)
-
-    def close(self) -> None:
-        self.checkpointer.close()
-        self.poll()
-
-
-class _DcpSaves(_NoSaves):
-    """With torch.distributed.checkpoint, as it comes: synchronous."""
-
-    def __init__(self, training: Training, folder: str) -> None:
-        super().__init__(training)
-        self.folder = folder
-
-    def save(self) -> float:
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        begun = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process only
-            save(self.training.state(), checkpoint_id=os.path.join(self.folder, f"step-{self.training.step:08d}"))
-        return time.perf_counter() - begun
-
-    def poll(self) -> None:
-        for old in sorted(Path(self.folder).iterdir())[:-_KEEP]:
-            shutil.rmtree(old)
-
-
-def _trainer(job: Event) -> None:
-    """A training process: ``job`` is what ``_run`` was given."""
-    from asyncckpt.demo_model import SIZES, Training
-
-    training = Training(SIZES[job["size"]], job["threads"])
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
-    _tell("started", parameters=parameters, state_bytes=training.state_bytes(), device=str(training.device))
-    os.makedirs(job["folder"], exist_ok=True)
-    saves: _NoSaves
-    if job["saves"] == "asyncckpt":
-        saves = _AsyncSaves(training, job["folder"])
-        if job["resume"]:
-            saves.resume()
-    else:
-        saves = _NoSaves(training) if job["saves"] == "none" else _DcpSaves(training, job["folder"])
-    first, begun = training.step, time.perf_counter()
-    saves.prepare()
-    prepare_s = time.perf_counter() - begun
-    while training.step < job["steps"]:
-        begun = time.perf_counter()
-        loss = training.train()
-        step_s, waited_s, saved = time.perf_counter() - begun, 0.0, training.step % job["every"] == 0
-        if saved:
-            waited_s = saves.save()
-        wall_s = time.perf_counter() - begun
-        timed = training.step - first > _WARM_UP
-        _tell("step", step=training.step, loss=loss, step_s=step_s, waited_s=waited_s, wall_s=wall_s, timed=timed)
-        saves.poll()
-    saves.close()
-    _tell("ended", prepare_s=prepare_s)
-
-
-# The side that starts trainers, and kills one.
-
-
 class _Run:
     """What is known of a training: its events, so far."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.killed_while_writing = False
 
     def all(self, event: str) -> list[Event]:
         return [known for known in self.events if known["event"] == event]
@@ -224,7 +98,8 @@ class _Demo:
         Raises ``DemoError`` if it fails. The process is gone when this returns, whichever way.
         """
         run = _Run()
-        job = {**self.job, "folder": os.path.join(self.folder, folder), "saves": saves, "resume": resume}
+        root = os.path.join(self.folder, folder)
+        job: dict[str, Any] = {**self.job, "folder": root, "saves": saves, "resume": resume}
         # What CUDA wants for matrix products to come out the same each time.
         environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
         process = subprocess.Popen(
@@ -244,7 +119,7 @@ class _Demo:
                 self._show(run, event)
                 if event["event"] == "staged" and event["step"] == kill_at:
                     process.kill()
-                    process.wait()
+                    run.killed_while_writing = kill_at not in complete_steps(root)
                     return run
             if process.wait() != 0 or not run.all("ended"):
                 raise DemoError(f"the trainer of the run {folder!r} ended with status {process.returncode}")
@@ -273,8 +148,8 @@ class _Demo:
         root = os.path.join(self.folder, "killed")
         self.say(f"1. Training, {self.args.steps} steps, a save every {every}, in {root}")
         killed = self.start(folder="killed", saves="asyncckpt", kill_at=kill_at)
-        under_way = bool(attempts_under_way(root))
-        about = "while the worker was writing that step" if under_way else "just after that step"
+        while_writing = killed.killed_while_writing
+        about = "while its worker was still writing it" if while_writing else "and already written"
         pid = killed.all("staged")[-1]["pid"]
         self.say(f"  killed the trainer (SIGKILL, process {pid}) when step {kill_at} was staged, {about}")
         self.say("2. A new trainer resumes from the newest checkpoint")
@@ -313,12 +188,13 @@ class _Demo:
                 **{name: self.args.__dict__[name] for name in ("steps", "every", "size")},
                 **{name: value for name, value in whole.all("started")[0].items() if name != "event"},
                 "killed_at": kill_at,
-                "killed_while_writing": under_way,
+                "killed_while_writing": while_writing,
                 "resumed_from": resumed_from,
                 "steps_compared": steps_compared,
                 "losses_equal": not different,
                 "different": different,
                 "losses": list(whole.losses().values()),
+                "steady": _steady(rows),
                 "table": rows,
             }
             print(json.dumps(summary, indent=1))
@@ -354,6 +230,17 @@ class _Demo:
             "lost: what training took longer than without checkpoints, by save; step and save call: medians;"
             " prepare: once, before the first step"
         )
+        if not _steady(rows):
+            self.say(
+                "THE MACHINE WAS NOT STEADY: the runs' own steps took unlike times, so what is lost cannot be told"
+                " from this run; the save calls can. Try again when nothing else runs here."
+            )
+
+
+def _steady(rows: list[Event]) -> bool:
+    """Whether the steps themselves, without saves, took about the same time in all runs."""
+    medians: list[float] = [row["median_step_s"] for row in rows]
+    return max(medians) <= _STEADY * min(medians)
 
 
 def _differences(expected: dict[int, float], got: dict[int, float]) -> list[int]:
@@ -366,7 +253,7 @@ def _place(folder: str | None) -> Iterator[str]:
     """``folder``, which stays; or a temporary one, removed when the last worker is done with it."""
     if folder is not None:
         os.makedirs(folder, exist_ok=True)
-        if os.listdir(folder):
+        if any(Path(folder).iterdir()):
             raise DemoError(f"the folder is not empty, and the demo wants a fresh one: {folder}")
         yield os.path.abspath(folder)
         return
@@ -374,9 +261,13 @@ def _place(folder: str | None) -> Iterator[str]:
         try:
             yield temporary
         finally:
-            for root in os.listdir(temporary):
+            for root in Path(temporary).iterdir():
                 with contextlib.suppress(StorageError):
-                    catalog.settle(os.path.join(temporary, root), _SETTLE_TIMEOUT_S)
+                    catalog.settle(str(root), _SETTLE_TIMEOUT_S)
+
+
+def _tell(event: str, /, **facts: object) -> None:
+    print(json.dumps({"event": event, **facts}), flush=True)
 
 
 def _interrupted(number: int, _: FrameType | None) -> None:
@@ -398,10 +289,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trainer", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.trainer is not None:
-        _trainer(args.trainer)
+        from asyncckpt.demo_model import run_trainer  # which imports torch
+
+        run_trainer(args.trainer, _tell)
         return 0
-    if args.every < 1 or args.steps <= max(args.every, _WARM_UP):
-        parser.error(f"--every is 1 or more, and --steps more than --every and than {_WARM_UP}")
+    if args.every < 1 or args.steps < max(args.every + 1, _MIN_STEPS):
+        parser.error(f"--every is 1 or more, --steps more than that and {_MIN_STEPS} or more")
     # So that a SIGTERM, too, ends the trainer and removes the folder.
     before = signal.signal(signal.SIGTERM, _interrupted)
     try:

@@ -1,18 +1,41 @@
-"""What the demo trains: a small byte-level transformer, on the source of Python's own standard library."""
+"""The demo's trainer: a small byte-level transformer on the source of Python's own standard library, with saves or not.
+
+Text, model, optimizer and batches are the same on every start, and a batch depends on its step alone.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sysconfig
+import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.handle import Save
+
+# Steps before the clock starts: the first ones take longer in any run.
+WARM_UP = 2
+
+_KEEP = 3
 _BYTES = 256
 _TEXT_BYTES = 4_000_000
 _SEED = 1234
+
+
+class Tell(Protocol):
+    """Reports an event to whoever started the trainer."""
+
+    def __call__(self, event: str, /, **facts: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,8 @@ class Transformer(nn.Module):
         self.scores = nn.Linear(size.width, _BYTES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.scores(self.norm(self.blocks(self.bytes(tokens) + self.places)))  # type: ignore[no-any-return]
+        scores: Tensor = self.scores(self.norm(self.blocks(self.bytes(tokens) + self.places)))
+        return scores
 
 
 class Text:
@@ -157,3 +181,111 @@ class Training:
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self.model.state_dict().values(), *moments]
         return sum(tensor.nbytes for tensor in tensors)
+
+
+class _NoSaves:
+    """The run that is measured against."""
+
+    def __init__(self, training: Training, tell: Tell) -> None:
+        self.training = training
+        self.tell = tell
+
+    def prepare(self) -> None:
+        """Before the first step."""
+
+    def save(self) -> float:
+        """Save the state. Returns the seconds the training waited for it."""
+        return 0.0
+
+    def poll(self) -> None:
+        """Tell of saves that became durable; after each step."""
+
+    def close(self) -> None:
+        """After the last step."""
+
+
+class _AsyncSaves(_NoSaves):
+    """With asyncckpt."""
+
+    def __init__(self, training: Training, tell: Tell, folder: str) -> None:
+        super().__init__(training, tell)
+        self.checkpointer = Checkpointer(folder, Config(keep_last=_KEEP))
+        self.under_way: list[tuple[Save, float]] = []
+
+    def prepare(self) -> None:
+        self.checkpointer.prepare(self.training.state())
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint; waits for the worker of a killed trainer, if that is still writing."""
+        begun = time.perf_counter()
+        state = self.training.state()
+        step = self.checkpointer.load(state)
+        self.training.restore(state)
+        self.tell("resumed", step=step, load_s=time.perf_counter() - begun)
+
+    def save(self) -> float:
+        begun = time.perf_counter()
+        handle = self.checkpointer.save(self.training.step, self.training.state())
+        waited_s = time.perf_counter() - begun
+        self.under_way.append((handle, self.training.loss))
+        self.tell("staged", step=handle.step, pid=os.getpid())
+        return waited_s
+
+    def poll(self) -> None:
+        while self.under_way and self.under_way[0][0].done():
+            handle, loss = self.under_way.pop(0)
+            handle.result()  # raises what went wrong
+            self.tell("durable", step=handle.step, loss=loss, **handle.timings)
+
+    def close(self) -> None:
+        self.checkpointer.close()
+        self.poll()
+
+
+class _DcpSaves(_NoSaves):
+    """With torch.distributed.checkpoint, as it comes: synchronous."""
+
+    def __init__(self, training: Training, tell: Tell, folder: str) -> None:
+        super().__init__(training, tell)
+        self.folder = folder
+
+    def save(self) -> float:
+        begun = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process only
+            save(self.training.state(), checkpoint_id=os.path.join(self.folder, f"step-{self.training.step:08d}"))
+        return time.perf_counter() - begun
+
+    def poll(self) -> None:
+        for old in sorted(Path(self.folder).iterdir())[:-_KEEP]:
+            shutil.rmtree(old)
+
+
+def run_trainer(job: dict[str, Any], tell: Tell) -> None:
+    """All that a training process does. ``job`` is made, and what it tells is read, by ``demo.py``."""
+    training = Training(SIZES[job["size"]], job["threads"])
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    tell("started", parameters=parameters, state_bytes=training.state_bytes(), device=str(training.device))
+    os.makedirs(job["folder"], exist_ok=True)
+    saves: _NoSaves
+    if job["saves"] == "asyncckpt":
+        saves = _AsyncSaves(training, tell, job["folder"])
+        if job["resume"]:
+            saves.resume()
+    else:
+        saves = _NoSaves(training, tell) if job["saves"] == "none" else _DcpSaves(training, tell, job["folder"])
+    first, begun = training.step, time.perf_counter()
+    saves.prepare()
+    prepare_s = time.perf_counter() - begun
+    while training.step < job["steps"]:
+        begun = time.perf_counter()
+        loss = training.train()
+        step_s, waited_s, saved = time.perf_counter() - begun, 0.0, training.step % job["every"] == 0
+        if saved:
+            waited_s = saves.save()
+        wall_s = time.perf_counter() - begun
+        timed = training.step - first > WARM_UP
+        tell("step", step=training.step, loss=loss, step_s=step_s, waited_s=waited_s, wall_s=wall_s, timed=timed)
+        saves.poll()
+    saves.close()
+    tell("ended", prepare_s=prepare_s)

@@ -20,9 +20,9 @@ asyncckpt_venv() {
         rm -rf "$VENV"
         return 1
     fi
-    echo "Installing $TORCH and asyncckpt[$EXTRAS] into $VENV" >&2
+    echo "Installing $TORCH and asyncckpt${EXTRAS:+[$EXTRAS]} into $VENV" >&2
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$TORCH"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$ROOT[$EXTRAS]"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$ROOT${EXTRAS:+[$EXTRAS]}"
     printf '%s\n' "$wanted" >"$stamp"
 }
 asyncckpt_venv
