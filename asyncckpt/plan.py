@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -33,6 +34,8 @@ StateDict = Mapping[str, Any]
 
 # Of these types, a strided tensor is nothing but its bytes. A subclass may be anything, and is pickled.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+# The types of most values at the top of a state dict: no need to ask whether they are ``Stateful``.
+_STATELESS = _PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool, str, bytes, type(None)}
 
 
 class _Source(Protocol):
@@ -71,6 +74,8 @@ class Plan:
 
 def stateful_to_dict(state_dict: StateDict) -> StateDict:
     """``state_dict`` with what each ``Stateful`` value at its top says its state is, as DCP does it."""
+    if set(map(type, state_dict.values())) <= _STATELESS:
+        return state_dict
     # A protocol's isinstance takes microseconds: one value of each type speaks for all.
     examples = dict(zip(map(type, state_dict.values()), state_dict.values(), strict=True))
     kinds = {kind for kind, example in examples.items() if isinstance(example, Stateful)}

@@ -41,6 +41,7 @@ from asyncckpt.worker.messages import (
     Staged,
     Written,
 )
+from asyncckpt.worker.wire import receive, send
 
 _LAST_WORDS_BYTES = 4096
 
@@ -166,7 +167,7 @@ class WorkerClient:
             return
         self._closing = True
         try:
-            self._connection.send(Close())
+            send(self._connection, Close())
         except OSError:
             pass  # it has ended already
         try:
@@ -187,7 +188,7 @@ class WorkerClient:
         if self._owner == os.getpid() and not self._closing:
             self._closing = True
             try:
-                self._connection.send(Close())
+                send(self._connection, Close())
             except OSError:
                 pass
 
@@ -203,7 +204,7 @@ class WorkerClient:
         self._check_usable()
         try:
             with self._sending:
-                self._connection.send(message)
+                send(self._connection, message)
         except OSError as error:
             # The listener is about to find out why; it knows more than "broken pipe".
             self._listener.join(timeout=10)
@@ -227,7 +228,7 @@ class WorkerClient:
     def _await_ready(self, timeout: float) -> float:
         begun = time.perf_counter()
         try:
-            if self._connection.poll(timeout) and isinstance(self._connection.recv(), Ready):
+            if self._connection.poll(timeout) and isinstance(receive(self._connection), Ready):
                 return time.perf_counter() - begun
         except (EOFError, OSError):
             pass
@@ -241,7 +242,7 @@ class WorkerClient:
     def _listen(self) -> None:
         while True:
             try:
-                message: FromWorker = self._connection.recv()
+                message: FromWorker = receive(self._connection)
                 segment = None
                 if isinstance(message, Allocated):
                     segment = Segment.attach(recv_handle(self._connection))

@@ -1,6 +1,6 @@
 """The vocabulary of the trainer and its worker. Without logic: read it and you know the protocol.
 
-One socket pair joins them; every message is one of these, pickled. In the order of a life:
+One socket pair joins them; every message is one of these. In the order of a life:
 
     worker   Ready                        it is up
     trainer  Allocate                     make a segment

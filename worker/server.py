@@ -46,6 +46,7 @@ from asyncckpt.worker.messages import (
 )
 from asyncckpt.worker.steps import prune
 from asyncckpt.worker.storage import LocalStorage
+from asyncckpt.worker.wire import receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Server:
             ready = wait(watched)
             try:
                 while self._connection.poll():
-                    message: FromTrainer = self._connection.recv()
+                    message: FromTrainer = receive(self._connection)
                     if isinstance(message, Close):
                         return
                     self._handle(message)
@@ -155,7 +156,7 @@ class Server:
         self._next_segment += 1
         self._rooms[number] = _Room(segment)
         with self._sending:
-            self._connection.send(Allocated(number))
+            send(self._connection, Allocated(number))
             send_handle(self._connection, segment.fileno(), os.getppid())
 
     def _cancel(self, save_id: int) -> None:
@@ -222,7 +223,7 @@ class Server:
     def _send(self, message: FromWorker) -> None:
         try:
             with self._sending:
-                self._connection.send(message)
+                send(self._connection, message)
         except OSError:
             pass  # the trainer is gone; the loop sees that by itself, and the work goes on
 
