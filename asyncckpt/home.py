@@ -68,13 +68,21 @@ class Home:
         """Whether no slot holds a save under way."""
         return all(save is None or save.slot_free for save in self.pending)
 
-    def copy(self, slot: int, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor) -> None:
+    def copy(
+        self,
+        slot: int,
+        tensors: Sequence[torch.Tensor],
+        ready: Ready,
+        pool: ThreadPoolExecutor,
+        *,
+        busy: bool = False,
+    ) -> None:
         """Copy ``tensors`` into ``slot``, see ``SlotStager.copy``. The first from CUDA has the memory pinned."""
         if ready and self._pinned is None:
             places = [place.payload_at for place in self.plan.image.tensors if place.payload_at % PAGE == 0]
             cuts = [offset + place for offset in self._offsets for place in (0, *places)]
             self._pinned = PinnedMemory(self.segment, cuts)
-        self._stagers[slot].copy(tensors, ready, pool)
+        self._stagers[slot].copy(tensors, ready, pool, busy=busy)
 
     def write_objects(self, slot: int) -> None:
         """Bring the objects in ``slot`` up to what the plan last captured."""

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import compress
@@ -42,10 +43,16 @@ _PORTABLE = 1  # pinned for every device, not only the current one
 _CUDA_SUCCESS, _CUDA_ALREADY_REGISTERED = 0, 712
 
 _device = attrgetter("device")
+_is_contiguous, _is_neg, _is_conj = torch.Tensor.is_contiguous, torch.Tensor.is_neg, torch.Tensor.is_conj
 # Not ctypes.memmove, which makes an int of the pointer it returns. Other threads run meanwhile.
 _memcpy = ctypes.CDLL(None).memcpy
-_memcpy.restype = None
-_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+# Holding Python's lock, for small copies: else each of them would have to win it back.
+_memcpy_holding = ctypes.PyDLL(None).memcpy
+for _function in (_memcpy, _memcpy_holding):
+    _function.restype = None
+    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+# Small copies in a row that hold Python's lock: some tens of milliseconds at the most.
+_HOLDING_COPIES = 512
 
 
 Ready = dict[torch.device, torch.cuda.Event]
@@ -66,6 +73,21 @@ class _Group:
     def __init__(self, numbers: Sequence[int], targets: list[torch.Tensor]) -> None:
         self._pick = itemgetter(*numbers) if len(numbers) > 1 else itemgetter(slice(numbers[0], numbers[0] + 1))
         self._targets = targets
+        self._addresses = list(map(torch.Tensor.data_ptr, targets))
+        self._sizes = [target.nbytes for target in targets]
+
+    def move(self, tensors: Sequence[torch.Tensor]) -> None:
+        """As ``copy``, by memcpy where that will do: on the thread that holds Python's lock anyway it is the faster."""
+        mine = self._pick(tensors)
+        plain = all(map(_is_contiguous, mine)) and not any(map(_is_neg, mine)) and not any(map(_is_conj, mine))
+        if not plain:
+            self.copy(tensors)
+            return
+        addresses, sources, sizes = self._addresses, list(map(torch.Tensor.data_ptr, mine)), self._sizes
+        for begin in range(0, len(sources), _HOLDING_COPIES):
+            _memcpy(addresses[begin], sources[begin], sizes[begin])  # whoever waits for the lock gets it here
+            rest = slice(begin + 1, begin + _HOLDING_COPIES)
+            deque(map(_memcpy_holding, addresses[rest], sources[rest], sizes[rest]), maxlen=0)
 
     def copy(self, tensors: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
         """Copy those of ``tensors`` that are of this group."""
@@ -95,11 +117,13 @@ class SlotStager:
         self._host_groups: list[_Group] = []
         self._host_single: list[int] = []
 
-    def copy(self, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor) -> None:
+    def copy(
+        self, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor, *, busy: bool = False
+    ) -> None:
         """Copy ``tensors`` (all of the plan, in its order) into the slot, and return when that is done.
 
         Until then they must stay as they are. Copies from a CUDA device wait for what ``ready`` says the tensors wait
-        for. The threads of ``pool`` take part.
+        for. The threads of ``pool`` take part. ``busy``: training goes on meanwhile, and wants Python's lock.
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
         devices = list(map(_device, mine))
@@ -107,7 +131,7 @@ class SlotStager:
             self._divide(devices)
         # The devices' copies are queued first and run while the host does its own.
         copied = [self._queue(device, group, ready, mine) for device, group in self._device_groups.items()]
-        self._copy_host(mine, pool)
+        self._copy_host(mine, pool, busy)
         for event in copied:
             if event is not None:
                 event.synchronize()
@@ -127,8 +151,9 @@ class SlotStager:
         self._device_groups = {device: self._group(its) for device, its in numbers.items()}
         self._devices = devices
 
-    def _copy_host(self, tensors: Sequence[torch.Tensor], pool: ThreadPoolExecutor) -> None:
-        tasks = [pool.submit(group.copy, tensors) for group in self._host_groups]
+    def _copy_host(self, tensors: Sequence[torch.Tensor], pool: ThreadPoolExecutor, busy: bool) -> None:
+        own, others = (self._host_groups[:1], self._host_groups[1:]) if not busy else ([], self._host_groups)
+        tasks = [pool.submit(group.copy, tensors) for group in others]
         try:
             moves: list[tuple[int, int, int]] = []
             for number in self._host_single:
@@ -143,6 +168,8 @@ class SlotStager:
             tasks += [
                 pool.submit(_move, moves[first::_COPY_THREADS]) for first in range(min(_COPY_THREADS, len(moves)))
             ]
+            for group in own:
+                group.move(tensors)
         finally:
             wait(tasks)  # nobody may be left copying from tensors that are the caller's again
         for task in tasks:

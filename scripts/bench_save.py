@@ -237,11 +237,13 @@ def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     stalls: dict[str, list[float]] = {name: [] for name in contestants}
     durables: dict[str, list[float]] = {name: [] for name in contestants}
     for round_number in range(args.saves + 1):
+        time.sleep(args.pause)
         memcpy.append(limits.memcpy())
         direct.append(limits.direct_write())
         names = list(contestants)
         for name in names[round_number % len(names) :] + names[: round_number % len(names)]:
             change(state, args.changing, round_number)
+            time.sleep(args.pause)
             target = f"{folder}/{name}-{round_number}"
             try:
                 stall, durable = measure(contestants[name], target, state)
@@ -311,6 +313,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--objects", type=int, default=0, help="small Python values beside the tensors")
     parser.add_argument("--changing", type=int, default=0, help="how many of them change before each save")
     parser.add_argument("--saves", type=int, default=5, help="rounds, after a first one that is cold")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0.5,
+        help="seconds before each turn, so that none pays for what the one before left the kernel to do",
+    )
     parser.add_argument(
         "--peers", type=lambda text: [name for name in text.split(",") if name], default=list(PEERS), metavar="A,B"
     )

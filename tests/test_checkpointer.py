@@ -241,9 +241,9 @@ def test_overlap_waits_before_the_optimizer_steps(root: Path, monkeypatch: pytes
     may_copy = threading.Event()
     copy = SlotStager.copy
 
-    def slow(self: Any, *args: Any) -> None:
+    def slow(self: Any, *args: Any, **options: Any) -> None:
         assert may_copy.wait(30)
-        copy(self, *args)
+        copy(self, *args, **options)
 
     parameter = torch.nn.Parameter(torch.full((1000,), 1.0))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -268,7 +268,7 @@ def test_a_failed_overlapped_copy_is_told(root: Path, monkeypatch: pytest.Monkey
     with Checkpointer(root, Config(overlap=True)) as checkpointer:
         checkpointer.prepare(state := small_state())
 
-        def broken(*_: Any) -> None:
+        def broken(*_: Any, **__: Any) -> None:
             raise RuntimeError("the device is lost")
 
         with monkeypatch.context() as patch:
@@ -285,7 +285,7 @@ def test_a_failed_copy_loses_no_slot(root: Path, monkeypatch: pytest.MonkeyPatch
     with Checkpointer(root, Config(slots=1)) as checkpointer:
         checkpointer.prepare(state := small_state())
 
-        def broken(*_: Any) -> None:
+        def broken(*_: Any, **__: Any) -> None:
             raise RuntimeError("the device is lost")
 
         for step in range(3):
