@@ -224,7 +224,7 @@ class Engine:
         slot = home.free_slot()
         if slot is not None:
             return slot
-        policy, client = self.config.when_busy, self._running_client()
+        policy, client = self.config.when_busy, home.client
         if policy == "skip":
             save._resolve(
                 SaveDroppedError("skipped: all slots were being written", path=save.path, rank=_RANK, step=save.step)
@@ -245,10 +245,10 @@ class Engine:
         return home.free_slot()
 
     def _stage(self, save: Save, order: Order, home: Home, tensors: Sequence[torch.Tensor]) -> None:
-        client = self._running_client()
         ready = ready_events(tensors)
         home.slots.take(order.slot, order.save_id)
-        pending = client.begin(order)
+        # Of the worker whose memory this is: should it have died since, this says so.
+        pending = home.client.begin(order)
         home.pending[order.slot] = pending
         self._under_way[order.save_id] = save
         pending.future.add_done_callback(lambda outcome: self._ended(save, order.save_id, outcome))
@@ -257,20 +257,14 @@ class Engine:
             if self._stager is None:
                 self._stager = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-stager")
             self._copies = [copy for copy in self._copies if not copy.done()]
-            self._copies.append(self._stager.submit(self._copy, save, pending, home, tensors, ready, client))
+            self._copies.append(self._stager.submit(self._copy, save, pending, home, tensors, ready))
         else:
-            error = self._copy(save, pending, home, tensors, ready, client)
+            error = self._copy(save, pending, home, tensors, ready)
             if error is not None:
                 raise error
 
     def _copy(
-        self,
-        save: Save,
-        pending: Pending,
-        home: Home,
-        tensors: Sequence[torch.Tensor],
-        ready: Ready,
-        client: WorkerClient,
+        self, save: Save, pending: Pending, home: Home, tensors: Sequence[torch.Tensor], ready: Ready
     ) -> CheckpointError | None:
         """Copy, and hand the slot over. What goes wrong is returned, and is the outcome of the save."""
         begun = time.perf_counter()
@@ -278,12 +272,12 @@ class Engine:
             home.copy(pending.order.slot, tensors, ready, self._pool, busy=self.config.overlap)
             save._timings["copy_s"] = time.perf_counter() - begun
             home.slots.set(pending.order.slot, State.STAGED)
-            client.staged(pending, dict(save._timings))
+            home.client.staged(pending, dict(save._timings))
             save._staged.set()
         except BaseException as error:
             failure = error if isinstance(error, CheckpointError) else _staging_error(error, pending.order)
-            if client.alive:
-                client.cancel(pending, failure, self.config.timeout)
+            if home.client.alive:
+                home.client.cancel(pending, failure, self.config.timeout)
             if not isinstance(error, Exception):
                 raise
             save._reported = not self.config.overlap  # else it is raised at once

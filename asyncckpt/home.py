@@ -19,7 +19,7 @@ class Home:
     """Where the states of one structure are staged.
 
     The segment: the header page, the constant files (``.metadata``, index, spans), then one image a slot, each from a
-    page on. ``pending`` has, for each slot, the save that last took it.
+    page on. ``pending`` has, for each slot, the save that last took it. ``client`` is the worker whose memory it is.
     """
 
     def __init__(self, plan: Plan, client: WorkerClient, slots: int, timeout: float) -> None:
@@ -28,7 +28,7 @@ class Home:
         Raises ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``.
         """
         self.plan = plan
-        self._client = client
+        self.client = client
         self.pending: list[Pending | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
         constants: dict[str, bytes | memoryview] = {
@@ -92,8 +92,8 @@ class Home:
 
     def close(self) -> None:
         """Give the memory back; nothing in it may be under way, or the worker is gone."""
-        if self._client.alive:
-            self._client.release(self.number)
+        if self.client.alive:
+            self.client.release(self.number)
         if self._pinned is not None:
             self._pinned.close()
         for stager in self._stagers:

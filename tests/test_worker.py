@@ -16,7 +16,10 @@ from conftest import Faulty, small_state
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.engine import Engine
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.handle import Save
+from asyncckpt.home import Home
 from asyncckpt.worker import client
 from asyncckpt.worker.client import WorkerClient, WorkerOptions
 from asyncckpt.worker.steps import complete_steps
@@ -102,6 +105,26 @@ def test_killed_while_idle_it_is_replaced(root: Path) -> None:
         worker._listener.join(10)
         checkpointer.save(2, small_state()).result(60)
         assert checkpointer.steps() == [1, 2]
+
+
+def test_killed_between_plan_and_copy_it_is_an_error_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        worker = checkpointer._engine._client
+        assert worker is not None
+        take_slot = Engine._take_slot
+
+        def dying(self: Engine, home: Home, save: Save) -> int | None:
+            os.kill(worker.pid, signal.SIGKILL)
+            worker._listener.join(10)
+            return take_slot(self, home, save)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "_take_slot", dying)
+            with pytest.raises(WorkerDiedError, match="SIGKILL"):
+                checkpointer.save(2, small_state())
+        checkpointer.save(3, small_state()).result(60)
+        assert checkpointer.steps() == [1, 3]
 
 
 def test_a_timeout_is_no_end(
