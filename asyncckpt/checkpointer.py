@@ -12,11 +12,12 @@ from asyncckpt.engine import Engine
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, StorageError
 from asyncckpt.handle import Save
 from asyncckpt.plan import StateDict
-from asyncckpt.reader import load
+from asyncckpt.reader import from_first, load
 from asyncckpt.worker.steps import complete_steps, step_folder
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 
 class Checkpointer:
@@ -27,14 +28,24 @@ class Checkpointer:
     and whatever pickles; values with ``state_dict()`` and ``load_state_dict()`` are asked for their state.
     """
 
-    def __init__(self, root: str | os.PathLike[str], config: Config | None = None) -> None:
-        """``root`` is made if it is missing. Raises ``StorageError`` where that cannot be."""
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        config: Config | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        """``root`` is made if it is missing. Raises ``StorageError`` where that cannot be.
+
+        In a job of many ranks every rank makes one, with the same ``root`` on a file system they share, and all make
+        the same calls in the same order. ``process_group``: those that save together; None: the whole job.
+        """
         self.root = os.path.abspath(os.fspath(root))
         try:
             os.makedirs(self.root, exist_ok=True)
         except OSError as error:
             raise StorageError(f"making the folder for checkpoints failed: {error.strerror}", path=self.root) from error
-        self._engine = Engine(config)
+        self._engine = Engine(config, process_group)
+        self._process_group = process_group
         self._hooks: list[Any] = []
         self._newest: Save | None = None
         self._closed = False
@@ -70,6 +81,9 @@ class Checkpointer:
     def load(self, state_dict: dict[str, Any], step: int | None = None, *, verify: bool = True) -> int:
         """Load the checkpoint of ``step`` (None: the newest) into ``state_dict``, in place. Returns its step.
 
+        It may have been saved by any number of ranks, and in any placement. All ranks load the same one, each what its
+        part of the state needs; what goes wrong on one is raised on all.
+
         Waits first, up to ``Config.timeout`` seconds, for saves under way in this root, be it by this run or by the
         worker of one that was killed. Every byte is checked before it is used, unless ``verify`` is false.
 
@@ -77,16 +91,22 @@ class Checkpointer:
         """
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
+        found = from_first(lambda: self._find(step), self._process_group)
+        load(state_dict, step_folder(self.root, found), verify=verify, process_group=self._process_group)
+        return found
+
+    def _find(self, step: int | None) -> int:
+        """``step``, or the newest, if there is a checkpoint of it."""
         if step is None:
             catalog.settle(self.root, self.config.timeout)
             step = catalog.latest(self.root)
             if step is None:
                 raise CheckpointNotFoundError("there is no checkpoint here yet", path=self.root)
-        path = step_folder(self.root, step)
         if step not in self.steps():
             known = ", ".join(map(str, self.steps()[-5:])) or "none"
-            raise CheckpointNotFoundError(f"there is no such checkpoint; the newest are: {known}", path=path, step=step)
-        load(state_dict, path, verify=verify)
+            raise CheckpointNotFoundError(
+                f"there is no such checkpoint; the newest are: {known}", path=step_folder(self.root, step), step=step
+            )
         return step
 
     def steps(self) -> list[int]:

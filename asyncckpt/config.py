@@ -41,6 +41,17 @@ class Config:
     timeout: float = 600.0
     """Seconds after which a wait for the worker (for a free slot, for memory, for its end) gives up with an error."""
 
+    commit_timeout: float = 1800.0
+    """Seconds a save may take until it is committed. Then it fails, on all ranks, naming those that did not finish."""
+
+    assume_constant_structure: bool = False
+    """Promise that a structure, once saved, never changes: then the ranks of a job do not ask each other before a save
+    whether they all still have it. A rank that finds it changed raises, and that save fails on all ranks."""
+
+    host: str | None = None
+    """Name or address of the first rank's host, for the other ranks' workers. None: ``$MASTER_ADDR``, as torchrun sets
+    it, or what the host calls itself."""
+
     start_timeout: float = 60.0
     """Seconds the worker process may take to start. It takes a tenth of one on an idle machine."""
 
@@ -62,6 +73,7 @@ class Config:
             "when_busy": self.when_busy in get_args(WhenBusy),
             "keep_last": self.keep_last is None or self.keep_last >= 1,
             "timeout": self.timeout > 0,
+            "commit_timeout": self.commit_timeout > 0,
             "start_timeout": self.start_timeout > 0,
             "io_threads": 1 <= self.io_threads <= 64,
             "nice": 0 <= self.nice <= 19,
@@ -128,6 +140,9 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "overlap": ("yes: return before the tensors are copied (default: no)", _truth),
     "keep_last": ("checkpoints to keep (default: all)", int),
     "timeout": ("seconds any wait may take (default: 600)", float),
+    "commit_timeout": ("seconds a save may take until it is committed on all ranks (default: 1800)", float),
+    "assume_constant_structure": ("yes: ranks do not compare notes before each save (default: no)", _truth),
+    "host": ("address of the first rank's host (default: $MASTER_ADDR, or its own name)", str),
     "start_timeout": ("seconds the worker may take to start (default: 60)", float),
     "direct_io": ("no: write through the page cache (default: yes)", _truth),
     "io_threads": ("threads that write (default: 2)", int),

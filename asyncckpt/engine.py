@@ -11,10 +11,10 @@ import logging
 import os
 import threading
 import time
-import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,15 +30,19 @@ from asyncckpt.errors import (
     OutOfMemoryError,
     SaveDroppedError,
     SaveTimeoutError,
+    StructureChangedError,
     UnsavableStateError,
+    WorkerDiedError,
 )
+from asyncckpt.group import Group
 from asyncckpt.handle import Save
 from asyncckpt.home import Home
-from asyncckpt.plan import Plan, StateDict, make_plan, stateful_to_dict
+from asyncckpt.plan import Plan, StateDict, flat_names, make_plan, stateful_to_dict
 from asyncckpt.shm.slots import State
 from asyncckpt.staging import Ready, copy_pool, ready_events
 from asyncckpt.structure import StructureChanged
 from asyncckpt.worker.client import Pending, WorkerClient
+from asyncckpt.worker.commit import published
 from asyncckpt.worker.messages import Committed, Order
 from asyncckpt.worker.storage import exists_error, replaceable
 
@@ -46,8 +50,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_SLOTS = 2
 # Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
-_MAX_HOMES = 4
-_RANK = 0
+_MAX_PLANS = 4
 
 
 class Engine:
@@ -56,10 +59,22 @@ class Engine:
     The methods are for one thread at a time. ``close`` it, or use it as a context manager.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(
+        self,
+        config: Config | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """For the ranks of ``process_group`` (None: of the whole job, if ``torch.distributed`` is initialised by the
+        first save), which all have to make the same calls; with ``alone`` for this process whatever the job.
+        """
         self.config = config or Config()
+        self._process_group = process_group
+        self._alone = alone
+        self._group: Group | None = None
         self._client: WorkerClient | None = None
-        self._homes: list[tuple[Any, Home]] = []  # most recently used first
+        self._known: list[_Known] = []  # most recently used first
         self._under_way: dict[int, Save] = {}
         self._failed: list[Save] = []
         self._ids = itertools.count(1)
@@ -76,7 +91,11 @@ class Engine:
         """
         with self._lock:
             self._check_usable()
-            home, tensors, _ = self._plan(state_dict, planner)
+            group, number = self._ranks(), next(self._ids)
+            state = stateful_to_dict(state_dict)
+            client = self._running_client(group)
+            found = self._agree(group, number, state, planner, client, lambda: None)
+            home, tensors = found or self._plan_anew(group, number, state, planner, client)
             ready = ready_events(tensors)
             for slot, _ in enumerate(home.pending):
                 if home.slots.state(slot) is State.FREE:
@@ -92,37 +111,24 @@ class Engine:
         keep_last: int | None = None,
         planner: SavePlanner | None = None,
     ) -> Save:
-        """Save ``state_dict`` as the checkpoint ``path``.
+        """Save ``state_dict``, this rank's part, as the checkpoint ``path``, the same on all ranks.
 
         Returns when its tensors are staged, from where on the caller may change them (with ``overlap``: earlier, see
         ``Config``). Raises ``CheckpointExistsError`` if something is at ``path`` (with ``overwrite``: something other
-        than a checkpoint), ``UnsavableStateError``, ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``,
-        ``ClosedError``; then nothing was saved. What goes wrong later comes from the handle.
+        than a checkpoint), ``UnsavableStateError``, ``StructureChangedError``, ``OutOfMemoryError``,
+        ``WorkerDiedError``, ``RankFailedError``, ``SaveTimeoutError``, ``ClosedError``; then nothing was saved, and no
+        other rank's save succeeds. What goes wrong later comes from the handle, on all ranks the same.
         """
         final = os.path.abspath(os.fspath(path))
         with self._lock:
             self._check_usable()
+            group, number = self._ranks(), next(self._ids)
             save = Save(final, step)
-            self._check_place(final, overwrite, step)
-            home, tensors, planned = self._plan(state_dict, planner)
-            slot = self._take_slot(home, save)
-            if slot is None:
-                return save
-            waited = time.perf_counter()
-            save._timings["plan_s"] = planned - save._begun
-            save._timings["slot_s"] = waited - planned
-            order = Order(
-                save_id=next(self._ids),
-                segment=home.number,
-                slot=slot,
-                path=final,
-                attempt=uuid.uuid4().hex[:12],
-                step=step,
-                rank=_RANK,
-                overwrite=overwrite,
-                keep_last=keep_last,
-            )
-            self._stage(save, order, home, tensors)
+            try:
+                self._save(group, number, save, state_dict, planner, overwrite, keep_last)
+            except BaseException as error:
+                group.fail(number, error)
+                raise
             save._timings["stall_s"] = time.perf_counter() - save._begun
             return save
 
@@ -151,6 +157,8 @@ class Engine:
             finally:
                 self._drop_homes()
                 self._pool.shutdown()
+                if self._group is not None:
+                    self._group.leave()
         self._raise_failure()
 
     def __enter__(self) -> Engine:
@@ -171,13 +179,51 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one")
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            world_size = torch.distributed.get_world_size()
-            if world_size > 1:
-                raise UnsavableStateError(
-                    f"this version saves the state of one process, and the job has {world_size};"
-                    " use torch.distributed.checkpoint until a version that saves all ranks together"
-                )
+
+    def _ranks(self) -> Group:
+        if self._group is None:
+            self._group = Group(self.config, self._process_group, alone=self._alone)
+        return self._group
+
+    def _save(
+        self,
+        group: Group,
+        number: int,
+        save: Save,
+        state_dict: StateDict,
+        planner: SavePlanner | None,
+        overwrite: bool,
+        keep_last: int | None,
+    ) -> None:
+        final, step = os.fspath(save.path), save.step
+
+        def check_place() -> None:
+            if group.rank == 0:
+                self._check_place(final, overwrite, step)
+
+        client = self._running_client(group)
+        state = stateful_to_dict(state_dict)
+        found = self._agree(group, number, state, planner, client, check_place)
+        home, tensors = found or self._plan_anew(group, number, state, planner, client)
+        planned = time.perf_counter()
+        slot = self._take_slot(group, number, home, save)
+        if slot is None:
+            return
+        save._timings["plan_s"] = planned - save._begun
+        save._timings["slot_s"] = time.perf_counter() - planned
+        order = Order(
+            save_id=number,
+            segment=home.number,
+            slot=slot,
+            path=final,
+            attempt=f"{group.token[:12]}-{number}",
+            step=step,
+            rank=group.rank,
+            overwrite=overwrite,
+            keep_last=keep_last,
+            timeout=self.config.commit_timeout,
+        )
+        self._stage(save, order, home, tensors)
 
     def _check_place(self, final: str, overwrite: bool, step: int | None) -> None:
         if any(os.fspath(save.path) == final for save in list(self._under_way.values())):
@@ -185,64 +231,148 @@ class Engine:
         if not (replaceable(final) if overwrite else not os.path.lexists(final) or _is_empty_folder(final)):
             raise exists_error(final, overwrite, step=step)
 
-    def _plan(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Home, Sequence[torch.Tensor], float]:
-        """The home for ``state_dict``, made if there is none, with the state captured; and when that was done."""
-        state = stateful_to_dict(state_dict)
-        client = self._running_client()
-        key = _planner_key(planner)
-        for number, (its_key, home) in enumerate(self._homes):
-            if its_key == key:
-                try:
-                    tensors = home.plan.capture(state, planner)
-                except StructureChanged as error:
-                    logger.debug("not the structure of plan %d: %s", number, error)
-                    continue
-                self._homes.insert(0, self._homes.pop(number))
-                return home, tensors, time.perf_counter()
-        plan = make_plan(state, self.config.slots or _DEFAULT_SLOTS, planner, _RANK)
-        home = self._settle(plan, key, client)
-        self._homes.insert(0, (key, home))
-        return home, plan.capture(state, planner), time.perf_counter()
+    def _agree(
+        self,
+        group: Group,
+        number: int,
+        state: StateDict,
+        planner: SavePlanner | None,
+        client: WorkerClient,
+        check: Callable[[], None],
+    ) -> tuple[Home, Sequence[torch.Tensor]] | None:
+        """The home for ``state``, captured, if all ranks have one for the same plan. None: all have to plan.
 
-    def _settle(self, plan: Plan, key: Any, client: WorkerClient) -> Home:
-        """Allocate for ``plan``, first giving back what it replaces: the same names in another form."""
-        outdated = [entry for entry in self._homes if entry[0] == key and entry[1].plan.names == plan.names]
-        for entry in outdated or self._homes[_MAX_HOMES - 1 :]:
-            client.wait_for(entry[1].idle, self.config.timeout, "writing the save before the structure changed")
-            self._homes.remove(entry)
-            entry[1].close()
+        What ``check`` raises on any rank is raised on all. With constant structure no rank is asked.
+        """
+        found: tuple[Home, Sequence[torch.Tensor]] | None = None
+        if group.alone or (self.config.assume_constant_structure and self._known):
+            check()
+            found = self._find(state, planner, client)
+            if found is None and not group.alone:
+                self._check_new(state, planner)
+            return found
+
+        def local() -> int:
+            nonlocal found
+            check()
+            found = self._find(state, planner, client)
+            return found[0].plan.number if found is not None else 0
+
+        def decide(plans: list[int]) -> list[bool]:
+            return [plans[0] > 0 and plans.count(plans[0]) == len(plans)] * len(plans)
+
+        return found if group.consult("agree", number, local, decide) else None
+
+    def _find(
+        self, state: StateDict, planner: SavePlanner | None, client: WorkerClient
+    ) -> tuple[Home, Sequence[torch.Tensor]] | None:
+        key = _planner_key(planner)
+        for known in self._known:
+            if known.key != key:
+                continue
+            try:
+                tensors = known.plan.capture(state, planner)
+            except StructureChanged as error:
+                logger.debug("not the structure of plan %d: %s", known.plan.number, error)
+                continue
+            self._known.remove(known)
+            self._known.insert(0, known)
+            if known.home is None:  # its worker died, and took the memory along
+                known.home = self._settle(known.plan, client)
+            return known.home, tensors
+        return None
+
+    def _check_new(self, state: StateDict, planner: SavePlanner | None) -> None:
+        """Constant structure is promised and ``state`` has none of those planned: refuse it, if it is one changed."""
+        names = flat_names(state, planner)
+        if any(names & known.plan.names for known in self._known):
+            raise StructureChangedError(
+                "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"
+                " placement differs), and assume_constant_structure was promised; call prepare with it on all ranks"
+                " first, or do not promise that"
+            )
+
+    def _plan_anew(
+        self, group: Group, number: int, state: StateDict, planner: SavePlanner | None, client: WorkerClient
+    ) -> tuple[Home, Sequence[torch.Tensor]]:
+        """Plan ``state`` with all ranks, in the place of a plan for the same names in another form."""
+        key, patience = _planner_key(planner), self.config.timeout
+        plan = make_plan(state, self.config.slots or _DEFAULT_SLOTS, planner, group, number)
+        homes: list[Home] = []
+
+        def settle() -> None:
+            outdated = [entry for entry in self._known if entry.key == key and entry.plan.names == plan.names]
+            for entry in outdated or self._known[_MAX_PLANS - 1 :]:
+                if entry.home is not None:
+                    client.wait_for(entry.home.idle, patience, "writing the save before the structure changed")
+                    entry.home.close()
+                self._known.remove(entry)
+            homes.append(self._settle(plan, client))
+
         try:
-            return Home(plan, client, self.config.slots or _DEFAULT_SLOTS, self.config.timeout)
+            group.consult("memory", number, settle, lambda done: done)
+            tensors = plan.capture(state, planner)
+        except StructureChanged as error:
+            raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
+        except BaseException:
+            for home in homes:
+                home.close()
+            raise
+        self._known.insert(0, _Known(key, plan, homes[0]))
+        return homes[0], tensors
+
+    def _settle(self, plan: Plan, client: WorkerClient) -> Home:
+        """Memory for ``plan``."""
+        slots = self.config.slots or _DEFAULT_SLOTS
+        try:
+            return Home(plan, client, slots, self.config.timeout)
         except OutOfMemoryError as error:
             if self.config.slots is not None:
                 raise
             logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
             return Home(plan, client, 1, self.config.timeout)
 
-    def _take_slot(self, home: Home, save: Save) -> int | None:
-        """A free slot, as ``when_busy`` says. None: the save was dropped."""
-        slot = home.free_slot()
-        if slot is not None:
-            return slot
-        policy, client = self.config.when_busy, home.client
-        if policy == "skip":
-            save._resolve(
-                SaveDroppedError("skipped: all slots were being written", path=save.path, rank=_RANK, step=save.step)
-            )
-            save._reported = True
-            return None
-        if policy == "latest":
-            for pending in sorted(filter(None, home.pending), key=lambda pending: -pending.order.save_id):
-                reason = SaveDroppedError(
-                    f"replaced by the newer save of step {save.step} before it was written",
-                    path=pending.order.path,
-                    rank=_RANK,
-                    step=pending.order.step,
-                )
-                if not pending.slot_free and client.cancel(pending, reason, self.config.timeout):
-                    return pending.order.slot
-        client.wait_for(lambda: home.free_slot() is not None, self.config.timeout, "waiting for a free slot")
+    def _take_slot(self, group: Group, number: int, home: Home, save: Save) -> int | None:
+        """A free slot, as ``when_busy`` says, which the first rank decides for all. None: the save was dropped."""
+        client = home.client
+        if self.config.when_busy != "wait":
+            skip, victim = group.follow_first("busy", number, lambda: self._when_busy(home, save))
+            if skip:
+                dropped = "skipped: all slots were being written"
+                save._resolve(SaveDroppedError(dropped, path=save.path, rank=group.rank, step=save.step))
+                save._reported = True
+                return None
+            if victim is not None and group.rank > 0:
+                # On the first rank it is taken back already; here it may be being written, and is so in vain.
+                for pending in filter(None, home.pending):
+                    if pending.order.save_id == victim and not pending.slot_free:
+                        client.cancel(pending, self._replaced(pending, save), self.config.timeout)
+        if home.free_slot() is None:
+            client.wait_for(lambda: home.free_slot() is not None, self.config.timeout, "waiting for a free slot")
         return home.free_slot()
+
+    def _when_busy(self, home: Home, save: Save) -> tuple[bool, int | None]:
+        """First rank: whether to skip ``save``, and which one it replaces."""
+        # Until a save has ended, some rank may not have a free slot yet.
+        busy = [pending for pending in home.pending if pending is not None and not pending.future.done()]
+        if len(busy) < len(home.pending):
+            return False, None
+        if self.config.when_busy == "skip":
+            return True, None
+        for pending in sorted(busy, key=lambda pending: -pending.order.save_id):
+            if not pending.slot_free and home.client.cancel(
+                pending, self._replaced(pending, save), self.config.timeout
+            ):
+                return False, pending.order.save_id
+        return False, None
+
+    def _replaced(self, pending: Pending, save: Save) -> SaveDroppedError:
+        return SaveDroppedError(
+            f"replaced by the newer save of step {save.step} before it was written",
+            path=pending.order.path,
+            rank=pending.order.rank,
+            step=pending.order.step,
+        )
 
     def _stage(self, save: Save, order: Order, home: Home, tensors: Sequence[torch.Tensor]) -> None:
         ready = ready_events(tensors)
@@ -251,7 +381,7 @@ class Engine:
         pending = home.client.begin(order)
         home.pending[order.slot] = pending
         self._under_way[order.save_id] = save
-        pending.future.add_done_callback(lambda outcome: self._ended(save, order.save_id, outcome))
+        pending.future.add_done_callback(lambda outcome: self._ended(save, order, outcome))
         home.write_objects(order.slot)
         if self.config.overlap:
             if self._stager is None:
@@ -284,14 +414,19 @@ class Engine:
             return failure
         return None
 
-    def _ended(self, save: Save, save_id: int, outcome: Future[Committed]) -> None:
+    def _ended(self, save: Save, order: Order, outcome: Future[Committed]) -> None:
         """On whatever thread learned of it. First the books, then the handle, on which somebody may be waiting."""
-        self._under_way.pop(save_id, None)
+        self._under_way.pop(order.save_id, None)
         failure = outcome.exception()
+        if isinstance(failure, WorkerDiedError):
+            if order.rank == 0 and published(order.path, order.attempt):
+                failure = None  # it died after it had published, and could not say so
+            elif self._group is not None:
+                self._group.fail(order.save_id, failure)
         if failure is not None and not isinstance(failure, SaveDroppedError):
             logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
             self._failed = [save for save in self._failed if not save._reported] + [save]
-        save._end(outcome)
+        save._end(failure, outcome.result() if outcome.exception() is None else None)
 
     def _raise_failure(self) -> None:
         failed, self._failed = self._failed, []
@@ -299,28 +434,39 @@ class Engine:
         if errors:
             raise errors[0]
 
-    def _running_client(self) -> WorkerClient:
+    def _running_client(self, group: Group) -> WorkerClient:
         if self._client is not None and not self._client.alive:
             self._drop_homes()
             self._client.close(self.config.timeout)
             self._client = None
         if self._client is None:
             self._client = WorkerClient(self.config.worker_options())
+        group.meet(self._client)
         return self._client
 
     def _drop_homes(self) -> None:
         for copy in self._copies:
             copy.result()  # it writes into the memory that goes now
-        homes, self._homes = self._homes, []
-        for _, home in homes:
-            home.close()
+        for known in self._known:
+            if known.home is not None:
+                known.home.close()
+                known.home = None
+
+
+@dataclass
+class _Known:
+    """A plan, and its memory while there is a worker that holds it. ``key``: of planners that plan alike."""
+
+    key: Any
+    plan: Plan
+    home: Home | None = None
 
 
 def _planner_key(planner: SavePlanner | None) -> Any:
     """Equal for planners that plan alike."""
     if planner is None or type(planner) is DefaultSavePlanner:
         planner = planner or DefaultSavePlanner()
-        return planner.flatten_state_dict, planner.flatten_sharded_tensors
+        return planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
     return type(planner)
 
 

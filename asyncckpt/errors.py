@@ -79,6 +79,14 @@ class WorkerDiedError(CheckpointError):
     """The worker process did not start, or ended while it was needed."""
 
 
+class RankFailedError(CheckpointError):
+    """Another rank of the job died, left, or does something else than this one; ``rank`` says which."""
+
+
+class StructureChangedError(CheckpointError):
+    """The state is not as it was planned, and ``assume_constant_structure`` was promised."""
+
+
 class SaveTimeoutError(CheckpointError, TimeoutError):
     """A wait ran out of its time. The save itself may still be under way."""
 

@@ -85,11 +85,10 @@ class Save:
         self._reported = True
         return self.failure
 
-    def _end(self, outcome: Future[Committed]) -> None:
+    def _end(self, error: BaseException | None, committed: Committed | None) -> None:
         """Take over how the worker's part ended."""
-        error = outcome.exception()
         if error is None:
-            self._timings.update(outcome.result().timings)
+            self._timings.update(committed.timings if committed is not None else {})
             self._timings["durable_s"] = time.perf_counter() - self._begun
         self._resolve(error)
 

@@ -31,6 +31,7 @@ class Home:
         self.client = client
         self.pending: list[Pending | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
+        plan.objects.forget_slots()
         constants: dict[str, bytes | memoryview] = {
             "metadata": plan.metadata,
             "index_head": plan.index_head,

@@ -78,6 +78,11 @@ class StoredObjects:
         ]
         self._stale: list[set[int]] = [set(range(len(values))) for _ in range(slots)]
 
+    def forget_slots(self) -> None:
+        """The slots are in other memory now, which has nothing of the objects."""
+        for stale in self._stale:
+            stale.update(range(len(self.names)))
+
     def refresh(self, values: Sequence[Any]) -> None:
         """Take the ``values`` of a new save, pickling those that changed.
 

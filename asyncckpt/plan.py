@@ -1,21 +1,24 @@
 """The plan: what of a state dict goes where. Made once for a structure, then only checked.
 
-DCP's own planner turns the state dict into write items, so that what DCP users know (DTensor, nested dicts, ...) works
-as they know it, and DCP's metadata comes out as DCP reads it. What is left to do on a later save is ``capture``: see
-that the state still has the planned structure, and hand its tensors over in the order of the image.
+DCP's own planner turns the state dict into write items and spreads what all ranks have over them, so that what DCP
+users know (DTensor, nested dicts, ...) works as they know it, and DCP's metadata comes out as DCP reads it. What is
+left to do on a later save is ``capture``: see that the state still has the planned structure, and hand its tensors over
+in the order of the image.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -25,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.fingerprint import Fingerprint, alias_key
+from asyncckpt.group import Group
 from asyncckpt.image import Image, TensorSpec
 from asyncckpt.objects import Raw, StoredObjects
 from asyncckpt.structure import Structure, StructureChanged
@@ -49,6 +53,8 @@ class _Source(Protocol):
 class Plan:
     """How states of one structure are laid out, and the bytes of the files that come out the same every time."""
 
+    number: int
+    """The same on all ranks, and for no other plan."""
     image: Image
     objects: StoredObjects
     fingerprint: Fingerprint
@@ -84,82 +90,158 @@ def stateful_to_dict(state_dict: StateDict) -> StateDict:
     return {key: value.state_dict() if type(value) in kinds else value for key, value in state_dict.items()}
 
 
-def make_plan(state_dict: StateDict, slots: int, planner: SavePlanner | None = None, rank: int = 0) -> Plan:
-    """Plan ``state_dict`` (without ``Stateful`` values) for images in ``slots`` slots.
+def make_plan(state_dict: StateDict, slots: int, planner: SavePlanner | None, group: Group, number: int) -> Plan:
+    """Plan ``state_dict`` (without ``Stateful`` values) with all ranks of ``group``, for images in ``slots`` slots.
 
-    ``planner`` is DCP's default one unless given. Raises ``UnsavableStateError``.
+    ``planner`` is DCP's default one unless given; ``number`` is the same on all ranks, and new. What any rank raises,
+    all raise: ``UnsavableStateError``, ``RankFailedError``, ``SaveTimeoutError``.
     """
-    planner = planner or DefaultSavePlanner()
-    flat: dict[str, Any] | None = None
+    draft = _Draft(state_dict, _default_planner(planner) or planner or DefaultSavePlanner(), slots, group.rank)
+    draft.final = group.consult("plan", number, draft.local_plan, draft.global_plans)
+    metadata = group.consult("layout", number, draft.lay_out, draft.metadata)
+    return draft.plan(metadata, number)
+
+
+def flat_names(state_dict: StateDict, planner: SavePlanner | None) -> frozenset[str]:
+    """The names of the values of ``state_dict``, as DCP's default planner would give them."""
+    default = _default_planner(planner)
+    if default is not None and not default.flatten_state_dict:
+        return frozenset(map(str, state_dict))
+    return frozenset(flatten_state_dict(dict(state_dict))[0])
+
+
+def _default_planner(planner: SavePlanner | None) -> DefaultSavePlanner | None:
+    """A planner of DCP's own that does as ``planner``, but knows nothing of earlier saves; None for a user's own."""
+    if planner is None:
+        return DefaultSavePlanner()
+    if type(planner) is not DefaultSavePlanner:
+        return None
+    return DefaultSavePlanner(
+        flatten_state_dict=planner.flatten_state_dict,
+        flatten_sharded_tensors=planner.flatten_sharded_tensors,
+        dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+    )
+
+
+# Where a rank's items stand in its file: their offsets and sizes in bytes, in the order of its final plan.
+_Places = tuple["array[int]", "array[int]", Sequence[MetadataIndex] | None]
+
+
+class _Draft:
+    """A plan being made, step by step, as all ranks take them together."""
+
+    def __init__(self, state_dict: StateDict, planner: SavePlanner, slots: int, rank: int) -> None:
+        self._state_dict = state_dict
+        self._planner = planner
+        self._slots = slots
+        self._rank = rank
+        self._flat: dict[str, Any] | None = None
+        self._local = SavePlan([])
+        self.final = SavePlan([])
+        # First rank: what all have, until it becomes the metadata.
+        self._finals: list[SavePlan] = []
+        self._metadata = Metadata({})
+
+    def local_plan(self) -> SavePlan:
+        """What this rank has."""
+        planner = self._planner
+        with _planning():
+            planner.set_up_planner(dict(self._state_dict), StorageMeta(), self._rank == 0)
+            if type(planner) is DefaultSavePlanner and not any(map(_is_sharded, planner.state_dict.values())):
+                self._flat = planner.state_dict
+                # What has no plain bytes is planned, and stored, as an object.
+                planner.state_dict = {
+                    name: _Opaque(name, value) if _is_opaque(value) else value for name, value in self._flat.items()
+                }
+            self._local = planner.create_local_plan()
+        return self._local
+
+    def global_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """First rank: who writes what."""
+        with _planning():
+            self._finals, self._metadata = self._planner.create_global_plan(plans)
+        return self._finals
+
+    def lay_out(self) -> _Places:
+        """Where this rank's part stands in its file."""
+        with _planning():
+            asked, self.final = self.final, self._planner.finish_plan(self.final)
+        self._tensor_items = [item for item in self.final.items if item.type != WriteItemType.BYTE_IO]
+        self._object_items = [item for item in self.final.items if item.type == WriteItemType.BYTE_IO]
+        if self._flat is not None and isinstance(self._planner, DefaultSavePlanner):
+            nested = self._planner.flatten_state_dict
+            self._source: _Source = _FlatSource(
+                self._state_dict, nested, self._flat, self._tensor_items, self._object_items
+            )
+        else:
+            self._source = _PlannerSource(
+                self._planner, self._local, self._tensor_items, self._object_items, self._rank == 0
+            )
+        try:
+            self._tensors, values = self._source.read(self._state_dict, self._planner)
+        except StructureChanged as error:
+            raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
+        self._alias = _aliases(self._tensors)
+        self._specs = [
+            TensorSpec(tensor.dtype, tuple(tensor.shape), self._alias.get(number))
+            for number, tensor in enumerate(self._tensors)
+        ]
+        self._objects = StoredObjects([item.index.fqn for item in self._object_items], values, self._slots)
+        self._image = Image.lay_out(self._specs, self._objects.rooms)
+        tensors, objects = iter(self._image.tensors), iter(self._image.objects)
+        places = [next(objects if item.type == WriteItemType.BYTE_IO else tensors) for item in self.final.items]
+        same = [item.index for item in asked.items] == [item.index for item in self.final.items]
+        return (
+            array("Q", (place.at for place in places)),
+            array("Q", (place.nbytes for place in places)),
+            None if same else [item.index for item in self.final.items],
+        )
+
+    def metadata(self, places: list[_Places]) -> list[bytes]:
+        """First rank: DCP's metadata, with the places of all ranks; for the first alone, which writes it."""
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        for rank, (plan, (at, nbytes, indices)) in enumerate(zip(self._finals, places, strict=True)):
+            if indices is None:
+                indices = [item.index for item in plan.items]
+            data = data_name(rank)
+            for index, offset, size in zip(indices, at, nbytes, strict=True):
+                storage[index] = _StorageInfo(data, offset, size)
+        self._metadata.storage_data = storage
+        self._metadata.storage_meta = StorageMeta()
+        return [pickle.dumps(self._metadata)] + [b""] * (len(places) - 1)
+
+    def plan(self, metadata: bytes, number: int) -> Plan:
+        """The result."""
+        image, data = self._image, data_name(self._rank)
+        items: list[Item] = []
+        for item, spec, place in zip(self._tensor_items, self._specs, image.tensors, strict=True):
+            offsets = list(item.index.offset or [0] * len(spec.shape))
+            items.append(Item(item.index.fqn, "tensor", _dtype_name(spec.dtype), list(spec.shape), offsets, *place))
+        for item, place in zip(self._object_items, image.objects, strict=True):
+            items.append(Item(item.index.fqn, "object", "", [], [], *place))
+        return Plan(
+            number=number,
+            image=image,
+            objects=self._objects,
+            fingerprint=Fingerprint(self._tensors, sorted(self._alias.items())),
+            data_name=data,
+            metadata=metadata,
+            index_head=Index.head(data, image.nbytes, items),
+            bounds=spans((item.at for item in items), image.nbytes),
+            names=frozenset(item.index.fqn for item in self._local.items),
+            source=self._source,
+        )
+
+
+@contextlib.contextmanager
+def _planning() -> Iterator[None]:
+    """What a planner raises is about the state dict."""
     try:
-        planner.set_up_planner(dict(state_dict), StorageMeta(), True)
-        if type(planner) is DefaultSavePlanner and not any(map(_is_sharded, planner.state_dict.values())):
-            flat = planner.state_dict
-            # What has no plain bytes is planned, and stored, as an object.
-            planner.state_dict = {
-                name: _Opaque(name, value) if _is_opaque(value) else value for name, value in flat.items()
-            }
-        local = planner.create_local_plan()
-        global_plans, metadata = planner.create_global_plan([local])
-        final = planner.finish_plan(global_plans[0])
+        yield
     except UnsavableStateError:
         raise
     except Exception as error:
         raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
-    tensor_items = [item for item in final.items if item.type != WriteItemType.BYTE_IO]
-    object_items = [item for item in final.items if item.type == WriteItemType.BYTE_IO]
-    source: _Source
-    if flat is not None and isinstance(planner, DefaultSavePlanner):
-        source = _FlatSource(state_dict, planner.flatten_state_dict, flat, tensor_items, object_items)
-    else:
-        source = _PlannerSource(planner, local, tensor_items, object_items)
-    return _lay_out(source, planner, state_dict, final, metadata, tensor_items, object_items, slots, rank)
-
-
-def _lay_out(
-    source: _Source,
-    planner: SavePlanner,
-    state_dict: StateDict,
-    final: SavePlan,
-    metadata: Metadata,
-    tensor_items: Sequence[WriteItem],
-    object_items: Sequence[WriteItem],
-    slots: int,
-    rank: int,
-) -> Plan:
-    try:
-        tensors, values = source.read(state_dict, planner)
-    except StructureChanged as error:
-        raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
-    aliases = _aliases(tensors)
-    specs = [
-        TensorSpec(tensor.dtype, tuple(tensor.shape), aliases.get(number)) for number, tensor in enumerate(tensors)
-    ]
-    objects = StoredObjects([item.index.fqn for item in object_items], values, slots)
-    image = Image.lay_out(specs, objects.rooms)
-    data = data_name(rank)
-    items: list[Item] = []
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for item, spec, place in zip(tensor_items, specs, image.tensors, strict=True):
-        offsets = list(item.index.offset or [0] * len(spec.shape))
-        items.append(Item(item.index.fqn, "tensor", _dtype_name(spec.dtype), list(spec.shape), offsets, *place))
-        storage[item.index] = _StorageInfo(data, place.at, place.nbytes)
-    for item, place in zip(object_items, image.objects, strict=True):
-        items.append(Item(item.index.fqn, "object", "", [], [], *place))
-        storage[item.index] = _StorageInfo(data, place.at, place.nbytes)
-    metadata.storage_data = storage
-    metadata.storage_meta = StorageMeta()
-    return Plan(
-        image=image,
-        objects=objects,
-        fingerprint=Fingerprint(tensors, sorted(aliases.items())),
-        data_name=data,
-        metadata=pickle.dumps(metadata),
-        index_head=Index.head(data, image.nbytes, items),
-        bounds=spans((item.at for item in items), image.nbytes),
-        names=frozenset(item.index.fqn for item in final.items),
-        source=source,
-    )
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -231,15 +313,17 @@ class _PlannerSource:
         local: SavePlan,
         tensor_items: Sequence[WriteItem],
         object_items: Sequence[WriteItem],
+        is_coordinator: bool,
     ) -> None:
         self._planner = planner
+        self._is_coordinator = is_coordinator
         self._local = local
         self._tensor_items = tensor_items
         self._object_items = object_items
 
     def read(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         planner = planner or self._planner
-        planner.set_up_planner(dict(state_dict), StorageMeta(), True)
+        planner.set_up_planner(dict(state_dict), StorageMeta(), self._is_coordinator)
         local = planner.create_local_plan()
         if local.items != self._local.items or local.planner_data != self._local.planner_data:
             raise StructureChanged("the planner plans something else now")

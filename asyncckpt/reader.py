@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import pickle
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -31,6 +33,8 @@ from asyncckpt.worker.storage import reading, translated
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 def load(
     state_dict: dict[str, Any],
@@ -39,6 +43,7 @@ def load(
     planner: LoadPlanner | None = None,
     verify: bool = True,
     process_group: Any = None,
+    no_dist: bool = False,
 ) -> None:
     """Load the checkpoint ``path`` into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
@@ -46,18 +51,14 @@ def load(
     ``state_dict`` has not are left alone. Also reads what stock DCP wrote. With ``verify`` the bytes are checked before
     they are copied, tensor by tensor: after an error part of ``state_dict`` may be loaded.
 
+    In a job of many ranks all of ``process_group`` (None: of the job) load together, each what its part needs, and what
+    goes wrong on one rank is raised on all.
+
     Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``MismatchError``, ``StorageError``.
     """
     path = os.path.abspath(path)
-    if not os.path.isdir(path):
-        raise CheckpointNotFoundError("there is no checkpoint here", path=path)
-    with translated("opening", path), reading(path):
-        if is_ours(path) or not os.path.exists(os.path.join(path, METADATA_NAME)):
-            ours = ImageReader(path, verify=verify)
-            ours.read_metadata()  # so that what is wrong with it is said by us: DCP would make a text of it
-            reader: StorageReader = ours
-        else:
-            reader = FileSystemReader(path)
+    with contextlib.ExitStack() as held:
+        reader = _open(path, verify, held) if no_dist else on_all(lambda: _open(path, verify, held), process_group)
         try:
             with warnings.catch_warnings():
                 # That one process alone loads is no news to a job of one process.
@@ -67,6 +68,7 @@ def load(
                     storage_reader=reader,
                     planner=planner or _CheckingPlanner(path),
                     process_group=process_group,
+                    no_dist=no_dist,
                 )
         except CheckpointException as error:
             # DCP wraps what each rank raised; ours go through as they are.
@@ -75,6 +77,58 @@ def load(
                 if isinstance(cause, CheckpointError):
                     raise cause from None
             raise
+
+
+def _open(path: str, verify: bool, held: contextlib.ExitStack) -> StorageReader:
+    """The reader for ``path``, which is ``held`` against removal."""
+    if not os.path.isdir(path):
+        raise CheckpointNotFoundError("there is no checkpoint here", path=path)
+    with translated("opening", path):
+        held.enter_context(reading(path))
+    if os.path.exists(os.path.join(path, METADATA_NAME)) and not is_ours(path):
+        return FileSystemReader(path)
+    reader = ImageReader(path, verify=verify)
+    reader.read_metadata()  # so that what is wrong with it is said by us: DCP would make a text of it
+    return reader
+
+
+def on_all(do: Callable[[], T], process_group: Any = None) -> T:
+    """What ``do`` returns, unless it raises a ``CheckpointError`` on some rank; then all raise the first of them."""
+    failure: CheckpointError | None = None
+    try:
+        result = do()
+    except CheckpointError as error:
+        failure = error
+    failures = [failure]
+    if _many(process_group):
+        failures = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(failures, failure, group=process_group)
+    for told in failures:
+        if told is not None:
+            raise told
+    return result
+
+
+def from_first(do: Callable[[], T], process_group: Any = None) -> T:
+    """What ``do`` returns on the first rank, on all ranks; or the ``CheckpointError`` that it raises there."""
+    if not _many(process_group):
+        return do()
+    answer: list[Any] = [None]
+    if dist.get_rank(process_group) == 0:
+        try:
+            answer[0] = do()
+        except CheckpointError as error:
+            answer[0] = error
+    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+    dist.broadcast_object_list(answer, src=first, group=process_group)
+    if isinstance(answer[0], CheckpointError):
+        raise answer[0]
+    found: T = answer[0]
+    return found
+
+
+def _many(process_group: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
 
 
 class ImageReader(StorageReader):

@@ -48,8 +48,8 @@ def test_saved_as_of_the_call(root: Path, overlap: bool) -> None:
 def test_the_staging_memory_is_pinned(root: Path) -> None:
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(state := _state())
-        _, home = checkpointer._engine._homes[0]
-        assert home._pinned is not None and home._pinned._registered
+        home = checkpointer._engine._known[0].home
+        assert home is not None and home._pinned is not None and home._pinned._registered
         target = torch.frombuffer(home.segment.view, dtype=torch.uint8)
         assert target.is_pinned()
         del target

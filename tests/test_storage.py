@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,7 +60,7 @@ def _attempt(tmp_path: Path, segment: Segment, store: LocalStorage, overwrite: b
         index_head=Region(PAGE + 64, 4),
         spans=Region(PAGE + 128, len(words)),
     )
-    order = Order(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, overwrite, None)
+    order = Order(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, overwrite, None, 60.0)
     return Attempt(store, order, layout, segment, {})
 
 
@@ -70,7 +71,7 @@ def test_everything_is_durable_before_it_is_published(tmp_path: Path, monkeypatc
         attempt = _attempt(tmp_path, segment, store)
         recorder = Recorder(monkeypatch)
         attempt.write(pool)
-        attempt.commit()
+        attempt.commit([json.loads(attempt.seal())])
         store.close()
     partial = f"{root}/.final.attempt.partial"
     kinds = [(kind, path) for kind, path, _ in recorder.events]
@@ -99,7 +100,7 @@ def test_the_slot_is_free_only_when_its_bytes_are_synced(tmp_path: Path, monkeyp
         assert any(path.endswith(".distcp") for _, path, _ in recorder.events)
         image = bytes(segment.view[2 * PAGE : 4 * PAGE])
         segment.view[2 * PAGE : 4 * PAGE] = bytes(2 * PAGE)  # the trainer stages the next save
-        attempt.commit()
+        attempt.commit([json.loads(attempt.seal())])
         store.close()
     assert (tmp_path / "root/final/__0_0.distcp").read_bytes() == image
 
@@ -172,11 +173,11 @@ def test_publishing_over_something(tmp_path: Path) -> None:
             attempt = _attempt(tmp_path, segment, store, overwrite)
             attempt.write(pool)
             if works:
-                attempt.commit()
+                attempt.commit([json.loads(attempt.seal())])
                 assert (final / "asyncckpt.json").exists()
             else:
                 with pytest.raises(CheckpointExistsError):
-                    attempt.commit()
+                    attempt.commit([json.loads(attempt.seal())])
                 attempt.discard()
                 assert sorted(path.name for path in final.iterdir()) == sorted(standing)
             store.close()
@@ -190,7 +191,7 @@ def test_replacing_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pyt
             store = LocalStorage()
             attempt = _attempt(tmp_path, segment, store, overwrite=True)
             attempt.write(pool)
-            attempt.commit()
+            attempt.commit([json.loads(attempt.seal())])
             store.close()
         assert os.listdir(tmp_path / "root") == ["final"]
 

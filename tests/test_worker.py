@@ -18,6 +18,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.group import Group
 from asyncckpt.handle import Save
 from asyncckpt.home import Home
 from asyncckpt.worker import client
@@ -114,10 +115,10 @@ def test_killed_between_plan_and_copy_it_is_an_error_and_no_more(root: Path, mon
         assert worker is not None
         take_slot = Engine._take_slot
 
-        def dying(self: Engine, home: Home, save: Save) -> int | None:
+        def dying(self: Engine, group: Group, number: int, home: Home, save: Save) -> int | None:
             os.kill(worker.pid, signal.SIGKILL)
             worker._listener.join(10)
-            return take_slot(self, home, save)
+            return take_slot(self, group, number, home, save)
 
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "_take_slot", dying)

@@ -33,7 +33,11 @@ from asyncckpt.worker.messages import (
     Failed,
     FromTrainer,
     FromWorker,
+    Host,
+    Hosting,
+    Join,
     Layout,
+    Meeting,
     Order,
     Ready,
     Refused,
@@ -41,9 +45,12 @@ from asyncckpt.worker.messages import (
     Staged,
     Written,
 )
+from asyncckpt.worker.rounds import GRACE_S
 from asyncckpt.worker.wire import receive, send
 
 _LAST_WORDS_BYTES = 4096
+# How long the listener listens where no save is pending; a new one is noticed no later than that.
+_LISTEN_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +71,8 @@ class Pending:
         self.order = order
         self.future: Future[Committed] = Future()
         self.slot_free = False
+        # The worker's own limit ends a save; this one is for a worker that has stopped.
+        self.overdue_at = time.monotonic() + order.timeout + 2 * GRACE_S
 
 
 class WorkerClient:
@@ -112,6 +121,22 @@ class WorkerClient:
             raise CheckpointError(f"the worker answered {reply!r} to an allocation: please report this")
         return reply.segment, segment
 
+    def host(self, port: int, timeout: float) -> int:
+        """Have the worker host the store that joins the ranks. Returns its port.
+
+        Raises ``WorkerDiedError``, also where ``port`` is taken, and ``SaveTimeoutError``.
+        """
+        reply, _ = self._ask(Host(port), timeout, "hosting the store that joins the ranks")
+        if isinstance(reply, Refused):
+            raise reply.error
+        if not isinstance(reply, Hosting):
+            raise CheckpointError(f"the worker answered {reply!r} to hosting a store: please report this")
+        return reply.port
+
+    def join(self, meeting: Meeting, timeout: float) -> None:
+        """Have the worker commit together with those of the other ranks."""
+        self._send(Join(meeting, timeout))
+
     def describe(self, segment: int, layout: Layout) -> None:
         """Tell what stands where in a segment. All that is constant must be written by now."""
         self._send(Describe(segment, layout))
@@ -134,9 +159,10 @@ class WorkerClient:
 
         False, and nothing changes, when it is too late for that.
         """
-        reply, _ = self._ask(Cancel(pending.order.save_id), timeout, "taking a save back")
+        reply, _ = self._ask(Cancel(pending.order.save_id, reason), timeout, "taking a save back")
         if not (isinstance(reply, Cancelled) and reply.in_time):
             return False
+        self._free(pending.order.save_id)
         self._finish(pending.order.save_id, reason)
         return True
 
@@ -242,6 +268,9 @@ class WorkerClient:
     def _listen(self) -> None:
         while True:
             try:
+                if not self._connection.poll(self._until_overdue()):
+                    self._fail_overdue()
+                    continue
                 message: FromWorker = receive(self._connection)
                 segment = None
                 if isinstance(message, Allocated):
@@ -250,9 +279,7 @@ class WorkerClient:
                 break
             match message:
                 case Written(save_id):
-                    with self.changed:
-                        self._pending[save_id].slot_free = True
-                        self.changed.notify_all()
+                    self._free(save_id)
                 case Committed(save_id):
                     self._finish(save_id, message)
                 case Failed(save_id, error):
@@ -261,17 +288,45 @@ class WorkerClient:
                     self._replies.put((message, segment))
         self._mourn()
 
-    def _finish(self, save_id: int, outcome: Committed | CheckpointError) -> None:
+    def _until_overdue(self) -> float:
+        """Seconds to listen before a save may be overdue."""
         with self.changed:
-            pending = self._pending.pop(save_id, None)
-            if pending is None:  # the worker died meanwhile, and took it along
-                return
+            limits = [save.overdue_at for save in self._pending.values() if not save.future.done()]
+        return max(0.0, min(limits, default=time.monotonic() + _LISTEN_S) - time.monotonic())
+
+    def _fail_overdue(self) -> None:
+        with self.changed:
+            overdue = [save.order for save in self._pending.values() if time.monotonic() >= save.overdue_at]
+        for order in overdue:
+            error = SaveTimeoutError(
+                f"the worker {self.pid} has not said within {order.timeout:g} s how it went; it may be stopped",
+                path=order.path,
+                rank=order.rank,
+                step=order.step,
+            )
+            self._finish(order.save_id, error)
+
+    def _free(self, save_id: int) -> None:
+        with self.changed:
+            pending = self._pending[save_id]
             pending.slot_free = True
+            if pending.future.done():
+                del self._pending[save_id]
             self.changed.notify_all()
-        if isinstance(outcome, Committed):
-            pending.future.set_result(outcome)
-        else:
-            pending.future.set_exception(outcome)
+
+    def _finish(self, save_id: int, outcome: Committed | CheckpointError) -> None:
+        """A save has ended. Where another rank has failed it, its slot may still be being written."""
+        with self.changed:
+            pending = self._pending.get(save_id)
+            if pending is None or pending.future.done():  # it was cancelled, or the worker died and took it along
+                return
+            if isinstance(outcome, Committed):
+                pending.future.set_result(outcome)
+            else:
+                pending.future.set_exception(outcome)
+            if pending.slot_free:
+                del self._pending[save_id]
+            self.changed.notify_all()
 
     def _mourn(self) -> None:
         """The worker is gone: everything pending fails, and says why."""
@@ -291,6 +346,8 @@ class WorkerClient:
             self.changed.notify_all()
         for save in pending:
             order = save.order
+            if save.future.done():
+                continue
             save.future.set_exception(
                 WorkerDiedError(self._death.message, path=order.path, rank=order.rank, step=order.step)
             )

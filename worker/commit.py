@@ -1,26 +1,31 @@
 """All or nothing: from a staged slot to a published checkpoint.
 
-In this order, each step durable before the next: the data file, its index, DCP's ``.metadata``, the manifest, the
-folder they stand in, the rename to the final name, the folder above. So whatever has its final name is complete.
+In this order, each step durable before the next: on every rank the data file and its index; then on the first DCP's
+``.metadata``, the manifest, the folder they stand in, the rename to the final name, the folder above. So whatever has
+its final name is complete.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
+from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
 from asyncckpt.worker.messages import Layout, Order, Region
-from asyncckpt.worker.storage import LocalStorage
+from asyncckpt.worker.storage import LocalStorage, translated
 from asyncckpt.worker.writer import write_image, write_small
 
 
 @dataclass
 class Attempt:
-    """One order being carried out: first ``write``, after which the slot may be used again, then ``commit``."""
+    """One order being carried out: ``write``, ``seal``, then, when all ranks have, ``commit`` on the first."""
 
     storage: LocalStorage
     order: Order
@@ -32,49 +37,98 @@ class Attempt:
         self.direct = False
         self.timings: dict[str, float] = {}
         self._folder = ""
+        self.written_at = 0.0
 
     def write(self, pool: ThreadPoolExecutor) -> None:
-        """Write the slot's image to the attempt's folder, durably. Raises ``StorageError``."""
+        """Write the slot's image to the attempt's folder, durably; then the slot may be used again.
+
+        Raises ``StorageError``.
+        """
         begun = time.perf_counter()
-        layout = self.layout
-        image = self.segment.view[(start := layout.slots[self.order.slot]) : start + layout.data_bytes]
+        layout, order = self.layout, self.order
+        image = self.segment.view[(start := layout.slots[order.slot]) : start + layout.data_bytes]
         bounds = self._region(layout.spans).cast("Q")
         total = layout.data_bytes + layout.metadata.nbytes + layout.index_head.nbytes + layout.spans.nbytes
-        self._folder = self.storage.begin(self.order.path, self.order.attempt, total)
+        self._folder = self.storage.begin(order.path, order.attempt, total)
         checksums, self.direct = write_image(self.storage, pool, self._path(layout.data_name), image, bounds)
         self._index_tail = Index.tail(checksums)
         self.timings["write_s"] = time.perf_counter() - begun
 
-    def commit(self) -> None:
-        """Write what says what was written, and publish. Raises ``StorageError`` or ``CheckpointExistsError``."""
-        begun = time.perf_counter()
-        layout, order = self.layout, self.order
+    def seal(self) -> bytes:
+        """Write what says what was written. Returns this rank's report, for ``commit``. Raises ``StorageError``."""
+        layout = self.layout
         index = index_name(layout.data_name)
-        head = self._region(layout.index_head)
-        files = {
+        files: dict[str, Any] = {
             layout.data_name: {"bytes": layout.data_bytes, "xxh3": None},
-            index: write_small(self.storage, self._path(index), head, self._index_tail),
-            METADATA_NAME: write_small(self.storage, self._path(METADATA_NAME), self._region(layout.metadata)),
+            index: write_small(self.storage, self._path(index), self._region(layout.index_head), self._index_tail),
         }
+        if self.order.rank == 0:
+            metadata = self._region(layout.metadata)
+            files[METADATA_NAME] = write_small(self.storage, self._path(METADATA_NAME), metadata)
+        self.written_at = time.perf_counter()
+        return json.dumps({"files": files, "write_s": round(self.timings["write_s"], 6)}).encode()
+
+    def commit(self, reports: Sequence[dict[str, Any]]) -> None:
+        """First rank: publish what all ranks have reported, in their order.
+
+        Raises ``StorageError`` or ``CheckpointExistsError``.
+        """
+        order = self.order
+        files = {name: facts for report in reports for name, facts in report["files"].items()}
+        timings = {**self.trainer_timings, **self.timings, "slowest_write_s": max(each["write_s"] for each in reports)}
         manifest = Manifest(
             attempt=order.attempt,
             step=order.step,
             created=time.time(),
+            world_size=len(reports),
             nbytes=sum(facts["bytes"] for facts in files.values()),
             files=files,
-            timings={name: round(value, 6) for name, value in {**self.trainer_timings, **self.timings}.items()},
+            timings={name: round(value, 6) for name, value in timings.items()},
         )
         write_small(self.storage, self._path(MANIFEST_NAME), manifest.encode())
+        self._check_complete(reports)
         self.storage.publish(self._folder, order.path, overwrite=order.overwrite)
-        self.timings["commit_s"] = time.perf_counter() - begun
+
+    def release(self) -> None:
+        """It is published: let go of it."""
+        self.storage.release(self._folder)
 
     def discard(self) -> None:
-        """Remove what the attempt has written."""
+        """Remove what the attempt has written: all of it on the first rank, else what is this rank's.
+
+        Only the first rank publishes, so only it can be sure that what it removes has not been published meanwhile.
+        The others name their files by the path of the attempt, where nothing stands any more once it is published.
+        """
         if self._folder:
-            self.storage.discard(self._folder)
+            data = self.layout.data_name
+            self.storage.discard(self._folder, None if self.order.rank == 0 else [data, index_name(data)])
+
+    def _check_complete(self, reports: Sequence[dict[str, Any]]) -> None:
+        """That all ranks have written into the same folder is for the job to arrange: a shared file system."""
+        with translated("listing", self._folder):
+            present = set(os.listdir(self._folder))
+        for rank, report in enumerate(reports):
+            missing = report["files"].keys() - present
+            if missing:
+                raise StorageError(
+                    f"rank {rank} has written {sorted(missing)[0]}, and rank 0 does not see it here: all ranks must"
+                    " save to the same path, on a file system that all nodes share",
+                    path=self._folder,
+                    rank=rank,
+                )
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
     def _region(self, region: Region) -> memoryview:
         return self.segment.view[region.offset : region.offset + region.nbytes]
+
+
+def published(path: str, attempt: str) -> bool:
+    """Whether the checkpoint at ``path`` is there, and is of that ``attempt``."""
+    name = os.path.join(path, MANIFEST_NAME)
+    try:
+        with open(name, "rb") as file:
+            return Manifest.parse(file.read(), name).attempt == attempt
+    except (OSError, CheckpointError):
+        return False

@@ -134,6 +134,7 @@ class Manifest:
     attempt: str
     step: int | None
     created: float
+    world_size: int
     nbytes: int
     files: Mapping[str, Mapping[str, Any]]
     timings: Mapping[str, float]
@@ -145,6 +146,7 @@ class Manifest:
             "attempt": self.attempt,
             "step": self.step,
             "created": self.created,
+            "world_size": self.world_size,
             "bytes": self.nbytes,
             "files": self.files,
             "timings": self.timings,
@@ -161,6 +163,7 @@ class Manifest:
                 attempt=fields["attempt"],
                 step=fields["step"],
                 created=fields["created"],
+                world_size=fields["world_size"],
                 nbytes=fields["bytes"],
                 files=fields["files"],
                 timings=fields["timings"],

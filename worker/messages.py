@@ -3,6 +3,9 @@
 One socket pair joins them; every message is one of these. In the order of a life:
 
     worker   Ready                        it is up
+    trainer  Host                         many ranks: the first rank's worker hosts the store that joins them
+    worker   Hosting                      at this port             (or Refused)
+    trainer  Join                         many ranks: where the store is, and who you are
     trainer  Allocate                     make a segment
     worker   Allocated + descriptor       here it is, touched      (or Refused)
     trainer  Describe                     what its bytes are (after writing all that is constant into it)
@@ -11,7 +14,7 @@ One socket pair joins them; every message is one of these. In the order of a lif
              or Cancel                    it is not, or is no longer wanted
     worker   Cancelled                    whether that was in time
     worker   Written                      the slot is free again
-    worker   Committed or Failed          the end of that save
+    worker   Committed or Failed          the end of that save, the same on all ranks
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; end of file means the same
 """
@@ -50,8 +53,25 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a job meet: a store at ``address``, ``port``, its keys prefixed by ``token``.
+
+    ``rank`` and ``world_size`` are those of the group that saves together.
+    """
+
+    address: str
+    port: int
+    token: str
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
 class Order:
-    """What to make of one staged slot: the checkpoint at ``path`` (absolute)."""
+    """What to make of one staged slot: its part of the checkpoint at ``path`` (absolute).
+
+    ``save_id`` and ``attempt`` are the same on all ranks. ``timeout``: seconds until it has to be committed.
+    """
 
     save_id: int
     segment: int
@@ -62,9 +82,25 @@ class Order:
     rank: int
     overwrite: bool
     keep_last: int | None
+    timeout: float
 
 
 # From the trainer.
+
+
+@dataclass(frozen=True)
+class Host:
+    """``port``: 0 for any."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """``timeout``: seconds that talking to the store may take."""
+
+    meeting: Meeting
+    timeout: float
 
 
 @dataclass(frozen=True)
@@ -94,6 +130,7 @@ class Staged:
 @dataclass(frozen=True)
 class Cancel:
     save_id: int
+    reason: CheckpointError
 
 
 @dataclass(frozen=True)
@@ -112,6 +149,11 @@ class Close:
 @dataclass(frozen=True)
 class Ready:
     pid: int
+
+
+@dataclass(frozen=True)
+class Hosting:
+    port: int
 
 
 @dataclass(frozen=True)
@@ -153,5 +195,5 @@ class Failed:
     error: CheckpointError
 
 
-FromTrainer = Allocate | Describe | Begin | Staged | Cancel | Release | Close
-FromWorker = Ready | Allocated | Refused | Cancelled | Written | Committed | Failed
+FromTrainer = Host | Join | Allocate | Describe | Begin | Staged | Cancel | Release | Close
+FromWorker = Ready | Hosting | Allocated | Refused | Cancelled | Written | Committed | Failed

@@ -1,8 +1,8 @@
 """The worker's loop: it owns the segments, and carries out orders one after the other.
 
 An order's life, here: *begun* (the trainer is staging it), *queued* (staged), *running* (the slot is WRITING until its
-bytes are on storage, then the checkpoint is committed), gone. The loop answers the trainer all the while; one thread
-runs the orders, and a few threads write for it.
+bytes are on storage), then the committer's. The loop answers the trainer all the while; one thread runs the orders, a
+few threads write for it, and one brings what is written to its end.
 
 When the trainer closes, or dies at whatever instant, every order whose slot says STAGED is still run; one that is only
 begun is forgotten. Then the worker leaves.
@@ -15,15 +15,17 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from multiprocess.connection import Connection, wait
 from multiprocess.reduction import send_handle
 
-from asyncckpt.errors import CheckpointError, OutOfMemoryError
+from asyncckpt.errors import CheckpointError, OutOfMemoryError, RankFailedError, WorkerDiedError
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker.commit import Attempt
+from asyncckpt.worker.committer import Committer, told
 from asyncckpt.worker.messages import (
     Allocate,
     Allocated,
@@ -31,11 +33,12 @@ from asyncckpt.worker.messages import (
     Cancel,
     Cancelled,
     Close,
-    Committed,
     Describe,
-    Failed,
     FromTrainer,
     FromWorker,
+    Host,
+    Hosting,
+    Join,
     Layout,
     Order,
     Ready,
@@ -44,7 +47,7 @@ from asyncckpt.worker.messages import (
     Staged,
     Written,
 )
-from asyncckpt.worker.steps import prune
+from asyncckpt.worker.rounds import host
 from asyncckpt.worker.storage import LocalStorage
 from asyncckpt.worker.wire import receive, send
 
@@ -79,26 +82,32 @@ class Server:
         self._begun: dict[int, Order] = {}
         self._queue: deque[tuple[Order, dict[str, float]]] = deque()
         self._leaving = False
+        self._committer = Committer(self._send)
+        self._store: Any = None
 
     def run(self, trainer: int | None = None) -> None:
         """Serve until the trainer closes or dies. ``trainer``: a pidfd, noticed even where a fork holds the socket."""
         runner = threading.Thread(target=self._run_orders, name="asyncckpt-runner")
         runner.start()
+        why = "its worker failed"
         try:
             self._send(Ready(os.getpid()))
-            self._serve(trainer)
+            why = self._serve(trainer)
         finally:
             with self._changed:
                 self._queue_staged()
                 self._leaving = True
                 self._changed.notify()
             runner.join()
+            self._committer.gone(why)
+            self._committer.close()
             for room in self._rooms.values():
                 room.close()
             self._storage.close()
             self._connection.close()
 
-    def _serve(self, trainer: int | None) -> None:
+    def _serve(self, trainer: int | None) -> str:
+        """Returns why it ended."""
         watched = [self._connection] if trainer is None else [self._connection, trainer]
         while True:
             ready = wait(watched)
@@ -106,17 +115,19 @@ class Server:
                 while self._connection.poll():
                     message: FromTrainer = receive(self._connection)
                     if isinstance(message, Close):
-                        return
+                        return "it has closed its checkpointer"
                     self._handle(message)
             except (EOFError, OSError):
-                logger.info("the trainer is gone")
-                return
+                return "its trainer is gone"
             if trainer in ready:
-                logger.info("the trainer has died")
-                return
+                return "its trainer has died"
 
     def _handle(self, message: FromTrainer) -> None:
         match message:
+            case Host(port):
+                self._host(port)
+            case Join(meeting, timeout):
+                self._committer.join(meeting, timeout)
             case Allocate(nbytes):
                 self._allocate(nbytes)
             case Describe(segment, layout):
@@ -124,14 +135,23 @@ class Server:
             case Begin(order):
                 with self._changed:
                     self._begun[order.save_id] = order
+                self._committer.expect(order)
             case Staged(save_id, timings):
                 with self._changed:
                     self._queue.append((self._begun.pop(save_id), timings))
                     self._changed.notify()
-            case Cancel(save_id):
-                self._cancel(save_id)
+            case Cancel(save_id, reason):
+                self._cancel(save_id, reason)
             case Release(segment):
                 self._rooms.pop(segment).close()
+
+    def _host(self, port: int) -> None:
+        try:
+            self._store = host(port)
+        except OSError as error:
+            self._send(Refused(WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}")))
+            return
+        self._send(Hosting(self._store.port))
 
     def _allocate(self, nbytes: int) -> None:
         try:
@@ -159,7 +179,7 @@ class Server:
             send(self._connection, Allocated(number))
             send_handle(self._connection, segment.fileno(), os.getppid())
 
-    def _cancel(self, save_id: int) -> None:
+    def _cancel(self, save_id: int, reason: CheckpointError) -> None:
         with self._changed:
             order = self._begun.pop(save_id, None)
             if order is None:
@@ -171,6 +191,8 @@ class Server:
         if order is not None:
             self._rooms[order.segment].slots.set(order.slot, State.FREE)
         self._send(Cancelled(save_id, in_time=order is not None))
+        if order is not None:
+            self._committer.failed(order, reason)
 
     def _queue_staged(self) -> None:
         """Take up what was staged when the trainer could no longer say so."""
@@ -178,6 +200,9 @@ class Server:
             slots = self._rooms[order.segment].slots
             if slots.state(order.slot) is State.STAGED and slots.save_id(order.slot) == order.save_id:
                 self._queue.append((order, {}))
+            else:
+                half = RankFailedError("its trainer ended before the state was staged")
+                self._committer.failed(order, told(half, order))
         self._begun.clear()
 
     def _run_orders(self) -> None:
@@ -193,32 +218,33 @@ class Server:
 
     def _run(self, order: Order, timings: dict[str, float], pool: ThreadPoolExecutor) -> None:
         room = self._rooms[order.segment]
+        if not self._committer.wanted(order):
+            self._free(room, order)
+            return
         freed = False
         try:
             if room.layout is None:
-                raise CheckpointError("the trainer never described this segment", path=order.path)
+                raise CheckpointError("the trainer never described this segment")
             attempt = Attempt(self._storage, order, room.layout, room.segment, timings)
             try:
                 attempt.write(pool)
-                room.slots.set(order.slot, State.FREE)
+                self._free(room, order)
                 freed = True
-                self._send(Written(order.save_id))
-                attempt.commit()
+                report = attempt.seal()
             except BaseException:
                 attempt.discard()
                 raise
         except Exception as error:
-            logger.exception("saving %s failed", order.path)
+            logger.exception("writing %s failed", order.path)
             if not freed:
-                room.slots.set(order.slot, State.FREE)
-            self._send(Failed(order.save_id, _told(error, order)))
-            return
-        self._send(Committed(order.save_id, order.path, attempt.timings, attempt.direct))
-        if order.keep_last is not None and order.step is not None:
-            try:
-                prune(os.path.dirname(order.path), order.keep_last, order.step)
-            except OSError as error:  # what was to be removed stays; nothing is lost
-                logger.warning("old checkpoints could not be looked through: %s", error)
+                self._free(room, order)
+            self._committer.failed(order, told(error, order))
+        else:
+            self._committer.written(attempt, report)
+
+    def _free(self, room: _Room, order: Order) -> None:
+        room.slots.set(order.slot, State.FREE)
+        self._send(Written(order.save_id))
 
     def _send(self, message: FromWorker) -> None:
         try:
@@ -226,12 +252,3 @@ class Server:
                 send(self._connection, message)
         except OSError:
             pass  # the trainer is gone; the loop sees that by itself, and the work goes on
-
-
-def _told(error: Exception, order: Order) -> CheckpointError:
-    """``error`` with the rank and step it happened at; what is not ours is named by its type."""
-    if isinstance(error, CheckpointError):
-        return type(error)(error.message, path=error.path or order.path, rank=order.rank, step=order.step)
-    return CheckpointError(
-        f"the worker failed: {type(error).__name__}: {error}", path=order.path, rank=order.rank, step=order.step
-    )

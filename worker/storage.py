@@ -1,8 +1,8 @@
 """Local folders: how files get onto storage for good, and how a folder of them gets its final name.
 
 The one place where the operating system's errors become ours. A checkpoint is written in a folder of its *attempt*,
-hidden beside the final place, which the worker holds locked (``flock``) until it is published or discarded: so anybody
-can tell an attempt under way from what a dead worker left behind.
+hidden beside the final place, which each rank's worker holds locked (``flock``, shared) until it is published or
+discarded: so anybody can tell an attempt under way from what a dead worker left behind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.worker.manifest import is_checkpoint_file
@@ -124,9 +124,10 @@ class LocalStorage:
         self._make_folder(parent)
         folder = attempt_folder(final, attempt)
         with translated("making a folder", folder):
-            os.mkdir(folder, 0o755)
+            with contextlib.suppress(FileExistsError):  # another rank was here first
+                os.mkdir(folder, 0o755)
             fd = self._locks[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_shared(fd)
             space = os.statvfs(folder)
         free = space.f_bavail * space.f_frsize
         if free < nbytes:
@@ -164,19 +165,29 @@ class LocalStorage:
         parent = os.path.dirname(final)
         with translated("flushing a folder", parent):
             sync_folder(parent)
-        self._unlock(folder)
 
-    def discard(self, folder: str) -> None:
-        """Remove an attempt, as far as storage lets us: the error that led here matters more than one from here."""
-        shutil.rmtree(folder, ignore_errors=True)
-        self._unlock(folder)
+    def discard(self, folder: str, names: Sequence[str] | None = None) -> None:
+        """Remove an attempt, or just the files ``names`` of it, and the folder with the last one.
+
+        As far as storage lets us: the error that led here matters more than one from here.
+        """
+        if names is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        self.release(folder)
 
     def close(self) -> None:
-        """Let go of all locks."""
+        """Let go of all attempts."""
         for folder in list(self._locks):
-            self._unlock(folder)
+            self.release(folder)
 
-    def _unlock(self, folder: str) -> None:
+    def release(self, folder: str) -> None:
+        """Let go of an attempt, be it published or not."""
         fd = self._locks.pop(folder, -1)
         if fd >= 0:
             os.close(fd)
@@ -234,12 +245,7 @@ def exists_error(path: str, overwrite: bool, *, step: int | None = None) -> Chec
 def reading(folder: str) -> Iterator[None]:
     """Hold ``folder`` against removal while its files are read. Raises ``OSError`` where it is gone."""
     with _opened(folder) as fd:
-        # Held by a worker for the moment of publishing it, or by one that is about to remove it.
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while not _lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB):
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, f"a worker has held it locked for {_LOCK_TIMEOUT_S:g} s")
-            time.sleep(_LOCK_POLL_S)
+        _lock_shared(fd)
         yield
 
 
@@ -247,7 +253,7 @@ def under_way(folder: str) -> bool:
     """Whether somebody holds the attempt in ``folder``: a worker that is still writing it."""
     try:
         with _opened(folder) as fd:
-            return not _lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return not _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
 
@@ -293,6 +299,15 @@ def _lock(fd: int, how: int) -> bool:
     except OSError:
         pass
     return True
+
+
+def _lock_shared(fd: int) -> None:
+    """Lock a folder together with others; who removes it, or looks whether it is locked, has it alone for a moment."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while not _lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB):
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held it locked for {_LOCK_TIMEOUT_S:g} s")
+        time.sleep(_LOCK_POLL_S)
 
 
 def _exchange(one: str, other: str) -> bool:

@@ -1,0 +1,195 @@
+"""The group: the ranks that save together, and how their trainers come to one answer.
+
+One broadcast of ``torch.distributed``, at the first save, hands round where the store is that the first rank's worker
+hosts. After that no collective is made: what the ranks have to agree upon goes through rounds over that store (see
+``worker/rounds.py``), where every wait has a limit and an error names the rank it is about.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointError, RankFailedError
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.messages import Meeting
+from asyncckpt.worker.rounds import GRACE_S, Rounds, round_name
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Group:
+    """The ranks of ``process_group`` (None: of the whole job), or this process alone.
+
+    All ranks must make the same calls in the same order, as with any process group.
+    """
+
+    def __init__(self, config: Config, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        self._config = config
+        self._process_group = process_group
+        joined = not alone and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(process_group) if joined else 0
+        self.world_size = dist.get_world_size(process_group) if joined else 1
+        if self.rank < 0:
+            raise ValueError("this process is not in the process group it should save with")
+        self.token = uuid.uuid4().hex
+        self._meeting: Meeting | None = None
+        self._client: WorkerClient | None = None
+        self._rounds: Rounds | None = None
+        # A wait keeps a connection busy: that a save has failed here is told over another.
+        self._failing: Rounds | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one rank."""
+        return self.world_size == 1
+
+    def meet(self, client: WorkerClient) -> None:
+        """Bring this rank's worker together with the others'. The first time this is a collective.
+
+        A worker that takes the place of a dead one finds the store at its old address, or, on the first rank, hosts it
+        there. Raises ``RankFailedError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+        """
+        if self.alone or client is self._client:
+            return
+        if self._meeting is None:
+            self._meeting = self._hand_round(client)
+            self.token = self._meeting.token
+            self._rounds = Rounds(self._meeting, self._config.start_timeout)
+            self._failing = Rounds(self._meeting, self._config.start_timeout)
+        elif self.rank == 0:
+            client.host(self._meeting.port, self._config.timeout)
+        client.join(self._meeting, self._config.start_timeout)
+        self._client = client
+
+    def consult(self, kind: str, number: int, local: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]) -> U:
+        """Every rank brings a value, the first makes of all of them an answer for each: returns this rank's.
+
+        ``local`` makes the value; ``decide`` gets those of all ranks, in their order. What either raises, on any rank,
+        is raised on all. Takes at most ``Config.timeout`` seconds. Raises ``RankFailedError``, ``SaveTimeoutError``.
+        """
+        if self._rounds is None:
+            return decide([local()])[0]
+        rounds, name = self._rounds, round_name(kind, number)
+        if self.rank > 0:
+            try:
+                value = _pack(local())
+            except BaseException as error:
+                rounds.fail(name, self._told(error))
+                raise
+            rounds.report(name, value)
+            answer: U = _unpack(rounds.outcome(name, self._config.timeout + GRACE_S, own=True))
+            return answer
+        try:
+            own = local()
+            rounds.report(name, b"")
+            others = rounds.collect(name, self._config.timeout)[1:]
+            answers = decide([own, *map(_unpack, others)])
+            each = {rank: _pack(answer) for rank, answer in enumerate(answers) if rank > 0}
+        except BaseException as error:
+            rounds.conclude_failed(name, self._told(error))
+            raise
+        rounds.conclude(name, b"", each)
+        rounds.clear(kind, number)
+        return answers[0]
+
+    def follow_first(self, kind: str, number: int, decide: Callable[[], T]) -> T:
+        """What the first rank decides, which does not wait for the others."""
+        if self._rounds is None:
+            return decide()
+        name = round_name(kind, number)
+        if self.rank > 0:
+            answer: T = _unpack(self._rounds.outcome(name, self._config.timeout))
+            return answer
+        decision = decide()
+        self._rounds.conclude(name, _pack(decision))
+        self._rounds.clear(kind, number)
+        return decision
+
+    def fail(self, number: int, error: BaseException) -> None:
+        """Tell the other ranks that their save ``number`` cannot be committed, because of this one."""
+        if self._failing is None:
+            return
+        try:
+            self._failing.fail(round_name("save", number), self._told(error))
+        except CheckpointError as trouble:
+            logger.warning("the other ranks could not be told of a failure: %s", trouble)
+
+    def leave(self) -> None:
+        """Say that the store is needed no more, where the worker cannot; drop the connections."""
+        if self._rounds is None or self._failing is None:
+            return
+        self._rounds.close()
+        self._failing.close()
+
+    def _hand_round(self, client: WorkerClient) -> Meeting:
+        """A collective: the first rank's worker hosts the store, and all learn where."""
+        offer: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                port = client.host(0, self._config.timeout)
+                offer[0] = (Meeting(self._address(), port, self.token, 0, self.world_size), socket.gethostname())
+            except CheckpointError as error:
+                offer[0] = error
+        group, own = _with_cpu(self._process_group, self._config.timeout)
+        try:
+            dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0) if group else 0, group=group)
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"meeting the other ranks failed: {str(error).splitlines()[0]}; one of them may have died",
+                rank=self.rank,
+            ) from error
+        finally:
+            if own:
+                dist.destroy_process_group(group)
+        if isinstance(offer[0], CheckpointError):
+            raise offer[0]
+        meeting, host = offer[0]
+        # A host's own name is not always known to itself.
+        address = "127.0.0.1" if host == socket.gethostname() else meeting.address
+        mine: Meeting = replace(meeting, rank=self.rank, address=address)
+        return mine
+
+    def _address(self) -> str:
+        if self._config.host is not None:
+            return self._config.host
+        if dist.get_rank() == 0 and "MASTER_ADDR" in os.environ:
+            return os.environ["MASTER_ADDR"]  # torchrun's name for the first rank's host, known to all
+        return socket.gethostname()
+
+    def _told(self, error: BaseException) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            rank = self.rank if error.rank is None else error.rank
+            return type(error)(error.message, path=error.path, rank=rank, step=error.step)
+        return RankFailedError(f"{type(error).__name__}: {error}", rank=self.rank)
+
+
+def _with_cpu(group: dist.ProcessGroup | None, timeout: float) -> tuple[dist.ProcessGroup | None, bool]:
+    """``group``, or, where it has no CPU backend, a new one of the same ranks; and whether it is new."""
+    if "cpu" in str(dist.get_backend_config(group)):
+        return group, False
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    new = dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
+    return new, True
+
+
+def _pack(value: object) -> bytes:
+    return zlib.compress(pickle.dumps(value), 1)
+
+
+def _unpack(data: bytes) -> Any:
+    return pickle.loads(zlib.decompress(data))

@@ -1,0 +1,180 @@
+"""The committer: brings saves to their end, one after the other, the same end on all ranks.
+
+A save is expected from the moment it begins, so that the failure of another rank is learned of even while this one is
+stuck in a write. When its part is durable here, that is reported; the first rank's committer publishes when the reports
+of all ranks are in, and concludes; the others wait for that. No trainer takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.worker.commit import Attempt, published
+from asyncckpt.worker.messages import Committed, Failed, Meeting, Order
+from asyncckpt.worker.rounds import GRACE_S, Rounds, SoloRounds, round_name
+from asyncckpt.worker.steps import prune
+
+logger = logging.getLogger(__name__)
+
+# What the first rank's worker waits, at its end, for others that may still want to know how the last save went.
+_LEAVE_S = 10.0
+_KIND = "save"
+
+
+class Committer:
+    """One thread that ends saves in the order in which they began."""
+
+    def __init__(self, send: Callable[[Committed | Failed], None]) -> None:
+        """``send``: how the trainer is told."""
+        self._send = send
+        self._rank = 0
+        # A wait for an outcome keeps a connection busy: reports go over another.
+        self._waiting: Rounds | SoloRounds = SoloRounds()
+        self._reporting: Rounds | SoloRounds = self._waiting
+        self._lock = threading.Lock()
+        self._open: dict[int, Attempt | None] = {}
+        self._queue: SimpleQueue[Order | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="asyncckpt-committer")
+        self._thread.start()
+
+    def join(self, meeting: Meeting, timeout: float) -> None:
+        """From the next save on, commit with the other ranks."""
+        self._rank = meeting.rank
+        self._waiting, self._reporting = Rounds(meeting, timeout), Rounds(meeting, timeout)
+
+    def expect(self, order: Order) -> None:
+        """A save has begun."""
+        with self._lock:
+            self._open[order.save_id] = None
+        self._queue.put(order)
+
+    def wanted(self, order: Order) -> bool:
+        """Whether the save can still succeed; it cannot when another rank has failed it."""
+        with self._lock:
+            return order.save_id in self._open
+
+    def written(self, attempt: Attempt, report: bytes) -> None:
+        """This rank's part of a save is durable."""
+        order = attempt.order
+        with self._lock:
+            late = order.save_id not in self._open
+            if not late:
+                self._open[order.save_id] = attempt
+        if late:
+            attempt.discard()
+            return
+        # Where it cannot be told, whoever waits for it runs into its own timeout, or the same lost connection.
+        with _logged("reporting"):
+            self._reporting.report(round_name(_KIND, order.save_id), report)
+
+    def failed(self, order: Order, error: CheckpointError) -> None:
+        """This rank's part of a save came to nothing: so it is for all ranks."""
+        with _logged("reporting a failure"):
+            self._reporting.fail(round_name(_KIND, order.save_id), error)
+
+    def gone(self, why: str) -> None:
+        """This rank begins no more saves."""
+        with _logged("saying goodbye"):
+            self._reporting.gone(RankFailedError(why, rank=self._rank))
+
+    def close(self) -> None:
+        """Wait until all saves have ended, then leave the other ranks."""
+        self._queue.put(None)
+        self._thread.join()
+        with _logged("leaving"):
+            if self._rank == 0:
+                self._waiting.wait_left(_LEAVE_S)
+            else:
+                self._waiting.leave()
+        self._waiting.close()
+        self._reporting.close()
+
+    def _run(self) -> None:
+        while (order := self._queue.get()) is not None:
+            self._end(order)
+
+    def _end(self, order: Order) -> None:
+        name = round_name(_KIND, order.save_id)
+        try:
+            if order.rank == 0:
+                reports = self._waiting.collect(name, order.timeout)
+                attempt = self._reported(order)
+                attempt.commit([json.loads(report) for report in reports])
+                with _logged("telling the other ranks of the commit"):  # they look at what is published
+                    self._waiting.conclude(name, b"")
+            else:
+                attempt = self._await_outcome(order, name)
+        except Exception as error:
+            self._give_up(order, name, told(error, order))
+        else:
+            attempt.release()
+            timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
+            self._send(Committed(order.save_id, order.path, timings, attempt.direct))
+            self._prune(order)
+        if order.rank == 0:
+            with _logged("clearing up"):
+                self._waiting.clear(_KIND, order.save_id)
+
+    def _await_outcome(self, order: Order, name: str) -> Attempt:
+        try:
+            self._waiting.outcome(name, order.timeout + GRACE_S)
+        except (WorkerDiedError, SaveTimeoutError):
+            # Perhaps the first rank could no longer say so; what stands there is the truth.
+            if not published(order.path, order.attempt):
+                raise
+        return self._reported(order)
+
+    def _reported(self, order: Order) -> Attempt:
+        attempt = self._take(order)
+        if attempt is None:
+            raise CheckpointError("a save was concluded before this rank had reported: please report this")
+        return attempt
+
+    def _give_up(self, order: Order, name: str, error: CheckpointError) -> None:
+        logger.error("saving failed: %s", error)
+        attempt = self._take(order)
+        if order.rank == 0:
+            with _logged("telling the other ranks of the failure"):
+                self._waiting.conclude_failed(name, error)
+        if attempt is not None:
+            attempt.discard()
+        self._send(Failed(order.save_id, error))
+
+    def _take(self, order: Order) -> Attempt | None:
+        """What is written of a save, which is nobody else's business from here on."""
+        with self._lock:
+            return self._open.pop(order.save_id, None)
+
+    def _prune(self, order: Order) -> None:
+        if order.rank == 0 and order.keep_last is not None and order.step is not None:
+            try:
+                prune(os.path.dirname(order.path), order.keep_last, order.step)
+            except OSError as error:  # what was to be removed stays; nothing is lost
+                logger.warning("old checkpoints could not be looked through: %s", error)
+
+
+def told(error: Exception, order: Order) -> CheckpointError:
+    """``error`` with the place, rank and step it happened at; what is not ours is named by its type."""
+    if isinstance(error, CheckpointError):
+        rank = order.rank if error.rank is None else error.rank
+        return type(error)(error.message, path=error.path or order.path, rank=rank, step=order.step)
+    return CheckpointError(
+        f"the worker failed: {type(error).__name__}: {error}", path=order.path, rank=order.rank, step=order.step
+    )
+
+
+@contextlib.contextmanager
+def _logged(doing: str) -> Iterator[None]:
+    """What goes wrong inside is for the log: somebody else will notice, and say it better."""
+    try:
+        yield
+    except CheckpointError as error:
+        logger.warning("%s failed: %s", doing, error)

@@ -1,0 +1,395 @@
+"""Rounds: how the ranks of a job ask each other something, over a store that the first rank's worker hosts.
+
+In a round every rank reports a value, the first rank collects them all and concludes, and every rank learns the
+outcome. Any rank may fail a round instead; then all get the same error, with the rank it came from. Planning is a few
+rounds among the trainers; each commit is one among the workers.
+
+The store is ``torch.distributed.TCPStore``, imported by those who need it: a job of one process never does. What was
+measured of it (torch 2.13): a value sent in one piece may have 8 MiB; a peer that dies is noticed at once; but a wait
+on a server that is stopped never returns, whatever its timeout. So each connection has a thread of its own, and nobody
+waits for that thread longer than was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from asyncckpt import errors
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.worker.messages import Meeting
+
+T = TypeVar("T")
+
+# Below the 8 MiB that the store's server takes at once.
+_PIECE_BYTES = 4 << 20
+# Reports up to this size stand one after the other in one value, which the first rank fetches in one go.
+_INLINE_BYTES = 64 << 10
+# How often a wait for others looks whether one of them has said that it is gone.
+_LOOK_S = 0.5
+# Beyond the limit of whoever collects, what the others wait for its outcome: it comes from there.
+GRACE_S = 5.0
+# Rounds whose keys are kept in the store, for ranks that lag behind.
+_KEPT_ROUNDS = 64
+
+
+def host(port: int) -> Any:
+    """A store, listening on ``port`` (0: any) until it is garbage. Raises ``OSError`` where the port is taken."""
+    try:
+        return _store("0.0.0.0", port, 60.0, is_master=True)
+    except RuntimeError as error:
+        raise OSError(f"no store on port {port}: {_first_line(error)}") from error
+
+
+class Rounds:
+    """One connection to the store, made when it is first used, and made again after it was lost.
+
+    Any thread may use it, one at a time: who waits for an outcome keeps others out, and should have its own.
+    """
+
+    def __init__(self, meeting: Meeting, timeout: float) -> None:
+        """``timeout``: seconds that connecting, and anything but a wait for others, may take."""
+        self.meeting = meeting
+        self._timeout = timeout
+        self._connection: _Connection | None = None
+        self._lock = threading.RLock()
+
+    def report(self, name: str, value: bytes) -> None:
+        """Report this rank's ``value`` in the round ``name``. Raises ``WorkerDiedError``, ``SaveTimeoutError``."""
+        rank, keys = self.meeting.rank, self._keys(name)
+        inline = len(value) <= _INLINE_BYTES
+
+        def send(store: Any) -> None:
+            if not inline:
+                _put(store, f"{keys}/value/{rank}", value)
+            frame = json.dumps({"rank": rank, "bytes": len(value) if inline else None}).encode() + b"\n"
+            store.append(f"{keys}/reports", frame + (value if inline else b""))
+            if store.add(f"{keys}/count", 1) == self.meeting.world_size:
+                store.set(f"{keys}/ready", b"all")
+
+        self._do(send)
+
+    def fail(self, name: str, error: CheckpointError) -> None:
+        """Fail the round ``name`` for all ranks, unless it is concluded already."""
+        keys = self._keys(name)
+
+        def send(store: Any) -> None:
+            store.compare_set(f"{keys}/failure", "", encode_error(error).decode())
+            store.set(f"{keys}/ready", b"failed")
+
+        self._do(send)
+
+    def collect(self, name: str, timeout: float) -> list[bytes]:
+        """First rank: wait for the reports of all ranks, and return them in the order of the ranks.
+
+        Raises the error of a rank that failed the round, or has left; ``SaveTimeoutError``, naming those still
+        missing after ``timeout`` seconds.
+        """
+        keys = self._keys(name)
+        deadline = time.monotonic() + timeout
+        while not self._wait(f"{keys}/ready", min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+            reported = self._do(lambda store: _frames(_get(store, f"{keys}/reports")))
+            for text in self._do(lambda store: _get(store, self._keys("gone"))).splitlines():
+                error = decode_error(text)
+                if error.rank not in reported:
+                    raise error
+            if time.monotonic() >= deadline:
+                missing = [rank for rank in range(self.meeting.world_size) if rank not in reported]
+                raise SaveTimeoutError(
+                    f"{_ranks(missing)} did not get here within {timeout:g} s", rank=missing[0] if missing else 0
+                )
+        return self._do(lambda store: self._reports(store, keys))
+
+    def conclude(self, name: str, outcome: bytes, each: Mapping[int, bytes] | None = None) -> None:
+        """First rank: tell all the ``outcome``, and each rank what ``each`` has for it."""
+        keys = self._keys(name)
+
+        def send(store: Any) -> None:
+            for rank, value in (each or {}).items():
+                _put(store, f"{keys}/for/{rank}", value)
+            store.set(f"{keys}/outcome", b"+" + outcome)
+
+        self._do(send)
+
+    def conclude_failed(self, name: str, error: CheckpointError) -> None:
+        """First rank: tell all that the round has failed."""
+        self._do(lambda store: store.set(f"{self._keys(name)}/outcome", b"-" + encode_error(error)))
+
+    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes:
+        """Wait for the outcome; with ``own``, return what the first rank had for this rank alone.
+
+        Raises the error that the round was concluded with; ``SaveTimeoutError`` after ``timeout`` seconds,
+        ``WorkerDiedError``.
+        """
+        keys = self._keys(name)
+        if not self._wait(f"{keys}/outcome", timeout):
+            raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:g} s", rank=0)
+        outcome = self._do(lambda store: _get(store, f"{keys}/outcome"))
+        if outcome[:1] == b"-":
+            raise decode_error(outcome[1:])
+        if own:
+            return self._do(lambda store: _take(store, f"{keys}/for/{self.meeting.rank}"))
+        return outcome[1:]
+
+    def clear(self, kind: str, number: int) -> None:
+        """First rank: the round ``kind`` of save ``number`` is over. What it and older ones left is removed in time."""
+        keys = self._keys(round_name(kind, number))
+        old = self._keys(round_name(kind, number - _KEPT_ROUNDS))
+
+        def send(store: Any) -> None:
+            store.delete_key(f"{keys}/reports")
+            if number > _KEPT_ROUNDS:
+                for part in ("count", "ready", "failure", "outcome", "reports"):
+                    store.delete_key(f"{old}/{part}")
+
+        self._do(send)
+
+    def gone(self, error: CheckpointError) -> None:
+        """Say that this rank will take part in no round any more."""
+        self._do(lambda store: store.append(self._keys("gone"), encode_error(error) + b"\n"))
+
+    def leave(self) -> None:
+        """Say that this rank needs the store no more."""
+
+        def send(store: Any) -> None:
+            if store.add(self._keys("left"), 1) == self.meeting.world_size - 1:
+                store.set(self._keys("empty"), b"1")
+
+        self._do(send)
+
+    def wait_left(self, timeout: float) -> None:
+        """First rank: wait until all others have left, or ``timeout`` seconds have passed."""
+        self._wait(self._keys("empty"), timeout)
+
+    def close(self) -> None:
+        """Drop the connection; a later use makes another."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _keys(self, name: str) -> str:
+        return f"asyncckpt/{self.meeting.token}/{name}"
+
+    def _reports(self, store: Any, keys: str) -> list[bytes]:
+        failure = _get(store, f"{keys}/failure")
+        if failure:
+            raise decode_error(failure)
+        found = _frames(_get(store, f"{keys}/reports"))
+        values = []
+        for rank in range(self.meeting.world_size):
+            value = found[rank]
+            if value is None:
+                value = _take(store, f"{keys}/value/{rank}")
+            values.append(value)
+        return values
+
+    def _wait(self, key: str, timeout: float) -> bool:
+        """Whether ``key`` was set within ``timeout`` seconds."""
+        from torch.distributed import DistNetworkError, DistStoreError
+
+        def wait(store: Any) -> bool:
+            try:
+                store.wait([key], timedelta(seconds=max(timeout, 0.001)))
+            except DistNetworkError:
+                raise
+            except (DistStoreError, RuntimeError) as error:
+                if "imeout" not in str(error) and "imed out" not in str(error):
+                    raise
+                return False
+            return True
+
+        return self._do(wait, timeout)
+
+    def _do(self, what: Callable[[Any], T], longer: float = 0.0) -> T:
+        """Have the connection's thread do ``what`` with the store, and wait for it."""
+        with self._lock:
+            if self._connection is None:
+                self._connection = _Connection(self.meeting, self._timeout)
+            connection = self._connection
+        try:
+            return connection.do(what).result(self._timeout + longer)
+        except FutureTimeoutError as error:
+            self._lose(connection)
+            raise SaveTimeoutError(
+                f"the worker of rank 0, which brings the ranks together, does not answer within"
+                f" {self._timeout + longer:g} s",
+                rank=0,
+            ) from error
+        except RuntimeError as error:
+            self._lose(connection)
+            raise WorkerDiedError(
+                f"the worker of rank 0, which brings the ranks together at {self.meeting.address}:{self.meeting.port},"
+                f" is gone or cannot be reached ({_first_line(error)})",
+                rank=0,
+            ) from error
+
+    def _lose(self, connection: _Connection) -> None:
+        with self._lock:
+            if self._connection is connection:
+                self._connection = None
+        connection.close()
+
+
+class SoloRounds:
+    """The same for a job of one rank: what is reported is all there is to collect."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._reports: dict[str, bytes | CheckpointError] = {}
+
+    def report(self, name: str, value: bytes) -> None:
+        """As ``Rounds.report``."""
+        self._settle(name, value)
+
+    def fail(self, name: str, error: CheckpointError) -> None:
+        """As ``Rounds.fail``."""
+        self._settle(name, error)
+
+    def collect(self, name: str, timeout: float) -> list[bytes]:
+        """As ``Rounds.collect``."""
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._reports, timeout)
+            report = self._reports.pop(name, None)
+        if report is None:
+            raise SaveTimeoutError(f"not written within {timeout:g} s; the storage may be stalled", rank=0)
+        if isinstance(report, CheckpointError):
+            raise report
+        return [report]
+
+    def outcome(self, name: str, timeout: float) -> bytes:
+        """Never asked: there is no rank but the first."""
+        raise NotImplementedError
+
+    def conclude(self, name: str, outcome: bytes) -> None:
+        """Nobody else wants to know."""
+
+    def conclude_failed(self, name: str, error: CheckpointError) -> None:
+        """Nobody else wants to know."""
+
+    def clear(self, kind: str, number: int) -> None:
+        """Forget what came too late."""
+        with self._changed:
+            self._reports.pop(round_name(kind, number), None)
+
+    def gone(self, error: CheckpointError) -> None:
+        """Nobody else wants to know."""
+
+    def leave(self) -> None:
+        """There is nobody to leave."""
+
+    def wait_left(self, timeout: float) -> None:
+        """There is nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _settle(self, name: str, report: bytes | CheckpointError) -> None:
+        with self._changed:
+            self._reports.setdefault(name, report)
+            self._changed.notify_all()
+
+
+class _Connection:
+    """A client of the store, used by one thread that may be left behind in a call that does not return."""
+
+    def __init__(self, meeting: Meeting, timeout: float) -> None:
+        self._tasks: SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None] = SimpleQueue()
+        thread = threading.Thread(
+            target=_serve, args=(self._tasks, meeting, timeout), name="asyncckpt-store", daemon=True
+        )
+        thread.start()
+
+    def do(self, what: Callable[[Any], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._tasks.put((what, future))
+        return future
+
+    def close(self) -> None:
+        self._tasks.put(None)
+
+
+def _serve(
+    tasks: SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None], meeting: Meeting, timeout: float
+) -> None:
+    store = None
+    while (task := tasks.get()) is not None:
+        what, future = task
+        try:
+            if store is None:
+                store = _store(meeting.address, meeting.port, timeout, is_master=False)
+            future.set_result(what(store))
+        except BaseException as error:
+            future.set_exception(error)
+        del task, what, future
+
+
+def _store(address: str, port: int, timeout: float, *, is_master: bool) -> Any:
+    from torch import distributed
+
+    store: Any = distributed.TCPStore  # type: ignore[attr-defined]
+    return store(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def round_name(kind: str, number: int) -> str:
+    """The name of the round of save ``number``; the number is the same on all ranks."""
+    return f"{kind}-{number}"
+
+
+def encode_error(error: CheckpointError) -> bytes:
+    """One line of JSON: what comes over a network is not unpickled by the workers."""
+    where = {"path": error.path, "rank": error.rank, "step": error.step}
+    return json.dumps({"kind": type(error).__name__, "message": error.message, **where}).encode()
+
+
+def decode_error(text: bytes) -> CheckpointError:
+    """The error again, of its own class if that is one of ours."""
+    fields = json.loads(text)
+    kind = getattr(errors, fields.pop("kind"), RankFailedError)
+    error: CheckpointError = kind(fields.pop("message"), **fields)
+    return error
+
+
+def _put(store: Any, key: str, value: bytes) -> None:
+    for begin in range(0, len(value) or 1, _PIECE_BYTES):
+        store.append(key, value[begin : begin + _PIECE_BYTES])
+
+
+def _get(store: Any, key: str) -> bytes:
+    """The value of ``key``; empty where there is none."""
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+def _take(store: Any, key: str) -> bytes:
+    """The value of ``key``, which nobody else wants."""
+    value = bytes(store.get(key))
+    store.delete_key(key)
+    return value
+
+
+def _frames(text: bytes) -> dict[int, bytes | None]:
+    """The reports in ``text`` by their ranks; None for those that stand elsewhere."""
+    found: dict[int, bytes | None] = {}
+    at = 0
+    while at < len(text):
+        end = text.index(b"\n", at)
+        head = json.loads(text[at:end])
+        at = end + 1 + (head["bytes"] or 0)
+        found[head["rank"]] = None if head["bytes"] is None else text[end + 1 : at]
+    return found
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + more
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
