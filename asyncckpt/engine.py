@@ -336,7 +336,7 @@ class Engine:
         """A free slot, as ``when_busy`` says, which the first rank decides for all. None: the save was dropped."""
         client = home.client
         if self.config.when_busy != "wait":
-            skip, victim = group.follow_first("busy", number, lambda: self._when_busy(home, save))
+            skip, victim = group.follow_first("busy", number, lambda: self._when_busy(group, home, save))
             if skip:
                 dropped = "skipped: all slots were being written"
                 save._resolve(SaveDroppedError(dropped, path=save.path, rank=group.rank, step=save.step))
@@ -351,7 +351,7 @@ class Engine:
             client.wait_for(lambda: home.free_slot() is not None, self.config.timeout, "waiting for a free slot")
         return home.free_slot()
 
-    def _when_busy(self, home: Home, save: Save) -> tuple[bool, int | None]:
+    def _when_busy(self, group: Group, home: Home, save: Save) -> tuple[bool, int | None]:
         """First rank: whether to skip ``save``, and which one it replaces."""
         # Until a save has ended, some rank may not have a free slot yet.
         busy = [pending for pending in home.pending if pending is not None and not pending.future.done()]
@@ -364,6 +364,11 @@ class Engine:
                 pending, self._replaced(pending, save), self.config.timeout
             ):
                 return False, pending.order.save_id
+        if len(busy) > 1 and not group.alone:
+            # Written here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
+            newest = max(busy, key=lambda pending: pending.order.save_id)
+            group.fail(newest.order.save_id, self._replaced(newest, save))
+            return False, newest.order.save_id
         return False, None
 
     def _replaced(self, pending: Pending, save: Save) -> SaveDroppedError:
@@ -410,7 +415,8 @@ class Engine:
                 home.client.cancel(pending, failure, self.config.timeout)
             if not isinstance(error, Exception):
                 raise
-            save._reported = not self.config.overlap  # else it is raised at once
+            if not self.config.overlap:
+                save._reported = True  # it is raised at once
             return failure
         return None
 

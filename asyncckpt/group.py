@@ -24,7 +24,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, RankFailedError
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Meeting
-from asyncckpt.worker.rounds import GRACE_S, Rounds, round_name
+from asyncckpt.worker.rounds import Rounds, grace, round_name
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Group:
                 rounds.fail(name, self._told(error))
                 raise
             rounds.report(name, value)
-            answer: U = _unpack(rounds.outcome(name, self._config.timeout + GRACE_S, own=True))
+            answer: U = _unpack(rounds.outcome(name, self._config.timeout + grace(self._config.timeout), own=True))
             return answer
         try:
             own = local()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -233,10 +234,10 @@ def test_a_save_leaves_no_page_cache(root: Path, direct: bool) -> None:
 
 def test_a_folder_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_LOCK_TIMEOUT_S", 0.05)
-    store = LocalStorage()
-    folder = store.begin(str(tmp_path / "final"), "attempt", 0)
-    with pytest.raises(TimeoutError, match="locked"), storage.reading(folder):
-        pass
-    store.close()
+    folder = str(tmp_path)
+    with storage._opened(folder) as fd:
+        assert storage._lock(fd, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match="locked"), storage.reading(folder):
+            pass
     with storage.reading(folder):
         pass

@@ -45,11 +45,11 @@ from asyncckpt.worker.messages import (
     Staged,
     Written,
 )
-from asyncckpt.worker.rounds import GRACE_S
+from asyncckpt.worker.rounds import grace
 from asyncckpt.worker.wire import receive, send
 
 _LAST_WORDS_BYTES = 4096
-# How long the listener listens where no save is pending; a new one is noticed no later than that.
+# How long the listener listens before it looks which saves are overdue.
 _LISTEN_S = 1.0
 
 
@@ -72,7 +72,7 @@ class Pending:
         self.future: Future[Committed] = Future()
         self.slot_free = False
         # The worker's own limit ends a save; this one is for a worker that has stopped.
-        self.overdue_at = time.monotonic() + order.timeout + 2 * GRACE_S
+        self.overdue_at = time.monotonic() + order.timeout + 2 * grace(order.timeout)
 
 
 class WorkerClient:
@@ -268,7 +268,7 @@ class WorkerClient:
     def _listen(self) -> None:
         while True:
             try:
-                if not self._connection.poll(self._until_overdue()):
+                if not self._connection.poll(_LISTEN_S):
                     self._fail_overdue()
                     continue
                 message: FromWorker = receive(self._connection)
@@ -287,12 +287,6 @@ class WorkerClient:
                 case _:
                     self._replies.put((message, segment))
         self._mourn()
-
-    def _until_overdue(self) -> float:
-        """Seconds to listen before a save may be overdue."""
-        with self.changed:
-            limits = [save.overdue_at for save in self._pending.values() if not save.future.done()]
-        return max(0.0, min(limits, default=time.monotonic() + _LISTEN_S) - time.monotonic())
 
     def _fail_overdue(self) -> None:
         with self.changed:
@@ -365,6 +359,8 @@ def _spawn(options: WorkerOptions, stderr: int) -> tuple[Connection, subprocess.
     # The same modules as here, found in the same order, whatever this process did to its path.
     path = [os.path.abspath(entry) for entry in sys.path if entry and os.path.exists(entry)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    # torch warns, with a stack, of each connection that breaks; we say it in a sentence.
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with theirs:
         try:
             process = subprocess.Popen(

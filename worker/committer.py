@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.worker.commit import Attempt, published
 from asyncckpt.worker.messages import Committed, Failed, Meeting, Order
-from asyncckpt.worker.rounds import GRACE_S, Rounds, SoloRounds, round_name
+from asyncckpt.worker.rounds import Rounds, SoloRounds, grace, round_name
 from asyncckpt.worker.steps import prune
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ class Committer:
         except Exception as error:
             self._give_up(order, name, told(error, order))
         else:
+            self._take(order)
             attempt.release()
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
             self._send(Committed(order.save_id, order.path, timings, attempt.direct))
@@ -125,7 +126,7 @@ class Committer:
 
     def _await_outcome(self, order: Order, name: str) -> Attempt:
         try:
-            self._waiting.outcome(name, order.timeout + GRACE_S)
+            self._waiting.outcome(name, order.timeout + grace(order.timeout))
         except (WorkerDiedError, SaveTimeoutError):
             # Perhaps the first rank could no longer say so; what stands there is the truth.
             if not published(order.path, order.attempt):
@@ -133,7 +134,8 @@ class Committer:
         return self._reported(order)
 
     def _reported(self, order: Order) -> Attempt:
-        attempt = self._take(order)
+        with self._lock:
+            attempt = self._open[order.save_id]
         if attempt is None:
             raise CheckpointError("a save was concluded before this rank had reported: please report this")
         return attempt

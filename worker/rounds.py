@@ -34,8 +34,6 @@ _PIECE_BYTES = 4 << 20
 _INLINE_BYTES = 64 << 10
 # How often a wait for others looks whether one of them has said that it is gone.
 _LOOK_S = 0.5
-# Beyond the limit of whoever collects, what the others wait for its outcome: it comes from there.
-GRACE_S = 5.0
 # Rounds whose keys are kept in the store, for ranks that lag behind.
 _KEPT_ROUNDS = 64
 
@@ -323,6 +321,8 @@ def _serve(
     while (task := tasks.get()) is not None:
         what, future = task
         try:
+            if store is not None and not _answers(store):
+                store = None  # its worker died while nobody asked for anything, and may have been replaced
             if store is None:
                 store = _store(meeting.address, meeting.port, timeout, is_master=False)
             future.set_result(what(store))
@@ -331,11 +331,24 @@ def _serve(
         del task, what, future
 
 
+def _answers(store: Any) -> bool:
+    try:
+        store.check(["asyncckpt"])
+    except RuntimeError:
+        return False
+    return True
+
+
 def _store(address: str, port: int, timeout: float, *, is_master: bool) -> Any:
     from torch import distributed
 
     store: Any = distributed.TCPStore  # type: ignore[attr-defined]
     return store(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def grace(timeout: float) -> float:
+    """Seconds beyond ``timeout``, the limit of the rank that collects, for its conclusion to get to the others."""
+    return min(5.0, timeout / 4)
 
 
 def round_name(kind: str, number: int) -> str:
