@@ -127,7 +127,7 @@ class Engine:
             try:
                 self._save(group, number, save, state_dict, planner, overwrite, keep_last)
             except BaseException as error:
-                group.fail(number, error)
+                group.fail(number, error, begun=save._begun_in_worker)
                 raise
             save._timings["stall_s"] = time.perf_counter() - save._begun
             return save
@@ -367,7 +367,7 @@ class Engine:
         if len(busy) > 1 and not group.alone:
             # Written here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
             newest = max(busy, key=lambda pending: pending.order.save_id)
-            group.fail(newest.order.save_id, self._replaced(newest, save))
+            group.fail(newest.order.save_id, self._replaced(newest, save), begun=True)
             return False, newest.order.save_id
         return False, None
 
@@ -384,6 +384,7 @@ class Engine:
         home.slots.take(order.slot, order.save_id)
         # Of the worker whose memory this is: should it have died since, this says so.
         pending = home.client.begin(order)
+        save._begun_in_worker = True
         home.pending[order.slot] = pending
         self._under_way[order.save_id] = save
         pending.future.add_done_callback(lambda outcome: self._ended(save, order, outcome))
@@ -428,7 +429,7 @@ class Engine:
             if order.rank == 0 and published(order.path, order.attempt):
                 failure = None  # it died after it had published, and could not say so
             elif self._group is not None:
-                self._group.fail(order.save_id, failure)
+                self._group.fail(order.save_id, failure, begun=True)
         if failure is not None and not isinstance(failure, SaveDroppedError):
             logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
             self._failed = [save for save in self._failed if not save._reported] + [save]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, RankFailedError
+from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Meeting
 from asyncckpt.worker.rounds import Rounds, grace, round_name
@@ -88,21 +88,26 @@ class Group:
         if self.rank > 0:
             try:
                 value = _pack(local())
-            except BaseException as error:
-                rounds.fail(name, self._told(error))
-                raise
+            except Exception as error:
+                told = self._told(error)
+                rounds.fail(name, told)
+                raise told from error
             rounds.report(name, value)
-            answer: U = _unpack(rounds.outcome(name, self._config.timeout + grace(self._config.timeout), own=True))
+            patience = self._config.timeout + grace(self._config.timeout)
+            answer: U = _answer(rounds.outcome(name, patience, own=True))
             return answer
+        self._client_of_all().check_usable()
         try:
             own = local()
             rounds.report(name, b"")
             others = rounds.collect(name, self._config.timeout)[1:]
             answers = decide([own, *map(_unpack, others)])
             each = {rank: _pack(answer) for rank, answer in enumerate(answers) if rank > 0}
-        except BaseException as error:
-            rounds.conclude_failed(name, self._told(error))
-            raise
+        except Exception as error:
+            told = self._told(error)
+            if not self._is_loss_of_store(told):
+                rounds.conclude_failed(name, told)
+            raise told from error
         rounds.conclude(name, b"", each)
         rounds.clear(kind, number)
         return answers[0]
@@ -113,19 +118,27 @@ class Group:
             return decide()
         name = round_name(kind, number)
         if self.rank > 0:
-            answer: T = _unpack(self._rounds.outcome(name, self._config.timeout))
+            answer: T = _answer(self._rounds.outcome(name, self._config.timeout, own=False))
             return answer
         decision = decide()
         self._rounds.conclude(name, _pack(decision))
         self._rounds.clear(kind, number)
         return decision
 
-    def fail(self, number: int, error: BaseException) -> None:
-        """Tell the other ranks that their save ``number`` cannot be committed, because of this one."""
-        if self._failing is None:
+    def fail(self, number: int, error: BaseException, *, begun: bool) -> None:
+        """Tell the other ranks that their save ``number`` cannot be committed, because of this one.
+
+        ``begun``: this rank's worker knows of that save. If so, the first rank's concludes it; otherwise nobody would.
+        """
+        told = self._told(error)
+        if self._failing is None or self._is_loss_of_store(told):
             return
+        name = round_name("save", number)
         try:
-            self._failing.fail(round_name("save", number), self._told(error))
+            if self.rank == 0 and not begun:
+                self._failing.conclude_failed(name, told)
+            else:
+                self._failing.fail(name, told)
         except CheckpointError as trouble:
             logger.warning("the other ranks could not be told of a failure: %s", trouble)
 
@@ -171,6 +184,17 @@ class Group:
             return os.environ["MASTER_ADDR"]  # torchrun's name for the first rank's host, known to all
         return socket.gethostname()
 
+    def _client_of_all(self) -> WorkerClient:
+        """First rank: the worker that hosts the store."""
+        if self._client is None:
+            raise RankFailedError("the ranks have not met yet: please report this", rank=self.rank)
+        return self._client
+
+    @staticmethod
+    def _is_loss_of_store(error: CheckpointError) -> bool:
+        """Whether there is nobody left who could be told of ``error``: all notice by themselves."""
+        return isinstance(error, WorkerDiedError) and error.rank == 0
+
     def _told(self, error: BaseException) -> CheckpointError:
         if isinstance(error, CheckpointError):
             rank = self.rank if error.rank is None else error.rank
@@ -185,6 +209,12 @@ def _with_cpu(group: dist.ProcessGroup | None, timeout: float) -> tuple[dist.Pro
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     new = dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
     return new, True
+
+
+def _answer(outcome: bytes | CheckpointError) -> Any:
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    return _unpack(outcome)
 
 
 def _pack(value: object) -> bytes:

@@ -25,6 +25,7 @@ class Save:
         self._timings: dict[str, float] = {}
         self._staged = threading.Event()
         self._reported = False
+        self._begun_in_worker = False
         self.future: Future[Path] = Future()
         """The same outcome, for code that waits on futures."""
 

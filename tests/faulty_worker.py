@@ -1,8 +1,11 @@
 """A worker that fails at a named point: ``faulty_worker.py POINT:ACTION[:NTH] JSON``.
 
-Points: ``start``, ``begin``, ``create``, ``write``, ``sync``, ``publish`` (before it), ``published`` (after it).
-Actions: ``enospc`` and ``eio`` (an error, the NTH time only, by default the first), ``kill`` (SIGKILL, likewise),
-``hold`` (every time: wait until the file ``$ASYNCCKPT_TEST_GATE`` exists), ``nobody`` (at ``start``: give up root).
+Points: ``start``, ``begin``, ``create``, ``write``, ``sync``, ``report`` (to the other ranks), ``publish`` (before it;
+where another rank does it, before waiting for that), ``published`` (after it).
+
+Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
+other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). Every time: ``hold`` (wait
+until the file ``$ASYNCCKPT_TEST_GATE`` exists). At ``start``: ``nobody`` (give up root).
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import sys
 import time
 from typing import Any
 
+from asyncckpt import errors
 from asyncckpt.worker import __main__ as worker
-from asyncckpt.worker import storage
+from asyncckpt.worker import committer, rounds, storage
 
 point, action, nth = (*sys.argv[1].split(":"), "1")[:3]
 seen = 0
@@ -30,6 +34,14 @@ def reach(here: str, path: str) -> None:
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "orphan":
+        os.kill(os.getppid(), signal.SIGKILL)
+        return
+    if action == "lose":
+        raise errors.WorkerDiedError("the connection broke (as the test wants)", rank=0)
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
     if action == "hold":
         deadline = time.monotonic() + 60
         while not os.path.exists(os.environ["ASYNCCKPT_TEST_GATE"]) and time.monotonic() < deadline:
@@ -65,8 +77,19 @@ class FaultyStorage(storage.LocalStorage):
         reach("published", final)
 
 
+class FaultyRounds(rounds.Rounds):
+    def report(self, name: str, value: bytes) -> None:
+        reach("report", name)
+        super().report(name, value)
+
+    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | errors.CheckpointError:
+        reach("publish", name)
+        return super().outcome(name, timeout, own=own)
+
+
 if __name__ == "__main__":
     if action == "nobody":
         os.setuid(65534)
     setattr(worker, "LocalStorage", FaultyStorage)  # noqa: B010
+    setattr(committer, "Rounds", FaultyRounds)  # noqa: B010
     sys.exit(worker.main(sys.argv[2:]))

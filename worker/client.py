@@ -145,7 +145,7 @@ class WorkerClient:
         """Announce a save whose slot is being staged."""
         pending = Pending(order)
         with self.changed:
-            self._check_usable()
+            self.check_usable()
             self._pending[order.save_id] = pending
         self._send(Begin(order))
         return pending
@@ -218,7 +218,8 @@ class WorkerClient:
             except OSError:
                 pass
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise what keeps the worker from being asked: ``ClosedError``, or the ``WorkerDiedError`` it ended with."""
         if self._owner != os.getpid():
             raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
         if self._death is not None:
@@ -227,7 +228,7 @@ class WorkerClient:
             raise ClosedError("the worker is being closed")
 
     def _send(self, message: FromTrainer) -> None:
-        self._check_usable()
+        self.check_usable()
         try:
             with self._sending:
                 send(self._connection, message)

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # What the first rank's worker waits, at its end, for others that may still want to know how the last save went.
 _LEAVE_S = 10.0
+# How long to look whether a store is gone, or just the connection to it.
+_PROBE_S = 1.0
 _KIND = "save"
 
 
@@ -36,6 +38,7 @@ class Committer:
         """``send``: how the trainer is told."""
         self._send = send
         self._rank = 0
+        self._meeting: Meeting | None = None
         # A wait for an outcome keeps a connection busy: reports go over another.
         self._waiting: Rounds | SoloRounds = SoloRounds()
         self._reporting: Rounds | SoloRounds = self._waiting
@@ -47,7 +50,7 @@ class Committer:
 
     def join(self, meeting: Meeting, timeout: float) -> None:
         """From the next save on, commit with the other ranks."""
-        self._rank = meeting.rank
+        self._rank, self._meeting = meeting.rank, meeting
         self._waiting, self._reporting = Rounds(meeting, timeout), Rounds(meeting, timeout)
 
     def expect(self, order: Order) -> None:
@@ -71,9 +74,10 @@ class Committer:
         if late:
             attempt.discard()
             return
-        # Where it cannot be told, whoever waits for it runs into its own timeout, or the same lost connection.
-        with _logged("reporting"):
+        try:
             self._reporting.report(round_name(_KIND, order.save_id), report)
+        except CheckpointError as error:
+            self.failed(order, error)
 
     def failed(self, order: Order, error: CheckpointError) -> None:
         """This rank's part of a save came to nothing: so it is for all ranks."""
@@ -105,16 +109,18 @@ class Committer:
         name = round_name(_KIND, order.save_id)
         try:
             if order.rank == 0:
-                reports = self._waiting.collect(name, order.timeout)
-                attempt = self._reported(order)
-                attempt.commit([json.loads(report) for report in reports])
-                with _logged("telling the other ranks of the commit"):  # they look at what is published
-                    self._waiting.conclude(name, b"")
-            else:
-                attempt = self._await_outcome(order, name)
+                self._publish(order, name)
+            elif (failure := self._await_outcome(order, name)) is not None:
+                self._give_up(order, failure)
+                return
         except Exception as error:
-            self._give_up(order, name, told(error, order))
+            failure = told(error, order)
+            if order.rank == 0:
+                with _logged("telling the other ranks of the failure"):
+                    self._waiting.conclude_failed(name, failure)
+            self._give_up(order, failure, certain=order.rank == 0)
         else:
+            attempt = self._reported(order)
             self._take(order)
             attempt.release()
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
@@ -124,14 +130,44 @@ class Committer:
             with _logged("clearing up"):
                 self._waiting.clear(_KIND, order.save_id)
 
-    def _await_outcome(self, order: Order, name: str) -> Attempt:
+    def _publish(self, order: Order, name: str) -> None:
+        """First rank: publish what all have written, and tell them."""
+        reports = self._waiting.collect(name, order.timeout)
+        self._reported(order).commit([json.loads(report) for report in reports])
+        with _logged("telling the other ranks of the commit"):  # they look at what is published
+            self._waiting.conclude(name, b"")
+
+    def _await_outcome(self, order: Order, name: str) -> CheckpointError | None:
+        """What the first rank says of the save: None, it is published; or why it never will be.
+
+        Raises ``WorkerDiedError`` or ``SaveTimeoutError`` where that cannot be learned.
+        """
+        deadline = time.monotonic() + order.timeout + grace(order.timeout)
+        store = b""
+        while True:
+            try:
+                store = store or self._waiting.store_id()
+                outcome = self._waiting.outcome(name, max(0.1, deadline - time.monotonic()))
+            except (WorkerDiedError, SaveTimeoutError) as error:
+                if isinstance(error, WorkerDiedError) and self._is_there(store):
+                    continue  # it was only the connection that broke
+                # Perhaps the first rank could no longer say so; what stands there is the truth.
+                if not published(order.path, order.attempt):
+                    raise
+                return None
+            return told(outcome, order) if isinstance(outcome, CheckpointError) else None
+
+    def _is_there(self, store: bytes) -> bool:
+        """Whether the same store still answers."""
+        if self._meeting is None or not store:
+            return False
+        probe = Rounds(self._meeting, _PROBE_S)
         try:
-            self._waiting.outcome(name, order.timeout + grace(order.timeout))
-        except (WorkerDiedError, SaveTimeoutError):
-            # Perhaps the first rank could no longer say so; what stands there is the truth.
-            if not published(order.path, order.attempt):
-                raise
-        return self._reported(order)
+            return probe.store_id() == store
+        except CheckpointError:
+            return False
+        finally:
+            probe.close()
 
     def _reported(self, order: Order) -> Attempt:
         with self._lock:
@@ -140,14 +176,15 @@ class Committer:
             raise CheckpointError("a save was concluded before this rank had reported: please report this")
         return attempt
 
-    def _give_up(self, order: Order, name: str, error: CheckpointError) -> None:
+    def _give_up(self, order: Order, error: CheckpointError, *, certain: bool = True) -> None:
+        """``certain``: the save will not be published. Otherwise what was reported has to stay: it may yet be."""
         logger.error("saving failed: %s", error)
         attempt = self._take(order)
-        if order.rank == 0:
-            with _logged("telling the other ranks of the failure"):
-                self._waiting.conclude_failed(name, error)
         if attempt is not None:
-            attempt.discard()
+            if certain:
+                attempt.discard()
+            else:
+                attempt.release()
         self._send(Failed(order.save_id, error))
 
     def _take(self, order: Order) -> Attempt | None:

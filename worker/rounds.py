@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -34,6 +35,7 @@ _PIECE_BYTES = 4 << 20
 _INLINE_BYTES = 64 << 10
 # How often a wait for others looks whether one of them has said that it is gone.
 _LOOK_S = 0.5
+_HOST = "asyncckpt/host"
 # Rounds whose keys are kept in the store, for ranks that lag behind.
 _KEPT_ROUNDS = 64
 
@@ -41,9 +43,11 @@ _KEPT_ROUNDS = 64
 def host(port: int) -> Any:
     """A store, listening on ``port`` (0: any) until it is garbage. Raises ``OSError`` where the port is taken."""
     try:
-        return _store("0.0.0.0", port, 60.0, is_master=True)
+        store = _store("0.0.0.0", port, 60.0, is_master=True)
     except RuntimeError as error:
         raise OSError(f"no store on port {port}: {_first_line(error)}") from error
+    store.set(_HOST, uuid.uuid4().hex)
+    return store
 
 
 class Rounds:
@@ -92,7 +96,7 @@ class Rounds:
         """
         keys = self._keys(name)
         deadline = time.monotonic() + timeout
-        while not self._wait(f"{keys}/ready", min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+        while not self._wait(f"{keys}/ready", min(_LOOK_S, max(0.0, deadline - time.monotonic())), spare=self._timeout):
             reported = self._do(lambda store: _frames(_get(store, f"{keys}/reports")))
             for text in self._do(lambda store: _get(store, self._keys("gone"))).splitlines():
                 error = decode_error(text)
@@ -120,21 +124,25 @@ class Rounds:
         """First rank: tell all that the round has failed."""
         self._do(lambda store: store.set(f"{self._keys(name)}/outcome", b"-" + encode_error(error)))
 
-    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes:
-        """Wait for the outcome; with ``own``, return what the first rank had for this rank alone.
+    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | CheckpointError:
+        """Wait for the outcome, and return it: the first rank's word, or the error that the round has failed with.
 
-        Raises the error that the round was concluded with; ``SaveTimeoutError`` after ``timeout`` seconds,
-        ``WorkerDiedError``.
+        With ``own`` it is what the first rank had for this rank alone. What is raised is not the outcome, which is then
+        unknown: ``SaveTimeoutError`` after ``timeout`` seconds, ``WorkerDiedError``.
         """
         keys = self._keys(name)
-        if not self._wait(f"{keys}/outcome", timeout):
+        if not self._wait(f"{keys}/outcome", timeout, spare=grace(timeout) / 2):
             raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:g} s", rank=0)
         outcome = self._do(lambda store: _get(store, f"{keys}/outcome"))
         if outcome[:1] == b"-":
-            raise decode_error(outcome[1:])
+            return decode_error(outcome[1:])
         if own:
             return self._do(lambda store: _take(store, f"{keys}/for/{self.meeting.rank}"))
         return outcome[1:]
+
+    def store_id(self) -> bytes:
+        """Which store this is: a worker that takes the place of a dead one hosts another, at the same address."""
+        return self._do(lambda store: _get(store, _HOST))
 
     def clear(self, kind: str, number: int) -> None:
         """First rank: the round ``kind`` of save ``number`` is over. What it and older ones left is removed in time."""
@@ -164,7 +172,7 @@ class Rounds:
 
     def wait_left(self, timeout: float) -> None:
         """First rank: wait until all others have left, or ``timeout`` seconds have passed."""
-        self._wait(self._keys("empty"), timeout)
+        self._wait(self._keys("empty"), timeout, spare=1.0)
 
     def close(self) -> None:
         """Drop the connection; a later use makes another."""
@@ -189,8 +197,8 @@ class Rounds:
             values.append(value)
         return values
 
-    def _wait(self, key: str, timeout: float) -> bool:
-        """Whether ``key`` was set within ``timeout`` seconds."""
+    def _wait(self, key: str, timeout: float, spare: float) -> bool:
+        """Whether ``key`` was set within ``timeout`` seconds; the store gets ``spare`` ones more to say so."""
         from torch.distributed import DistNetworkError, DistStoreError
 
         def wait(store: Any) -> bool:
@@ -204,21 +212,21 @@ class Rounds:
                 return False
             return True
 
-        return self._do(wait, timeout)
+        return self._do(wait, timeout + spare)
 
-    def _do(self, what: Callable[[Any], T], longer: float = 0.0) -> T:
-        """Have the connection's thread do ``what`` with the store, and wait for it."""
+    def _do(self, what: Callable[[Any], T], limit: float | None = None) -> T:
+        """Have the connection's thread do ``what`` with the store, and wait for it, ``limit`` seconds at most."""
+        limit = self._timeout if limit is None else limit
         with self._lock:
             if self._connection is None:
                 self._connection = _Connection(self.meeting, self._timeout)
             connection = self._connection
         try:
-            return connection.do(what).result(self._timeout + longer)
+            return connection.do(what).result(limit)
         except FutureTimeoutError as error:
             self._lose(connection)
             raise SaveTimeoutError(
-                f"the worker of rank 0, which brings the ranks together, does not answer within"
-                f" {self._timeout + longer:g} s",
+                f"the worker of rank 0, which brings the ranks together, does not answer within {limit:g} s",
                 rank=0,
             ) from error
         except RuntimeError as error:
@@ -262,8 +270,12 @@ class SoloRounds:
             raise report
         return [report]
 
-    def outcome(self, name: str, timeout: float) -> bytes:
+    def outcome(self, name: str, timeout: float) -> bytes | CheckpointError:
         """Never asked: there is no rank but the first."""
+        raise NotImplementedError
+
+    def store_id(self) -> bytes:
+        """Never asked: there is no store."""
         raise NotImplementedError
 
     def conclude(self, name: str, outcome: bytes) -> None:
@@ -333,7 +345,7 @@ def _serve(
 
 def _answers(store: Any) -> bool:
     try:
-        store.check(["asyncckpt"])
+        store.check([_HOST])
     except RuntimeError:
         return False
     return True

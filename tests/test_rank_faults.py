@@ -1,0 +1,158 @@
+"""The fault matrix: in every phase of a save, on the first rank or another, everything that can happen to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from ranks import Job, serve
+from test_ranks import equal, faulty, replicas
+
+from asyncckpt import Checkpointer, Config, plan, staging
+from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.verify import verify
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+# Short, as what stalls has to run into them; what does not is far quicker.
+SHORT_S = 4.0
+CONFIG = Config(timeout=SHORT_S, commit_timeout=SHORT_S, start_timeout=SHORT_S)
+
+TRAINERS = {"plan": (plan._Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}
+WORKERS = {"exception": "eio", "kill worker": "kill", "kill trainer": "orphan", "stall": "stop"}
+
+
+def _fail_in_trainer(checkpointer: Checkpointer, phase: str, fault: str) -> None:
+    """The next call of that phase fails, on this rank."""
+    owner, name = TRAINERS[phase]
+    real = getattr(owner, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, real)
+        if fault == "exception":
+            raise OSError("as the test wants")
+        if fault == "kill worker":
+            worker = checkpointer._engine._client
+            assert worker is not None
+            os.kill(worker.pid, signal.SIGKILL)
+            worker._listener.join(10)
+        if fault == "kill trainer":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "stall":
+            time.sleep(2.5 * SHORT_S)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, failing)
+
+
+def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str, int | None, float, bool]:
+    """How the second save ends: its error and the rank in it, after what seconds, and whether the next one works."""
+    mine = dist.get_rank() == bad
+    if mine and phase not in TRAINERS:
+        # The first save is good; counted are writes of the data alone, and on the first rank there are small files too.
+        nth = {"write": 6 if bad == 0 else 4, "report": 2, "publish": 2}[phase]
+        lost = fault == "exception" and (phase == "report" or (phase == "publish" and bad == 1))
+        faulty(f"{phase}:{'lose' if lost else WORKERS[fault]}:{nth}")
+    checkpointer = Checkpointer(root, CONFIG)
+    checkpointer.save(1, replicas(1)).result(30)
+    worker = checkpointer._engine._client
+    assert worker is not None
+    if mine and phase in TRAINERS:
+        _fail_in_trainer(checkpointer, phase, fault)
+    state = replicas(2, 25 if phase == "plan" else 24)  # another structure is planned anew
+    begun = time.monotonic()
+    kind, rank = "saved", None
+    try:
+        checkpointer.save(2, state).result(30)
+    except CheckpointError as error:
+        kind, rank = type(error).__name__, error.rank
+    took = time.monotonic() - begun
+    if fault == "stall" and mine and phase not in TRAINERS:
+        os.kill(worker.pid, signal.SIGCONT)
+    works = False
+    if fault in ("exception", "kill worker"):
+        dist.barrier()
+        checkpointer.save(3, replicas(3)).result(30)
+        works = True
+    try:
+        checkpointer.close()
+    except CheckpointError as error:
+        assert fault == "stall" or isinstance(error, SaveTimeoutError), error  # noqa: PT017
+    return kind, rank, took, works
+
+
+@pytest.mark.parametrize("fault", ["exception", "kill worker", "kill trainer", "stall"])
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("phase", ["plan", "stage", "write", "report", "publish"])
+def test_matrix(tmp_path: Path, phase: str, bad: int, fault: str) -> None:
+    root = tmp_path / "root"
+    ended = Job(2, _save_with_a_fault, str(root), phase, bad, fault, folder=tmp_path).wait()
+    other = ended[1 - bad]
+    assert other.error is None and not other.killed, other.error
+    kind, rank, took, works = other.result
+    if fault == "kill trainer":
+        assert ended[bad].killed
+    else:
+        assert ended[bad].error is None, ended[bad].error
+        assert (ended[bad].result[0] == "saved") == (kind == "saved")  # all or none
+        assert works or fault == "stall"
+    assert took < 2.5 * SHORT_S
+
+    # What a killed trainer had staged is saved all the same, unless it was the one to stage it.
+    survives = fault == "kill trainer" and phase not in TRAINERS
+    if survives or (phase, bad, fault) == ("publish", 1, "exception"):
+        assert kind == "saved"
+    if kind != "saved":
+        lost = phase == "report" and fault == "exception"  # what broke is the connection to the first rank
+        assert rank == (0 if lost else bad), (kind, rank)
+        expected = {
+            "exception": {"StorageError", "CheckpointError", "RankFailedError", "WorkerDiedError"},
+            "kill worker": {"WorkerDiedError"},
+            "kill trainer": {"RankFailedError", "WorkerDiedError"},
+            "stall": {"SaveTimeoutError"},
+        }
+        assert kind in expected[fault]
+
+    _wait_for_workers(root)
+    with Checkpointer(root) as checkpointer:
+        steps = checkpointer.steps()
+        # A save that ran out of time may still come to its end: whole, or not at all.
+        assert set(steps) >= {1, *([2] if kind == "saved" else []), *([3] if works else [])}
+        assert 2 not in steps or kind in ("saved", "SaveTimeoutError")
+        for step in steps:
+            assert not verify(str(root / f"step-{step:08d}")).damages
+        into = replicas(9, 25 if steps[-1] == 2 and phase == "plan" else 24)
+        assert checkpointer.load(into) == steps[-1]
+        assert equal(into, replicas(steps[-1], len(into["model"])))
+
+
+def _wait_for_workers(root: Path) -> None:
+    """Until no worker has anything open under ``root`` any more."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        busy = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if "worker" in " ".join(process.info["cmdline"] or []) and _holds(process, str(root))
+        ]
+        if not busy:
+            return
+        time.sleep(0.05)
+
+
+def _holds(process: psutil.Process, root: str) -> bool:
+    try:
+        return any(os.readlink(fd).startswith(root) for fd in Path(f"/proc/{process.pid}/fd").iterdir())
+    except OSError:
+        return False
