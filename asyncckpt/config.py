@@ -120,7 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("asyncckpt", "checkpoints staged in CPU shared memory")
     for name, (text, parse) in _OPTIONS.items():
         flag = "--ckpt-" + name.replace("_", "-")
-        group.add_argument(flag, dest=_destination(name), type=parse, default=None, metavar="X", help=text)
+        # A flag that is just given means yes.
+        bare: dict[str, Any] = {"nargs": "?", "const": True} if parse is _truth else {}
+        group.add_argument(flag, dest=_destination(name), type=parse, default=None, metavar="X", help=text, **bare)
 
 
 def _destination(name: str) -> str:

@@ -158,7 +158,7 @@ class Engine:
                 self._drop_homes()
                 self._pool.shutdown()
                 if self._group is not None:
-                    self._group.leave()
+                    self._group.close()
         self._raise_failure()
 
     def __enter__(self) -> Engine:
@@ -300,7 +300,7 @@ class Engine:
         plan = make_plan(state, self.config.slots or _DEFAULT_SLOTS, planner, group, number)
         homes: list[Home] = []
 
-        def settle() -> None:
+        def settle() -> int:
             outdated = [entry for entry in self._known if entry.key == key and entry.plan.names == plan.names]
             for entry in outdated or self._known[_MAX_PLANS - 1 :]:
                 if entry.home is not None:
@@ -308,9 +308,11 @@ class Engine:
                     entry.home.close()
                 self._known.remove(entry)
             homes.append(self._settle(plan, client))
+            return len(homes[0].pending)
 
         try:
-            group.consult("memory", number, settle, lambda done: done)
+            least = group.consult("memory", number, settle, lambda slots: [min(slots)] * len(slots))
+            homes[0].limit(least)
             tensors = plan.capture(state, planner)
         except StructureChanged as error:
             raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error

@@ -72,7 +72,7 @@ class Group:
             self._rounds = Rounds(self._meeting, self._config.start_timeout)
             self._failing = Rounds(self._meeting, self._config.start_timeout)
         elif self.rank == 0:
-            client.host(self._meeting.port, self._config.timeout)
+            client.host(self._meeting.port, self._config.start_timeout)
         client.join(self._meeting, self._config.start_timeout)
         self._client = client
 
@@ -142,19 +142,17 @@ class Group:
         except CheckpointError as trouble:
             logger.warning("the other ranks could not be told of a failure: %s", trouble)
 
-    def leave(self) -> None:
-        """Say that the store is needed no more, where the worker cannot; drop the connections."""
-        if self._rounds is None or self._failing is None:
-            return
-        self._rounds.close()
-        self._failing.close()
+    def close(self) -> None:
+        """Drop the connections to the store."""
+        for rounds in filter(None, (self._rounds, self._failing)):
+            rounds.close()
 
     def _hand_round(self, client: WorkerClient) -> Meeting:
         """A collective: the first rank's worker hosts the store, and all learn where."""
         offer: list[Any] = [None]
         if self.rank == 0:
             try:
-                port = client.host(0, self._config.timeout)
+                port = client.host(0, self._config.start_timeout)
                 offer[0] = (Meeting(self._address(), port, self.token, 0, self.world_size), socket.gethostname())
             except CheckpointError as error:
                 offer[0] = error

@@ -56,6 +56,10 @@ class Home:
         self._stagers = [SlotStager(plan.image, self.segment, offset) for offset in offsets]
         client.describe(self.number, Layout(plan.data_name, plan.image.nbytes, offsets, **regions))
 
+    def limit(self, slots: int) -> None:
+        """Use no more than ``slots`` slots: another rank has no more."""
+        del self.pending[slots:]
+
     def free_slot(self) -> int | None:
         """A slot that holds nothing any more, if there is one; that least recently used, so that they take turns."""
         free = [

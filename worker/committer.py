@@ -52,6 +52,7 @@ class Committer:
         """From the next save on, commit with the other ranks."""
         self._rank, self._meeting = meeting.rank, meeting
         self._waiting, self._reporting = Rounds(meeting, timeout), Rounds(meeting, timeout)
+        self._waiting.connect()
 
     def expect(self, order: Order) -> None:
         """A save has begun."""
@@ -86,18 +87,18 @@ class Committer:
 
     def gone(self, why: str) -> None:
         """This rank begins no more saves."""
-        with _logged("saying goodbye"):
-            self._reporting.gone(RankFailedError(why, rank=self._rank))
+        with _logged("saying goodbye"), self._quickly() as rounds:
+            rounds.gone(RankFailedError(why, rank=self._rank))
 
     def close(self) -> None:
         """Wait until all saves have ended, then leave the other ranks."""
         self._queue.put(None)
         self._thread.join()
-        with _logged("leaving"):
+        with _logged("leaving"), self._quickly() as rounds:
             if self._rank == 0:
-                self._waiting.wait_left(_LEAVE_S)
+                rounds.wait_left(_LEAVE_S)
             else:
-                self._waiting.leave()
+                rounds.leave()
         self._waiting.close()
         self._reporting.close()
 
@@ -159,15 +160,20 @@ class Committer:
 
     def _is_there(self, store: bytes) -> bool:
         """Whether the same store still answers."""
-        if self._meeting is None or not store:
-            return False
-        probe = Rounds(self._meeting, _PROBE_S)
         try:
-            return probe.store_id() == store
+            with self._quickly() as rounds:
+                return rounds.store_id() == store
         except CheckpointError:
             return False
+
+    @contextlib.contextmanager
+    def _quickly(self) -> Iterator[Rounds | SoloRounds]:
+        """Rounds that do not wait for a store that is gone."""
+        rounds = SoloRounds() if self._meeting is None else Rounds(self._meeting, _PROBE_S)
+        try:
+            yield rounds
         finally:
-            probe.close()
+            rounds.close()
 
     def _reported(self, order: Order) -> Attempt:
         with self._lock:

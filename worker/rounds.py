@@ -63,6 +63,12 @@ class Rounds:
         self._connection: _Connection | None = None
         self._lock = threading.RLock()
 
+    def connect(self) -> None:
+        """Begin to import torch and to connect; nobody has to wait for that now."""
+        with self._lock:
+            self._connection = self._connection or _Connection(self.meeting, self._timeout)
+            self._connection.do(_answers)
+
     def report(self, name: str, value: bytes) -> None:
         """Report this rank's ``value`` in the round ``name``. Raises ``WorkerDiedError``, ``SaveTimeoutError``."""
         rank, keys = self.meeting.rank, self._keys(name)
@@ -186,9 +192,11 @@ class Rounds:
 
     def _reports(self, store: Any, keys: str) -> list[bytes]:
         failure = _get(store, f"{keys}/failure")
-        if failure:
-            raise decode_error(failure)
         found = _frames(_get(store, f"{keys}/reports"))
+        if failure:
+            for rank in (rank for rank, value in found.items() if value is None):
+                store.delete_key(f"{keys}/value/{rank}")
+            raise decode_error(failure)
         values = []
         for rank in range(self.meeting.world_size):
             value = found[rank]
@@ -225,17 +233,21 @@ class Rounds:
             return connection.do(what).result(limit)
         except FutureTimeoutError as error:
             self._lose(connection)
+            if not connection.connected:
+                raise self._unreachable(f"no connection within {limit:g} s") from error
             raise SaveTimeoutError(
-                f"the worker of rank 0, which brings the ranks together, does not answer within {limit:g} s",
-                rank=0,
+                f"the worker of rank 0, which brings the ranks together, does not answer within {limit:g} s", rank=0
             ) from error
         except RuntimeError as error:
             self._lose(connection)
-            raise WorkerDiedError(
-                f"the worker of rank 0, which brings the ranks together at {self.meeting.address}:{self.meeting.port},"
-                f" is gone or cannot be reached ({_first_line(error)})",
-                rank=0,
-            ) from error
+            raise self._unreachable(_first_line(error)) from error
+
+    def _unreachable(self, why: str) -> WorkerDiedError:
+        where = f"{self.meeting.address}:{self.meeting.port}"
+        return WorkerDiedError(
+            f"the worker of rank 0, which brings the ranks together at {where}, is gone or cannot be reached ({why})",
+            rank=0,
+        )
 
     def _lose(self, connection: _Connection) -> None:
         with self._lock:
@@ -275,8 +287,8 @@ class SoloRounds:
         raise NotImplementedError
 
     def store_id(self) -> bytes:
-        """Never asked: there is no store."""
-        raise NotImplementedError
+        """There is but one."""
+        return b"solo"
 
     def conclude(self, name: str, outcome: bytes) -> None:
         """Nobody else wants to know."""
@@ -311,36 +323,37 @@ class _Connection:
     """A client of the store, used by one thread that may be left behind in a call that does not return."""
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:
+        self.connected = False
+        self._meeting = meeting
+        self._timeout = timeout
         self._tasks: SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None] = SimpleQueue()
-        thread = threading.Thread(
-            target=_serve, args=(self._tasks, meeting, timeout), name="asyncckpt-store", daemon=True
-        )
-        thread.start()
+        threading.Thread(target=self._serve, name="asyncckpt-store", daemon=True).start()
 
     def do(self, what: Callable[[Any], T]) -> Future[T]:
+        """Have the thread call ``what`` with the store."""
         future: Future[T] = Future()
         self._tasks.put((what, future))
         return future
 
     def close(self) -> None:
+        """Let the thread end when it is done."""
         self._tasks.put(None)
 
-
-def _serve(
-    tasks: SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None], meeting: Meeting, timeout: float
-) -> None:
-    store = None
-    while (task := tasks.get()) is not None:
-        what, future = task
-        try:
-            if store is not None and not _answers(store):
-                store = None  # its worker died while nobody asked for anything, and may have been replaced
-            if store is None:
-                store = _store(meeting.address, meeting.port, timeout, is_master=False)
-            future.set_result(what(store))
-        except BaseException as error:
-            future.set_exception(error)
-        del task, what, future
+    def _serve(self) -> None:
+        store = None
+        while (task := self._tasks.get()) is not None:
+            what, future = task
+            try:
+                if store is not None and not _answers(store):
+                    store = None  # its worker died while nobody asked for anything, and may have been replaced
+                self.connected = store is not None
+                if store is None:
+                    store = _store(self._meeting.address, self._meeting.port, self._timeout, is_master=False)
+                    self.connected = True
+                future.set_result(what(store))
+            except BaseException as error:
+                future.set_exception(error)
+            del task, what, future
 
 
 def _answers(store: Any) -> bool:

@@ -1,0 +1,389 @@
+#!/usr/bin/env python3
+"""What a save costs as ranks and tensors grow.
+
+    scripts/bench_ranks.py --processes 1 2 4 8 --gib 1 --tensors 400     # real jobs on this machine, joined by gloo
+    scripts/bench_ranks.py --simulate 64 512 4096 16384 --items 25       # the first rank's work in large jobs
+
+The first compares with a direct write of the same bytes, in the same run. The second runs the first rank's real code on
+what that many ranks would send it, through a real store: their requests come from a few connections in turn, so what is
+left out is only the network. DCP's coordinator does its own work on the same plans, with and without its plan cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+try:
+    import asyncckpt
+except ImportError:  # a checkout that is not installed
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import asyncckpt
+
+from asyncckpt.group import _pack, _unpack
+from asyncckpt.plan import _Draft
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.worker import rounds
+from asyncckpt.worker.commit import Attempt
+from asyncckpt.worker.manifest import data_name, index_name
+from asyncckpt.worker.messages import Layout, Meeting, Order, Region
+from asyncckpt.worker.rounds import Rounds, round_name
+from asyncckpt.worker.storage import LocalStorage
+from asyncckpt.worker.writer import write_image
+
+# Real jobs.
+
+
+def _state(total: int, tensors: int) -> dict[str, Any]:
+    """``total`` bytes in ``tensors`` tensors, each sharded over all ranks, and a replicated one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = total // tensors // (256 * 4) // dist.get_world_size()
+    shards = {
+        f"layers.{number}.weight": DTensor.from_local(torch.randn(rows, 256), mesh, [Shard(0)])
+        for number in range(tensors)
+    }
+    return {"model": shards, "norm": torch.ones(256), "step": 0}
+
+
+def _rank(rank: int, world_size: int, meeting: str, folder: str, total: int, tensors: int, saves: int) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=limit)
+    state = _state(total, tensors)
+    writer = _DirectWrite(folder, total) if rank == 0 else None
+    config = asyncckpt.Config(keep_last=1, assume_constant_structure=True)
+    rows = []
+    with asyncckpt.Checkpointer(os.path.join(folder, "checkpoints"), config) as checkpointer:
+        begun = time.perf_counter()
+        checkpointer.prepare(state)
+        prepared = time.perf_counter() - begun
+        for step in range(saves + 1):
+            dist.barrier()
+            direct = writer.write() if writer is not None else 0.0
+            dist.barrier()
+            state["step"] = step
+            begun = time.perf_counter()
+            save = checkpointer.save(step, state)
+            save.result(300)
+            durable = time.perf_counter() - begun
+            timings = save.timings
+            mine = [durable, timings["stall_s"], timings["stall_s"] - timings["copy_s"], timings["write_s"], direct]
+            every: list[Any] = [None] * world_size
+            dist.all_gather_object(every, mine)
+            rows.append([max(column) for column in zip(*every, strict=True)])
+    if rank == 0:
+        medians = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
+        Path(folder, "result.json").write_text(json.dumps([prepared, *medians]))
+    if writer is not None:
+        writer.close()
+    dist.destroy_process_group()
+
+
+class _DirectWrite:
+    """The limit: the same bytes in one file, written as the worker writes."""
+
+    def __init__(self, folder: str, total: int) -> None:
+        self._path = os.path.join(folder, "direct")
+        self._segment = Segment.create("bench", total)
+        self._segment.touch()
+        self._segment.view[:PAGE] = os.urandom(PAGE)
+        self._pool = ThreadPoolExecutor(2)
+
+    def write(self) -> float:
+        begun = time.perf_counter()
+        write_image(LocalStorage(), self._pool, self._path, self._segment.view, [0, PAGE])
+        took = time.perf_counter() - begun
+        os.unlink(self._path)
+        return took
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._segment.close()
+
+
+def run_jobs(counts: Sequence[int], total: int, tensors: int, saves: int, where: str) -> list[dict[str, Any]]:
+    """A row for each number of processes."""
+    context = multiprocessing.get_context("spawn")
+    found = []
+    for count in counts:
+        folder = tempfile.mkdtemp(dir=where)
+        try:
+            meeting = f"file://{folder}/meeting"
+            ranks = [
+                context.Process(target=_rank, args=(rank, count, meeting, folder, total, tensors, saves))
+                for rank in range(count)
+            ]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join()
+            if any(process.exitcode for process in ranks):
+                raise SystemExit(f"a rank of {count} failed")
+            prepared, durable, stall, beside, write, direct = json.loads(Path(folder, "result.json").read_text())
+            found.append(
+                {
+                    "processes": count,
+                    "prepare s": prepared,
+                    "call ms": stall * 1e3,
+                    "beside the copy ms": beside * 1e3,
+                    "durable s": durable,
+                    "slowest write s": write,
+                    "direct write s": direct,
+                    "durable / direct": durable / direct,
+                    "write / direct": write / direct,
+                }
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+# The first rank's work, simulated.
+
+
+class _Counting:
+    """A store that counts what its clients send and receive."""
+
+    messages = 0
+    nbytes = 0
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._store, name)
+
+        def counted(*args: Any) -> Any:
+            result = call(*args)
+            _Counting.messages += 1
+            for part in (*args, result):
+                for text in part if isinstance(part, list) else [part]:
+                    _Counting.nbytes += len(text) if isinstance(text, (bytes, str)) else 8
+            return result
+
+        return counted
+
+
+def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
+    """The first rank's worker: hosts the store, collects, publishes; says what CPU time each save took it."""
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    store = rounds.host(0)
+    pipe.send(store.port)
+    meeting: Meeting = pipe.recv()
+    mine = Rounds(meeting, 300)
+    storage = LocalStorage()
+    with Segment.create("bench", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        bounds = Region(PAGE, 16)
+        segment.view[PAGE : PAGE + 16] = memoryview(bytes(8) + PAGE.to_bytes(8, "little"))
+        small = Region(2 * PAGE, 64)
+        layout = Layout(data_name(0), PAGE, (3 * PAGE,), metadata=small, index_head=small, spans=bounds)
+        for save in range(1, saves + 1):
+            path = os.path.join(folder, f"save-{save}")
+            order = Order(save, 1, 0, path, "attempt", save, 0, False, None, 300.0)
+            attempt = Attempt(storage, order, layout, segment, {})
+            attempt.write(pool)
+            report = attempt.seal()
+            for rank in range(1, world_size):  # what the others have written
+                for name in (data_name(rank), index_name(data_name(rank))):
+                    os.close(os.open(os.path.join(attempt._folder, name), os.O_CREAT | os.O_WRONLY))
+            pipe.send(report)
+            before, begun = _cpu(), time.perf_counter()
+            mine.report(round_name("save", save), report)
+            reports = mine.collect(round_name("save", save), 300)
+            collected = time.perf_counter()
+            attempt.commit([json.loads(each) for each in reports])
+            attempt.release()
+            mine.conclude(round_name("save", save), b"")
+            mine.clear("save", save)
+            pipe.send((time.perf_counter() - collected, collected - begun))
+            pipe.recv()  # all have the outcome
+            pipe.send(_cpu() - before)
+            shutil.rmtree(path)
+    mine.close()
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]:
+    """What a save costs the first rank's worker, through a real store."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    folder = tempfile.mkdtemp(dir=where)
+    process = context.Process(target=_host, args=(theirs, world_size, saves, folder))
+    process.start()
+    real = rounds._store
+    setattr(rounds, "_store", lambda *args, **kwargs: _Counting(real(*args, **kwargs)))  # noqa: B010
+    try:
+        meeting = Meeting("127.0.0.1", ours.recv(), "bench", 0, world_size)
+        ours.send(meeting)
+        ranks = [Rounds(replace(meeting, rank=rank), 300) for rank in range(1, world_size)]
+        shared = [Rounds(meeting, 300) for _ in range(4)]
+        for each in shared:
+            each.store_id()
+        for number, rank in enumerate(ranks):
+            rank._connection = shared[number % len(shared)]._connection
+        measured = []
+        for save in range(1, saves + 1):
+            first = json.loads(ours.recv())
+            name = round_name("save", save)
+            _Counting.messages = _Counting.nbytes = 0
+            for rank in ranks:
+                mine = data_name(rank.meeting.rank)
+                files = {mine: first["files"][data_name(0)], index_name(mine): first["files"][index_name(data_name(0))]}
+                rank.report(name, json.dumps({"files": files, "write_s": first["write_s"]}).encode())
+            conclude_s, _ = ours.recv()
+            for rank in ranks:
+                rank.outcome(name, 300)
+            ours.send(None)
+            measured.append((ours.recv(), conclude_s, _Counting.messages, _Counting.nbytes))
+        for each in shared:
+            each.close()
+        process.join()
+        cpu, conclude_s, messages, nbytes = (statistics.median(column) for column in zip(*measured[1:], strict=True))
+        return {"cpu": cpu, "conclude": conclude_s, "messages": messages / world_size, "bytes": nbytes / world_size}
+    finally:
+        setattr(rounds, "_store", real)  # noqa: B010
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _plan(rank: int, world_size: int, items: int) -> SavePlan:
+    """As FSDP2 and Adam make it: every tensor sharded over all ranks, and step counters that all have."""
+    properties = TensorProperties(dtype=torch.float32)
+    size = torch.Size([world_size * 64, 1024])
+    made = []
+    for number in range(items):
+        offsets = torch.Size([rank * 64, 0])
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size([64, 1024]))
+        index = MetadataIndex(f"optimizer.state.layers.{number}.weight.exp_avg", offsets)
+        made.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)))
+    return SavePlan(made, planner_data={item.index.fqn: tuple(item.index.fqn.split(".")) for item in made})
+
+
+def simulate_plan(world_size: int, items: int) -> tuple[float, float]:
+    """What the first save costs the first rank's trainer: seconds, and bytes received for each rank."""
+    local = [_pack(_plan(rank, world_size, items)) for rank in range(world_size)]
+    places = [_pack(([0] * items, [0] * items, None)) for _ in range(world_size)]
+    draft = _Draft({}, DefaultSavePlanner(), 2, 0)
+    begun = time.perf_counter()
+    for answer in draft.global_plans([_unpack(each) for each in local]):
+        _pack(answer)
+    draft.metadata([_unpack(each) for each in places])
+    took = time.perf_counter() - begun
+    return took, statistics.mean(map(len, local)) + statistics.mean(map(len, places))
+
+
+class _Cached(DefaultSavePlanner):
+    pass
+
+
+def simulate_dcp(world_size: int, items: int, cached: bool, where: str) -> tuple[float, float]:
+    """What a later save costs DCP's coordinator: seconds, and bytes received from and sent to each rank."""
+    planner = _Cached(enable_plan_caching=cached)
+    plans = [_plan(rank, world_size, items) for rank in range(world_size)]
+    for cache in ("_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
+        getattr(SavePlanner, cache, {}).pop("_Cached", None)
+    if cached:
+        planner.create_global_plan(plans)
+        plans = [SavePlan([], usable=False)] * world_size
+    results = [
+        [WriteResult(item.index, 1 << 18, _StorageInfo(data_name(rank), 0, 1 << 18)) for item in plan.items]
+        for rank, plan in enumerate(_plan(rank, world_size, items) for rank in range(world_size))
+    ]
+    sent, told = [pickle.dumps(plan) for plan in plans], [pickle.dumps(result) for result in results]
+    del plans, results
+    folder = tempfile.mkdtemp(dir=where)
+    writer = FileSystemWriter(folder)
+    begun = time.perf_counter()
+    answers, metadata = planner.create_global_plan([pickle.loads(each) for each in sent])
+    scattered = sum(len(pickle.dumps(answer)) for answer in answers) / world_size
+    writer.finish(metadata, [pickle.loads(each) for each in told])
+    broadcast = len(pickle.dumps(metadata))
+    took = time.perf_counter() - begun
+    shutil.rmtree(folder)
+    received = (sum(map(len, sent)) + sum(map(len, told))) / world_size
+    return took, received + scattered + broadcast
+
+
+def simulate(counts: Sequence[int], items: int, saves: int, where: str) -> list[dict[str, Any]]:
+    """A row for each number of ranks."""
+    found = []
+    for count in counts:
+        commit = simulate_commit(count, saves, where)
+        first_s, first_bytes = simulate_plan(count, items)
+        plain_s, plain_bytes = simulate_dcp(count, items, cached=False, where=where)
+        cached_s, cached_bytes = simulate_dcp(count, items, cached=True, where=where)
+        found.append(
+            {
+                "ranks": count,
+                "first save: plan s": first_s,
+                "first save: bytes/rank": first_bytes,
+                "later: worker CPU s": commit["cpu"],
+                "later: all in to told s": commit["conclude"],
+                "later: messages/rank": commit["messages"],
+                "later: bytes/rank": commit["bytes"],
+                "DCP later s": plain_s,
+                "DCP later bytes/rank": plain_bytes,
+                "DCP cached s": cached_s,
+                "DCP cached bytes/rank": cached_bytes,
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="*", default=[], help="real jobs of so many processes")
+    parser.add_argument("--gib", type=float, default=1.0, help="bytes of the whole state, in GiB")
+    parser.add_argument("--tensors", type=int, default=400)
+    parser.add_argument("--simulate", type=int, nargs="*", default=[], help="jobs of so many ranks")
+    parser.add_argument("--items", type=int, default=25, help="tensors of which each simulated rank has a shard")
+    parser.add_argument("--saves", type=int, default=5, help="after one to warm up")
+    parser.add_argument("--folder", default=None, help="where to write; by default the folder for temporary files")
+    parser.add_argument("--json", default=None, help="file for the figures")
+    options = parser.parse_args()
+    if not options.processes and not options.simulate:
+        options.processes, options.simulate = [1, 2, 4, 8], [64, 512, 4096, 16384]
+    total = int(options.gib * (1 << 30)) // PAGE * PAGE
+    jobs = run_jobs(options.processes, total, options.tensors, options.saves, options.folder)
+    simulated = simulate(options.simulate, options.items, options.saves, options.folder)
+    for rows in (jobs, simulated):
+        if rows:
+            shown = [[key, *(f"{row[key]:,.4g}" for row in rows)] for key in rows[0]]
+            print(tabulate(shown, tablefmt="github", disable_numparse=True), end="\n\n")
+    if options.json:
+        Path(options.json).write_text(json.dumps({"jobs": jobs, "simulated": simulated}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
