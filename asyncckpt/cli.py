@@ -116,7 +116,8 @@ def _inspect(args: argparse.Namespace) -> int:
     tensors = [item for item in items if item.kind == "tensor"]
     print(
         f"\n{len(tensors)} tensors and {len(items) - len(tensors)} objects, {_size(manifest.nbytes)},"
-        f" step {manifest.step}, written at {_time(manifest.created)}"
+        f" step {manifest.step}, written by {manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
+        f" at {_time(manifest.created)}"
     )
     print(", ".join(f"{name} {value:.3f}" for name, value in manifest.timings.items()))
     return 0
@@ -145,7 +146,12 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
-    return {"created": manifest.created, "bytes": manifest.nbytes, "timings": dict(manifest.timings)}
+    return {
+        "created": manifest.created,
+        "ranks": manifest.world_size,
+        "bytes": manifest.nbytes,
+        "timings": dict(manifest.timings),
+    }
 
 
 def _time(seconds: float) -> str:

@@ -250,7 +250,7 @@ def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]
         ranks = [Rounds(replace(meeting, rank=rank), 300) for rank in range(1, world_size)]
         shared = [Rounds(meeting, 300) for _ in range(4)]
         for each in shared:
-            each.store_id()
+            each.store_id(60)
         for number, rank in enumerate(ranks):
             rank._connection = shared[number % len(shared)]._connection
         measured = []

@@ -28,6 +28,7 @@ def ranks() -> Iterator[None]:
 # Short for what stalls, as it has to run into them. Nothing else may need them.
 SHORT_S = 5.0
 LONG_S = 20.0
+START_S = 10.0
 
 TRAINERS = {"plan": (plan._Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}
 WORKERS = {"exception": "eio", "kill worker": "kill", "kill trainer": "orphan", "stall": "stop"}
@@ -65,7 +66,7 @@ def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str
         lost = fault == "exception" and (phase == "report" or (phase == "publish" and bad == 1))
         faulty(f"{phase}:{'lose' if lost else WORKERS[fault]}:{nth}")
     limit = SHORT_S if fault == "stall" else LONG_S
-    checkpointer = Checkpointer(root, Config(timeout=limit, commit_timeout=limit, start_timeout=LONG_S))
+    checkpointer = Checkpointer(root, Config(timeout=limit, commit_timeout=limit, start_timeout=START_S))
     checkpointer.save(1, replicas(1)).result(30)
     worker = checkpointer._engine._client
     assert worker is not None

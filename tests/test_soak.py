@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,7 @@ def test_steady_over_200_saves(root: Path) -> None:
             checkpointer.save(step, {**state, **values})
             if step in (20, 199):
                 checkpointer.wait(60)
+                time.sleep(0.5)  # old checkpoints are removed after a save has been told
                 client = checkpointer._engine._client
                 assert client is not None
                 worker = psutil.Process(client.pid)

@@ -25,9 +25,13 @@ from asyncckpt.worker.steps import prune
 logger = logging.getLogger(__name__)
 
 # What the first rank's worker waits, at its end, for others that may still want to know how the last save went.
-_LEAVE_S = 10.0
+_LEAVE_S = 5.0
+# How long to look for a store to report to. One that takes the place of another knows nothing of this save.
+_PATIENCE_S = 5.0
 # How long to look whether a store is gone, or just the connection to it.
 _PROBE_S = 1.0
+# A save whose time is up when its turn comes may have been reported by all meanwhile: time to see that.
+_LEAST_S = 1.0
 _KIND = "save"
 
 
@@ -44,21 +48,22 @@ class Committer:
         self._reporting: Rounds | SoloRounds = self._waiting
         self._lock = threading.Lock()
         self._open: dict[int, Attempt | None] = {}
-        self._queue: SimpleQueue[Order | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Order, float] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="asyncckpt-committer")
         self._thread.start()
 
     def join(self, meeting: Meeting, timeout: float) -> None:
         """From the next save on, commit with the other ranks."""
         self._rank, self._meeting = meeting.rank, meeting
-        self._waiting, self._reporting = Rounds(meeting, timeout), Rounds(meeting, timeout)
+        self._waiting, self._reporting = Rounds(meeting, timeout), Rounds(meeting, timeout, _PATIENCE_S)
         self._waiting.connect()
+        self._reporting.connect()
 
     def expect(self, order: Order) -> None:
         """A save has begun."""
         with self._lock:
             self._open[order.save_id] = None
-        self._queue.put(order)
+        self._queue.put((order, time.monotonic() + order.timeout))
 
     def wanted(self, order: Order) -> bool:
         """Whether the save can still succeed; it cannot when another rank has failed it."""
@@ -103,17 +108,19 @@ class Committer:
         self._reporting.close()
 
     def _run(self) -> None:
-        while (order := self._queue.get()) is not None:
-            self._end(order)
+        while (entry := self._queue.get()) is not None:
+            order, deadline = entry
+            self._end(order, deadline)
 
-    def _end(self, order: Order) -> None:
+    def _end(self, order: Order, deadline: float) -> None:
         name = round_name(_KIND, order.save_id)
         try:
             if order.rank == 0:
-                self._publish(order, name)
-            elif (failure := self._await_outcome(order, name)) is not None:
+                self._publish(order, name, deadline)
+            elif (failure := self._await_outcome(order, name, deadline)) is not None:
                 self._give_up(order, failure)
                 return
+            attempt = self._reported(order)
         except Exception as error:
             failure = told(error, order)
             if order.rank == 0:
@@ -121,7 +128,6 @@ class Committer:
                     self._waiting.conclude_failed(name, failure)
             self._give_up(order, failure, certain=order.rank == 0)
         else:
-            attempt = self._reported(order)
             self._take(order)
             attempt.release()
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
@@ -131,24 +137,25 @@ class Committer:
             with _logged("clearing up"):
                 self._waiting.clear(_KIND, order.save_id)
 
-    def _publish(self, order: Order, name: str) -> None:
+    def _publish(self, order: Order, name: str, deadline: float) -> None:
         """First rank: publish what all have written, and tell them."""
-        reports = self._waiting.collect(name, order.timeout)
+        reports = self._waiting.collect(name, max(_LEAST_S, deadline - time.monotonic()))
         self._reported(order).commit([json.loads(report) for report in reports])
         with _logged("telling the other ranks of the commit"):  # they look at what is published
             self._waiting.conclude(name, b"")
 
-    def _await_outcome(self, order: Order, name: str) -> CheckpointError | None:
+    def _await_outcome(self, order: Order, name: str, deadline: float) -> CheckpointError | None:
         """What the first rank says of the save: None, it is published; or why it never will be.
 
         Raises ``WorkerDiedError`` or ``SaveTimeoutError`` where that cannot be learned.
         """
-        deadline = time.monotonic() + order.timeout + grace(order.timeout)
+        deadline += grace(order.timeout)
         store = b""
         while True:
             try:
-                store = store or self._waiting.store_id()
-                outcome = self._waiting.outcome(name, max(0.1, deadline - time.monotonic()))
+                left = max(_LEAST_S, deadline - time.monotonic())
+                store = store or self._waiting.store_id(left)
+                outcome = self._waiting.outcome(name, left)
             except (WorkerDiedError, SaveTimeoutError) as error:
                 if isinstance(error, WorkerDiedError) and self._is_there(store):
                     continue  # it was only the connection that broke
@@ -162,7 +169,7 @@ class Committer:
         """Whether the same store still answers."""
         try:
             with self._quickly() as rounds:
-                return rounds.store_id() == store
+                return rounds.store_id(_PROBE_S) == store
         except CheckpointError:
             return False
 

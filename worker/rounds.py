@@ -56,17 +56,18 @@ class Rounds:
     Any thread may use it, one at a time: who waits for an outcome keeps others out, and should have its own.
     """
 
-    def __init__(self, meeting: Meeting, timeout: float) -> None:
-        """``timeout``: seconds that connecting, and anything but a wait for others, may take."""
+    def __init__(self, meeting: Meeting, timeout: float, patience: float | None = None) -> None:
+        """``timeout``: seconds that anything but a wait for others may take; ``patience``: that connecting may."""
         self.meeting = meeting
         self._timeout = timeout
+        self._patience = timeout if patience is None else patience
         self._connection: _Connection | None = None
         self._lock = threading.RLock()
 
     def connect(self) -> None:
         """Begin to import torch and to connect; nobody has to wait for that now."""
         with self._lock:
-            self._connection = self._connection or _Connection(self.meeting, self._timeout)
+            self._connection = self._connection or _Connection(self.meeting, self._patience)
             self._connection.do(_answers)
 
     def report(self, name: str, value: bytes) -> None:
@@ -146,9 +147,9 @@ class Rounds:
             return self._do(lambda store: _take(store, f"{keys}/for/{self.meeting.rank}"))
         return outcome[1:]
 
-    def store_id(self) -> bytes:
+    def store_id(self, timeout: float) -> bytes:
         """Which store this is: a worker that takes the place of a dead one hosts another, at the same address."""
-        return self._do(lambda store: _get(store, _HOST))
+        return self._do(lambda store: _get(store, _HOST), min(timeout, self._timeout))
 
     def clear(self, kind: str, number: int) -> None:
         """First rank: the round ``kind`` of save ``number`` is over. What it and older ones left is removed in time."""
@@ -227,7 +228,7 @@ class Rounds:
         limit = self._timeout if limit is None else limit
         with self._lock:
             if self._connection is None:
-                self._connection = _Connection(self.meeting, self._timeout)
+                self._connection = _Connection(self.meeting, self._patience)
             connection = self._connection
         try:
             return connection.do(what).result(limit)
@@ -286,7 +287,7 @@ class SoloRounds:
         """Never asked: there is no rank but the first."""
         raise NotImplementedError
 
-    def store_id(self) -> bytes:
+    def store_id(self, timeout: float) -> bytes:
         """There is but one."""
         return b"solo"
 
