@@ -13,6 +13,7 @@ waits for that thread longer than was asked for.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 import uuid
@@ -36,6 +37,7 @@ _INLINE_BYTES = 64 << 10
 # How often a wait for others looks whether one of them has said that it is gone.
 _LOOK_S = 0.5
 _HOST = "asyncckpt/host"
+_KNOCK_S = 0.1
 # Rounds whose keys are kept in the store, for ranks that lag behind.
 _KEPT_ROUNDS = 64
 
@@ -349,12 +351,26 @@ class _Connection:
                     store = None  # its worker died while nobody asked for anything, and may have been replaced
                 self.connected = store is not None
                 if store is None:
+                    _knock(self._meeting.address, self._meeting.port, self._timeout)
                     store = _store(self._meeting.address, self._meeting.port, self._timeout, is_master=False)
                     self.connected = True
                 future.set_result(what(store))
             except BaseException as error:
                 future.set_exception(error)
             del task, what, future
+
+
+def _knock(address: str, port: int, timeout: float) -> None:
+    """Wait until somebody listens there. The store's own client takes several times its timeout to give up."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _KNOCK_S > deadline:
+                raise RuntimeError(f"nobody listens there: {error.strerror or error}") from error
+            time.sleep(_KNOCK_S)
 
 
 def _answers(store: Any) -> bool:
