@@ -14,7 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,8 @@ from asyncckpt.structure import Structure, StructureChanged
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
 
 StateDict = Mapping[str, Any]
+
+_spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")
 
 # Of these types, a strided tensor is nothing but its bytes. A subclass may be anything, and is pickled.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -277,9 +279,9 @@ class _FlatSource:
         self._types = list(map(type, leaves))
         self._opaque_at = {at for at in object_at if isinstance(leaves[at], torch.Tensor)}
         # DTensors, by their place among the tensors: their local bytes are stored, their spec is part of the structure.
-        self._specs = [
-            (number, leaves[at]._spec) for number, at in enumerate(tensor_at) if isinstance(leaves[at], DTensor)
-        ]
+        self._sharded = [number for number, at in enumerate(tensor_at) if isinstance(leaves[at], DTensor)]
+        self._pick_sharded = _picker(self._sharded)
+        self._specs = [leaves[tensor_at[number]]._spec for number in self._sharded]
 
     def read(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         leaves = self._structure.leaves(state_dict)
@@ -290,11 +292,12 @@ class _FlatSource:
             if not _is_opaque(leaves[at]):
                 raise StructureChanged("a tensor has plain bytes now, and had none")
         tensors = list(self._tensors(leaves))
-        for number, spec in self._specs:
-            tensor = tensors[number]
-            if tensor._spec != spec:
+        if self._sharded:
+            sharded = self._pick_sharded(tensors)
+            if list(map(_spec, sharded)) != self._specs:  # in C, and at a glance where they are the same objects
                 raise StructureChanged("a DTensor is placed differently")
-            tensors[number] = _local(tensor)
+            for number, local in zip(self._sharded, map(_local_tensor, sharded), strict=True):
+                tensors[number] = local if type(local) is torch.Tensor else _waited_for(local)
         return tensors, self._objects(leaves)
 
     def _check_types(self, types: Sequence[type]) -> None:
@@ -376,10 +379,11 @@ def _is_sharded(value: object) -> bool:
     return hasattr(value, "__create_write_items__") and not isinstance(value, DTensor) or hasattr(value, "local_shards")
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor._local_tensor
+def _waited_for(local: Any) -> torch.Tensor:
+    """A DTensor's local tensor, which a collective may still be filling."""
     wait: Callable[[], torch.Tensor] | None = getattr(local, "wait", None)
-    return local if wait is None else wait()  # a collective may still be filling it
+    tensor: torch.Tensor = local if wait is None else wait()
+    return tensor
 
 
 def _picker(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -34,7 +34,9 @@ T = TypeVar("T")
 _PIECE_BYTES = 4 << 20
 # Reports up to this size stand one after the other in one value, which the first rank fetches in one go.
 _INLINE_BYTES = 64 << 10
-# How often a wait for others looks whether one of them has said that it is gone.
+# How often the first rank asks whether all have reported: at first, and later on.
+_POLL_S = (0.0005, 0.02)
+# How often it looks whether one of those missing has said that it is gone.
 _LOOK_S = 0.5
 _HOST = "asyncckpt/host"
 _KNOCK_S = 0.1
@@ -104,18 +106,16 @@ class Rounds:
         missing after ``timeout`` seconds.
         """
         keys = self._keys(name)
-        deadline = time.monotonic() + timeout
-        while not self._wait(f"{keys}/ready", min(_LOOK_S, max(0.0, deadline - time.monotonic())), spare=self._timeout):
-            reported = self._do(lambda store: _frames(_get(store, f"{keys}/reports")))
-            for text in self._do(lambda store: _get(store, self._keys("gone"))).splitlines():
-                error = decode_error(text)
-                if error.rank not in reported:
-                    raise error
-            if time.monotonic() >= deadline:
-                missing = [rank for rank in range(self.meeting.world_size) if rank not in reported]
-                raise SaveTimeoutError(
-                    f"{_ranks(missing)} did not get here within {timeout:g} s", rank=missing[0] if missing else 0
-                )
+        begun = looked = time.monotonic()
+        # Asked for again and again, by this one rank, and not waited for: torch warns of each wait that runs out.
+        pause = _POLL_S[0]
+        while not self._do(lambda store: store.check([f"{keys}/ready"])):
+            now = time.monotonic()
+            if now - looked >= _LOOK_S or now - begun >= timeout:
+                looked = now
+                self._check_missing(keys, timeout if now - begun >= timeout else None)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _POLL_S[1])
         return self._do(lambda store: self._reports(store, keys))
 
     def conclude(self, name: str, outcome: bytes, each: Mapping[int, bytes] | None = None) -> None:
@@ -192,6 +192,17 @@ class Rounds:
 
     def _keys(self, name: str) -> str:
         return f"asyncckpt/{self.meeting.token}/{name}"
+
+    def _check_missing(self, keys: str, timed_out: float | None) -> None:
+        """Raise what is known of ranks that have not reported: one has said that it is gone, or the time is up."""
+        reported = self._do(lambda store: _frames(_get(store, f"{keys}/reports")))
+        for text in self._do(lambda store: _get(store, self._keys("gone"))).splitlines():
+            error = decode_error(text)
+            if error.rank not in reported:
+                raise error
+        missing = [rank for rank in range(self.meeting.world_size) if rank not in reported]
+        if timed_out is not None and missing:
+            raise SaveTimeoutError(f"{_ranks(missing)} did not get here within {timed_out:g} s", rank=missing[0])
 
     def _reports(self, store: Any, keys: str) -> list[bytes]:
         failure = _get(store, f"{keys}/failure")
