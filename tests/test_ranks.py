@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 import warnings
@@ -459,6 +460,15 @@ def test_a_smaller_world_has_only_its_own_tensors(tmp_path: Path) -> None:
     run(2, _shrinking, str(tmp_path), folder=tmp_path)
     for name, expected in {"two": {"of0", "of1", "both"}, "one0": {"of0", "both"}, "one1": {"of1", "both"}}.items():
         assert set(FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata) == expected
+
+
+def test_metadata_is_of_one_save_alone(tmp_path: Path) -> None:
+    # DCP hands out the metadata that its cache keeps, and writes the next save's facts into it.
+    first = asyncckpt.save(replicas(1), checkpoint_id=tmp_path / "a")
+    before = pickle.dumps(first)
+    second = asyncckpt.save(replicas(2), checkpoint_id=tmp_path / "b")
+    assert first is not second and pickle.dumps(first) == before
+    assert (tmp_path / "a/.metadata").read_bytes() == (tmp_path / "b/.metadata").read_bytes()
 
 
 # When all slots are busy.
