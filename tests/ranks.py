@@ -17,9 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 LIMIT_S = 60.0
+
+fsdp2_on_cpu = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="FSDP2 of torch 2.6 does not train on a CPU"
+)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed.fsdp", "asyncckpt.checkpointer", "asyncckpt.dcp"])

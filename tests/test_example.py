@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ranks import fsdp2_on_cpu
+
 EXAMPLE = Path(__file__).parent.parent / "examples/fsdp2.py"
 
 
@@ -22,6 +24,7 @@ def _run(ranks: int, root: Path, *options: str) -> str:
     ).stdout
 
 
+@fsdp2_on_cpu
 def test_it_trains_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     assert "steps 0 to 10 with 2 ranks" in _run(2, root, "--steps", "10", "--ckpt-assume-constant-structure")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Job, run, say, serve
+from ranks import Job, fsdp2_on_cpu, run, say, serve
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -137,6 +137,7 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
+@fsdp2_on_cpu
 @pytest.mark.parametrize(("saved_at", "loaded_at"), [(4, (2, 1)), (2, (4,)), (1, (2,))])
 def test_fsdp2_and_adamw_reshard(tmp_path: Path, saved_at: int, loaded_at: tuple[int, ...]) -> None:
     root = tmp_path / "root"
