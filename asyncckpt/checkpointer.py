@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from asyncckpt import catalog
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
-from asyncckpt.errors import CheckpointNotFoundError, ClosedError, StorageError
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ClosedError,
+    DamagedCheckpointError,
+    StorageError,
+)
 from asyncckpt.handle import Save
+from asyncckpt.memory import Memory, MemorySource, choose_in_memory
 from asyncckpt.plan import StateDict
-from asyncckpt.reader import from_first, load
+from asyncckpt.reader import from_first, gather, load
 from asyncckpt.worker.steps import complete_steps, step_folder
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: the checkpoint of ``step``, from ``source``, "memory" or "storage", in ``seconds``."""
+
+    step: int
+    source: Literal["memory", "storage"]
+    seconds: float
 
 
 class Checkpointer:
@@ -44,10 +69,15 @@ class Checkpointer:
             os.makedirs(self.root, exist_ok=True)
         except OSError as error:
             raise StorageError(f"making the folder for checkpoints failed: {error.strerror}", path=self.root) from error
-        self._engine = Engine(config, process_group)
+        name = config.job_id if config is not None else None
+        self._engine = Engine(config, process_group, job=f"{os.path.realpath(self.root)}\n{name or ''}")
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._newest: Save | None = None
+        self._terminated = threading.Event()
+        self._had_sigterm: Any = None
+        self.loaded: Loaded | None = None
+        """What the last ``load`` has loaded, and from where."""
         self._closed = False
 
     @property
@@ -70,30 +100,95 @@ class Checkpointer:
         how it went, and so do ``wait`` and ``close``, for failures that no handle was asked about.
 
         Raises ``CheckpointExistsError`` if that step is saved already, ``UnsavableStateError``, ``OutOfMemoryError``,
-        ``WorkerDiedError``, ``SaveTimeoutError``, ``ClosedError``; then nothing was saved, and the next save may work.
+        ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``, or the failure of an earlier save
+        that nobody was told of; then nothing was saved, and the next save may work. (With ``Config.failure="warn"``
+        none but ``ClosedError``: the handle has it.)
         """
         if step < 0:
             raise ValueError(f"a step is 0 or more, not {step}")
         path = step_folder(self.root, step)
-        self._newest = self._engine.save(path, state_dict, step=step, keep_last=self.config.keep_last)
+        self._newest = self._engine.save(
+            path, state_dict, step=step, keep_last=self.config.keep_last, keep=self.config.keeps(step)
+        )
         return self._newest
 
-    def load(self, state_dict: dict[str, Any], step: int | None = None, *, verify: bool = True) -> int:
+    def load(
+        self,
+        state_dict: dict[str, Any],
+        step: int | None = None,
+        *,
+        verify: bool = True,
+        weights_only: bool = True,
+        fallback: bool = False,
+        memory: bool = True,
+    ) -> int:
         """Load the checkpoint of ``step`` (None: the newest) into ``state_dict``, in place. Returns its step.
 
         It may have been saved by any number of ranks, and in any placement. All ranks load the same one, each what its
-        part of the state needs; what goes wrong on one is raised on all.
+        part of the state needs; what goes wrong on one is raised on all. ``loaded`` tells where it came from.
 
-        Waits first, up to ``Config.timeout`` seconds, for saves under way in this root, be it by this run or by the
-        worker of one that was killed. Every byte is checked before it is used, unless ``verify`` is false.
+        In the place of a trainer that died it comes from memory, if the workers of all ranks still have it there
+        (``memory=False``: never), be it written or not. Else from storage; then this waits first, up to
+        ``Config.timeout`` seconds, for saves under way in this root.
 
-        Raises ``CheckpointNotFoundError`` if there is none, ``DamagedCheckpointError``, ``MismatchError``.
+        Every byte is checked before it is used, unless ``verify`` is false. With ``fallback``, the next older
+        checkpoint is tried when one is damaged or cannot be read, and an error is logged. With ``weights_only`` nothing
+        is loaded that could run code; see ``torch.serialization.add_safe_globals`` for classes of your own.
+
+        Raises ``CheckpointNotFoundError`` if there is none, ``DamagedCheckpointError``, ``MismatchError``,
+        ``UntrustedValueError``, ``StorageError``.
         """
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
-        found = from_first(lambda: self._find(step), self._process_group)
-        load(state_dict, step_folder(self.root, found), verify=verify, process_group=self._process_group)
+        begun = time.perf_counter()
+        fill = partial(load, state_dict, verify=verify, weights_only=weights_only, process_group=self._process_group)
+        found = self._load_from_memory(fill, step) if memory else None
+        source: Literal["memory", "storage"] = "memory"
+        if found is None:
+            source = "storage"
+            found = from_first(lambda: self._find(step), self._process_group)
+            while True:
+                try:
+                    fill(step_folder(self.root, found))
+                    break
+                except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
+                    older = from_first(partial(self._older, found), self._process_group) if fallback else None
+                    if older is None:
+                        raise
+                    logger.error("falling back to step %d, because step %d cannot be loaded: %s", older, found, error)
+                    found = older
+        self.loaded = Loaded(found, source, time.perf_counter() - begun)
+        logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)
         return found
+
+    def _load_from_memory(self, fill: Callable[..., None], step: int | None) -> int | None:
+        """The step that was loaded; None where there is none in memory that storage has not a newer one of."""
+        memory = self._held()
+        images = {} if memory is None else {each.order.attempt: each for each in memory.images}
+        offers = gather([each.order for each in images.values()], self._process_group)
+        committed = {each.order.attempt for each in images.values() if each.committed}
+        attempt = from_first(lambda: choose_in_memory(self.root, step, offers, committed), self._process_group)
+        if attempt is None or memory is None:  # the second follows from the first
+            return None
+        held = images[attempt]
+        source = None
+        try:
+            source = MemorySource(memory, held, from_first(lambda: memory.metadata(held), self._process_group))
+            fill(held.order.path, source=source)
+        except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
+            logger.warning("not loaded from memory: %s", error)
+            return None
+        finally:
+            if source is not None:
+                source.close()
+        return held.order.step
+
+    def _held(self) -> Memory | None:
+        try:
+            return self._engine.held()
+        except CheckpointError as error:
+            logger.warning("not loaded from memory: %s", error)
+            return None
 
     def _find(self, step: int | None) -> int:
         """``step``, or the newest, if there is a checkpoint of it."""
@@ -109,6 +204,9 @@ class Checkpointer:
             )
         return step
 
+    def _older(self, step: int) -> int | None:
+        return max((each for each in self.steps() if each < step), default=None)
+
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, ascending."""
         return complete_steps(self.root)
@@ -120,6 +218,29 @@ class Checkpointer:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""
         self._engine.wait(timeout)
+
+    @property
+    def failures(self) -> int:
+        """How many saves have failed so far."""
+        return self._engine.failures
+
+    def watch_sigterm(self) -> None:
+        """From now on SIGTERM does not end this process, but makes ``terminating`` true; for the main thread.
+
+        Launchers send it some time before SIGKILL (torchrun: 30 s), enough for a last save. All ranks have to call
+        this. ``close`` gives the signal back to whom it was.
+        """
+        self._engine.start()
+        if self._had_sigterm is None:
+            self._had_sigterm = signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
+
+    def terminating(self) -> bool:
+        """Whether some rank was sent SIGTERM since ``watch_sigterm``: save, and end.
+
+        To be called by all ranks after the same steps, between which the state is whole; the answer is the same on all.
+        It costs the ranks of a job a message to the first rank's worker, a fraction of a millisecond.
+        """
+        return self._engine.any_says(self._terminated.is_set())
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """For ``Config.overlap``: have ``optimizer`` wait, before each step, until the newest save has its copy."""
@@ -136,11 +257,17 @@ class Checkpointer:
         Raises the first failure nobody was told of, or ``SaveTimeoutError`` if the worker is still writing after
         ``Config.timeout`` seconds; then it goes on alone.
         """
+        self._close(linger=False)
+
+    def _close(self, *, linger: bool) -> None:
         self._closed = True
+        if self._had_sigterm is not None:
+            signal.signal(signal.SIGTERM, self._had_sigterm)
+            self._had_sigterm = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._engine.close()
+        self._engine.close(linger=linger)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -148,4 +275,5 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # A training that ends by an error is likely to be started again.
+        self._close(linger=kind is not None and issubclass(kind, Exception))

@@ -12,6 +12,7 @@ from asyncckpt.worker.client import WorkerOptions
 from asyncckpt.worker.priority import IO_CLASSES
 
 WhenBusy = Literal["wait", "skip", "latest"]
+Failure = Literal["raise", "warn"]
 
 _ENVIRONMENT_PREFIX = "ASYNCCKPT_"
 
@@ -38,6 +39,25 @@ class Config:
     keep_last: int | None = None
     """Checkpoints to keep in a root: older ones are removed once a newer is durable. None: all."""
 
+    keep_every: int | None = None
+    """Of the older ones, keep those of a step that is a multiple of this for good."""
+
+    keep: Callable[[int], bool] | None = None
+    """The same for any choice: called on the first rank with the step of each save, whether to keep it for good."""
+
+    failure: Failure = "raise"
+    """What happens when a save fails: the next call raises that, if nobody was told of it (``raise``), or it is logged
+    and counted, and the training goes on (``warn``); then ``save`` itself raises nothing but ``ClosedError`` either,
+    and returns a handle of a save that has failed."""
+
+    linger: float = 600.0
+    """Seconds for which the worker of a trainer that has died stays, with the newest states in its memory, for a
+    trainer that is started in its place. 0: it leaves when all is written."""
+
+    job_id: str | None = None
+    """Tells apart jobs that save to the same root and are not the same; a trainer finds what that of its own job has
+    left. None: there is one job for a root."""
+
     timeout: float = 600.0
     """Seconds after which a wait for the worker (for a free slot, for memory, for its end) gives up with an error."""
 
@@ -54,6 +74,13 @@ class Config:
 
     start_timeout: float = 60.0
     """Seconds the worker process may take to start. It takes a tenth of one on an idle machine."""
+
+    worker_restarts: int = 5
+    """How many workers may die one after the other, with no save committed in between, until no other is started."""
+
+    restart_pause: float = 1.0
+    """Seconds for which no worker is started after the second death in a row; twice that after each further one. A save
+    that comes earlier fails at once."""
 
     direct_io: bool = True
     """Write past the page cache (``O_DIRECT``) where the file system allows."""
@@ -72,6 +99,11 @@ class Config:
             "slots": self.slots is None or 1 <= self.slots <= 16,
             "when_busy": self.when_busy in get_args(WhenBusy),
             "keep_last": self.keep_last is None or self.keep_last >= 1,
+            "keep_every": self.keep_every is None or self.keep_every >= 1,
+            "failure": self.failure in get_args(Failure),
+            "linger": self.linger >= 0,
+            "worker_restarts": self.worker_restarts >= 0,
+            "restart_pause": self.restart_pause >= 0,
             "timeout": self.timeout > 0,
             "commit_timeout": self.commit_timeout > 0,
             "start_timeout": self.start_timeout > 0,
@@ -91,7 +123,13 @@ class Config:
             nice=self.nice,
             io_class=self.io_class,
             start_timeout=self.start_timeout,
+            linger=self.linger,
         )
+
+    def keeps(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is one to keep for good."""
+        every = self.keep_every is not None and step % self.keep_every == 0
+        return every or (self.keep is not None and bool(self.keep(step)))
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Config:
@@ -141,11 +179,20 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "when_busy": ("when all slots are being written: wait, skip or latest (default: wait)", str),
     "overlap": ("yes: return before the tensors are copied (default: no)", _truth),
     "keep_last": ("checkpoints to keep (default: all)", int),
+    "keep_every": ("keep those of each so many steps for good (default: none)", int),
+    "failure": ("when a save fails: raise at the next call, or warn and train on (default: raise)", str),
+    "linger": (
+        "seconds a worker keeps the state of a trainer that died for another (default: 600)",
+        float,
+    ),
+    "job_id": ("tells apart jobs that save to the same folder", str),
     "timeout": ("seconds any wait may take (default: 600)", float),
     "commit_timeout": ("seconds a save may take until it is committed on all ranks (default: 1800)", float),
     "assume_constant_structure": ("yes: ranks do not compare notes before each save (default: no)", _truth),
     "host": ("address of the first rank's host (default: $MASTER_ADDR, or its own name)", str),
     "start_timeout": ("seconds the worker may take to start (default: 60)", float),
+    "worker_restarts": ("workers that may die in a row (default: 5)", int),
+    "restart_pause": ("seconds until another is started after the second death in a row (default: 1)", float),
     "direct_io": ("no: write through the page cache (default: yes)", _truth),
     "io_threads": ("threads that write (default: 2)", int),
     "nice": ("niceness of the worker, 0 to 19 (default: 10)", int),

@@ -86,10 +86,12 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    weights_only: bool = True,
 ) -> None:
     """Load the checkpoint ``checkpoint_id``, ours or stock DCP's, into ``state_dict``, in place; see ``reader.load``.
 
-    A ``storage_reader`` of the caller's own is given to DCP as it is. ``no_dist``: this process loads alone.
+    A ``storage_reader`` of the caller's own is given to DCP as it is. ``no_dist``: this process loads alone. Unlike
+    DCP's own ``load``, this loads nothing that could run code unless ``weights_only`` is false.
     """
     if storage_reader is not None:
         state_dict_loader.load(
@@ -101,7 +103,14 @@ def load(
             no_dist=no_dist,
         )
         return
-    reader.load(state_dict, _folder(checkpoint_id), planner=planner, process_group=process_group, no_dist=no_dist)
+    reader.load(
+        state_dict,
+        _folder(checkpoint_id),
+        planner=planner,
+        weights_only=weights_only,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
 
 
 class EnginePlanner(DefaultSavePlanner):

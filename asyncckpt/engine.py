@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from asyncckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     ClosedError,
+    JobTakenError,
     OutOfMemoryError,
     SaveDroppedError,
     SaveTimeoutError,
@@ -36,15 +37,18 @@ from asyncckpt.errors import (
 )
 from asyncckpt.group import Group
 from asyncckpt.handle import Save
-from asyncckpt.home import Home
+from asyncckpt.home import Home, Spare
+from asyncckpt.memory import Memory
 from asyncckpt.plan import Plan, StateDict, flat_names, make_plan, stateful_to_dict
 from asyncckpt.shm.slots import State
 from asyncckpt.staging import Ready, copy_pool, ready_events
 from asyncckpt.structure import StructureChanged
 from asyncckpt.worker.client import Pending, WorkerClient
 from asyncckpt.worker.commit import published
+from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Order
 from asyncckpt.worker.storage import exists_error, replaceable
+from asyncckpt.worker.visit import Visit
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +69,20 @@ class Engine:
         process_group: torch.distributed.ProcessGroup | None = None,
         *,
         alone: bool = False,
+        job: str | None = None,
     ) -> None:
         """For the ranks of ``process_group`` (None: of the whole job, if ``torch.distributed`` is initialised by the
         first save), which all have to make the same calls; with ``alone`` for this process whatever the job.
+
+        ``job``: a text by which the worker finds its way from a trainer that dies to the one in its place; None: it
+        leaves when its trainer does.
         """
         self.config = config or Config()
+        self._job = job
+        self._visit: Visit | None = None
+        self._has_visited = False
+        self._memory: Memory | None = None
+        self._spares: list[Spare] = []
         self._process_group = process_group
         self._alone = alone
         self._group: Group | None = None
@@ -77,7 +90,11 @@ class Engine:
         self._known: list[_Known] = []  # most recently used first
         self._under_way: dict[int, Save] = {}
         self._failed: list[Save] = []
+        self.failures = 0
+        self._deaths = 0  # of workers, since a save was committed
+        self._restart_at = 0.0
         self._ids = itertools.count(1)
+        self._questions = itertools.count(1)
         self._pool = copy_pool()
         self._stager: ThreadPoolExecutor | None = None
         self._copies: list[Future[CheckpointError | None]] = []
@@ -97,9 +114,8 @@ class Engine:
             found = self._agree(group, number, state, planner, client, lambda: None)
             home, tensors = found or self._plan_anew(group, number, state, planner, client)
             ready = ready_events(tensors)
-            for slot, _ in enumerate(home.pending):
-                if home.slots.state(slot) is State.FREE:
-                    home.copy(slot, tensors, ready, self._pool)
+            for slot in home.free_slots():
+                home.copy(slot, tensors, ready, self._pool)
 
     def save(
         self,
@@ -109,28 +125,68 @@ class Engine:
         step: int | None = None,
         overwrite: bool = False,
         keep_last: int | None = None,
+        keep: bool = False,
         planner: SavePlanner | None = None,
     ) -> Save:
         """Save ``state_dict``, this rank's part, as the checkpoint ``path``, the same on all ranks.
 
         Returns when its tensors are staged, from where on the caller may change them (with ``overlap``: earlier, see
-        ``Config``). Raises ``CheckpointExistsError`` if something is at ``path`` (with ``overwrite``: something other
+        ``Config``). Once it is committed, all but the ``keep_last`` newest steps beside it are removed, except those
+        saved with ``keep``.
+
+        Raises ``CheckpointExistsError`` if something is at ``path`` (with ``overwrite``: something other
         than a checkpoint), ``UnsavableStateError``, ``StructureChangedError``, ``OutOfMemoryError``,
-        ``WorkerDiedError``, ``RankFailedError``, ``SaveTimeoutError``, ``ClosedError``; then nothing was saved, and no
-        other rank's save succeeds. What goes wrong later comes from the handle, on all ranks the same.
+        ``WorkerDiedError``, ``JobTakenError``, ``RankFailedError``, ``SaveTimeoutError``, ``ClosedError``, or what an
+        earlier save failed with, if nobody was told; then nothing was saved, and no other rank's save succeeds. What
+        goes wrong later comes from the handle, on all ranks the same. (With ``Config.failure="warn"`` all but
+        ``ClosedError`` comes from there.)
         """
         final = os.path.abspath(os.fspath(path))
         with self._lock:
             self._check_usable()
             group, number = self._ranks(), next(self._ids)
             save = Save(final, step)
+            retention = _Retention(overwrite, keep_last, keep)
             try:
-                self._save(group, number, save, state_dict, planner, overwrite, keep_last)
+                self._raise_failure()
+                self._save(group, number, save, state_dict, planner, retention)
             except BaseException as error:
                 group.fail(number, error, begun=save._begun_in_worker)
-                raise
+                if not self._is_passed_over(error):
+                    raise
+                logger.warning("not saved, and training goes on: %s", str(error))
+                if not save._begun_in_worker:
+                    self.failures += 1  # else it is counted when it ends
+                save._reported = True
+                save._resolve(error)
             save._timings["stall_s"] = time.perf_counter() - save._begun
             return save
+
+    def start(self) -> None:
+        """Start the worker and meet the other ranks, as the first save does. Raises as ``save`` does."""
+        with self._lock:
+            self._check_usable()
+            self._running_client(self._ranks())
+
+    def any_says(self, mine: bool) -> bool:
+        """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it.
+
+        The ranks must have met. Raises ``WorkerDiedError``, ``SaveTimeoutError``.
+        """
+        with self._lock:
+            return self._ranks().any_says(next(self._questions), mine)
+
+    def held(self) -> Memory | None:
+        """What the worker of this rank's trainer before this one still holds; None when that is nothing, or when this
+        one has begun to save. Raises ``SaveTimeoutError`` where that worker does not answer.
+        """
+        with self._lock:
+            self._check_usable()
+            try:
+                self._knock(self._ranks())
+            except JobTakenError as error:
+                logger.info("nothing is loaded from memory: %s", error)
+            return self._memory
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""
@@ -139,11 +195,11 @@ class Engine:
             raise SaveTimeoutError(f"saves are still under way after {timeout:g} s")
         self._raise_failure()
 
-    def close(self) -> None:
+    def close(self, *, linger: bool = False) -> None:
         """Wait for all saves, end the worker, give the memory back. Then raise the first failure nobody was told of.
 
         Raises ``SaveTimeoutError`` if the worker is still writing after ``config.timeout`` seconds: it goes on alone.
-        Safe to call twice.
+        ``linger``: the worker stays for a while with what it holds, as if this process had died. Safe to call twice.
         """
         with self._lock:
             if self._closed:
@@ -152,10 +208,13 @@ class Engine:
             if self._stager is not None:
                 self._stager.shutdown()
             try:
-                if self._client is not None:
+                if self._client is not None and linger:
+                    self._client.desert(self.config.timeout)
+                elif self._client is not None:
                     self._client.close(self.config.timeout)
             finally:
-                self._drop_homes()
+                self._spares += self._drop_homes()
+                self._drop_spares()
                 self._pool.shutdown()
                 if self._group is not None:
                     self._group.close()
@@ -192,14 +251,13 @@ class Engine:
         save: Save,
         state_dict: StateDict,
         planner: SavePlanner | None,
-        overwrite: bool,
-        keep_last: int | None,
+        retention: _Retention,
     ) -> None:
         final, step = os.fspath(save.path), save.step
 
         def check_place() -> None:
             if group.rank == 0:
-                self._check_place(final, overwrite, step)
+                self._check_place(final, retention.overwrite, step)
 
         client = self._running_client(group)
         state = stateful_to_dict(state_dict)
@@ -219,8 +277,10 @@ class Engine:
             attempt=f"{group.token[:12]}-{number}",
             step=step,
             rank=group.rank,
-            overwrite=overwrite,
-            keep_last=keep_last,
+            world_size=group.world_size,
+            overwrite=retention.overwrite,
+            keep_last=retention.keep_last,
+            keep=retention.keep,
             timeout=self.config.commit_timeout,
         )
         self._stage(save, order, home, tensors)
@@ -327,12 +387,12 @@ class Engine:
         """Memory for ``plan``."""
         slots = self.config.slots or _DEFAULT_SLOTS
         try:
-            return Home(plan, client, slots, self.config.timeout)
+            return Home(plan, client, slots, self.config.timeout, self._spares)
         except OutOfMemoryError as error:
             if self.config.slots is not None:
                 raise
             logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
-            return Home(plan, client, 1, self.config.timeout)
+            return Home(plan, client, 1, self.config.timeout, self._spares)
 
     def _take_slot(self, group: Group, number: int, home: Home, save: Save) -> int | None:
         """A free slot, as ``when_busy`` says, which the first rank decides for all. None: the save was dropped."""
@@ -386,8 +446,9 @@ class Engine:
         home.slots.take(order.slot, order.save_id)
         # Of the worker whose memory this is: should it have died since, this says so.
         pending = home.client.begin(order)
+        self._memory = None  # what was held is being overwritten
         save._begun_in_worker = True
-        home.pending[order.slot] = pending
+        home.begin(order.slot, pending)
         self._under_way[order.save_id] = save
         pending.future.add_done_callback(lambda outcome: self._ended(save, order, outcome))
         home.write_objects(order.slot)
@@ -435,31 +496,116 @@ class Engine:
         if failure is not None and not isinstance(failure, SaveDroppedError):
             logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
             self._failed = [save for save in self._failed if not save._reported] + [save]
+            self.failures += 1
+        if failure is None:
+            self._deaths = 0
         save._end(failure, outcome.result() if outcome.exception() is None else None)
 
+    def _is_passed_over(self, error: BaseException) -> bool:
+        passed = isinstance(error, CheckpointError) and not isinstance(error, ClosedError)
+        return self.config.failure == "warn" and passed
+
     def _raise_failure(self) -> None:
+        """Raise the first failure nobody was told of, unless a warning in the log is enough."""
         failed, self._failed = self._failed, []
+        if self.config.failure == "warn":
+            return
         errors = [error for save in failed if (error := save._unreported_failure()) is not None]
         if errors:
             raise errors[0]
 
     def _running_client(self, group: Group) -> WorkerClient:
         if self._client is not None and not self._client.alive:
-            self._drop_homes()
+            self._spares += self._drop_homes()
             self._client.close(self.config.timeout)
             self._client = None
+            self._bury()
         if self._client is None:
-            self._client = WorkerClient(self.config.worker_options())
+            self._client = self._start_worker(group)
         group.meet(self._client)
         return self._client
 
-    def _drop_homes(self) -> None:
+    def _start_worker(self, group: Group) -> WorkerClient:
+        limit = self.config.worker_restarts
+        if self._deaths > limit:
+            raise WorkerDiedError(
+                f"the worker has died {self._deaths} times in a row, and no other is started (see"
+                f" Config.worker_restarts); look at what is in the log, then make a new checkpointer",
+                rank=group.rank,
+            )
+        if (left := self._restart_at - time.monotonic()) > 0:
+            raise WorkerDiedError(
+                f"the worker has died {self._deaths} times in a row, and another is started in {left:.1f} s",
+                rank=group.rank,
+            )
+        self._inherit(group)
+        door = None if self._job is None else door_name(self._job, group.rank)
+        try:
+            return WorkerClient(replace(self.config.worker_options(), door=door))
+        except WorkerDiedError:
+            self._bury()
+            raise
+
+    def _bury(self) -> None:
+        """A worker has died. The next may be started at once, but not one after the other."""
+        self._deaths += 1
+        if self._deaths > 1:
+            self._restart_at = time.monotonic() + self.config.restart_pause * 2 ** (self._deaths - 2)
+
+    def _knock(self, group: Group) -> None:
+        """See, once, whether the worker of a trainer before this one is there. Raises ``JobTakenError``."""
+        if self._job is not None and not self._has_visited and self._client is None:
+            self._visit = Visit.pay(door_name(self._job, group.rank), self.config.timeout)
+            self._has_visited = True
+            if self._visit is not None:
+                self._memory = Memory(self._job, self._visit.segments, self._visit.images)
+
+    def _inherit(self, group: Group) -> None:
+        """Take the memory over that the worker of a trainer before this one holds, and have that worker leave."""
+        self._knock(group)
+        visit, self._visit = self._visit, None
+        if visit is None:
+            return
+        visit.retire(self.config.timeout)
+        for number, segment in visit.segments.items():
+            # How the saves have ended is known by now.
+            images = [
+                replace(each, committed=each.committed or published(each.order.path, each.order.attempt))
+                for each in visit.images
+                if each.order.segment == number
+            ]
+            if images:
+                self._spares.append(Spare(segment, images[0].layout, tuple(images)))
+            else:
+                segment.close()
+
+    def _drop_homes(self) -> list[Spare]:
+        """Let go of the memory, which has lost its worker."""
         for copy in self._copies:
             copy.result()  # it writes into the memory that goes now
+        spares = []
         for known in self._known:
             if known.home is not None:
-                known.home.close()
+                spares.append(known.home.leave())
                 known.home = None
+        return spares
+
+    def _drop_spares(self) -> None:
+        self._memory = None
+        if self._visit is not None:
+            self._visit.close()
+            self._visit = None
+        while self._spares:
+            self._spares.pop().segment.close()
+
+
+@dataclass(frozen=True)
+class _Retention:
+    """What is to become of what stands at the place of a save, and beside it."""
+
+    overwrite: bool
+    keep_last: int | None
+    keep: bool
 
 
 @dataclass

@@ -67,6 +67,10 @@ class DamagedCheckpointError(CheckpointError):
     """Bytes of a checkpoint are missing or are not those that were written."""
 
 
+class UntrustedValueError(CheckpointError):
+    """A value of a checkpoint names a class that is not known to be harmless, and ``weights_only`` was asked for."""
+
+
 class StorageError(CheckpointError):
     """Storage refused: no space, an I/O error, no permission, a path that is no folder."""
 
@@ -77,6 +81,10 @@ class OutOfMemoryError(CheckpointError):
 
 class WorkerDiedError(CheckpointError):
     """The worker process did not start, or ended while it was needed."""
+
+
+class JobTakenError(CheckpointError):
+    """Another trainer saves as the same rank of the same job."""
 
 
 class RankFailedError(CheckpointError):

@@ -28,6 +28,8 @@ from asyncckpt.worker.rounds import Rounds, grace, round_name
 
 logger = logging.getLogger(__name__)
 
+_YES = "yes"
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -124,6 +126,14 @@ class Group:
         self._rounds.conclude(name, _pack(decision))
         self._rounds.clear(kind, number)
         return decision
+
+    def any_says(self, number: int, mine: bool) -> bool:
+        """Whether any rank has said yes by now, the same answer for question ``number`` on all ranks."""
+        if self._rounds is not None and mine and self.rank > 0:
+            self._rounds.say(_YES)
+        return self.follow_first(
+            "any", number, lambda: mine or (self._rounds is not None and self._rounds.is_said(_YES))
+        )
 
     def fail(self, number: int, error: BaseException, *, begun: bool) -> None:
         """Tell the other ranks that their save ``number`` cannot be committed, because of this one.

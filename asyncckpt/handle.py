@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
@@ -95,10 +96,11 @@ class Save:
 
     def _resolve(self, error: BaseException | None) -> None:
         self._staged.set()
-        if error is None:
-            self.future.set_result(self.path)
-        else:
-            self.future.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # it may fail in the call and, a moment later, in the worker
+            if error is None:
+                self.future.set_result(self.path)
+            else:
+                self.future.set_exception(error)
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "committed" if self.failure is None else "failed"

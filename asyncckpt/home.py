@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from asyncckpt.plan import Plan
-from asyncckpt.shm.segment import PAGE, round_up
-from asyncckpt.shm.slots import HEADER_BYTES, SlotTable
+from asyncckpt.shm.segment import PAGE, Segment, round_up
+from asyncckpt.shm.slots import HEADER_BYTES, SlotTable, State
 from asyncckpt.staging import PinnedMemory, Ready, SlotStager
 from asyncckpt.worker.client import Pending, WorkerClient
-from asyncckpt.worker.messages import Layout, Region
+from asyncckpt.worker.messages import Held, Layout, Region
+
+
+@dataclass
+class Spare:
+    """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it."""
+
+    segment: Segment
+    layout: Layout
+    held: tuple[Held, ...] = ()
 
 
 class Home:
@@ -22,10 +32,11 @@ class Home:
     page on. ``pending`` has, for each slot, the save that last took it. ``client`` is the worker whose memory it is.
     """
 
-    def __init__(self, plan: Plan, client: WorkerClient, slots: int, timeout: float) -> None:
-        """Have ``client`` allocate the segment, and write all that is constant into it.
+    def __init__(self, plan: Plan, client: WorkerClient, slots: int, timeout: float, spares: list[Spare]) -> None:
+        """Take the one of ``spares`` that was for the same plan, or have ``client`` allocate the segment.
 
-        Raises ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+        Spares that fit nothing are given back before memory is allocated. Writes all that is constant. Raises
+        ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``.
         """
         self.plan = plan
         self.client = client
@@ -44,9 +55,25 @@ class Home:
             end = round_up(end + len(data))
         offsets = tuple(end + number * plan.image.nbytes for number in range(slots))
         self._offsets = offsets
-        self.number, self.segment = client.allocate(end + slots * plan.image.nbytes, timeout)
+        self.layout = Layout(plan.data_name, plan.image.nbytes, offsets, **regions)
+        spare = _fitting(spares, self.layout, constants)
+        if spare is None:
+            while spares:
+                spares.pop().segment.close()
+            self.number, self.segment = client.allocate(end + slots * plan.image.nbytes, timeout)
+        else:
+            self.segment = spare.segment
+            self.number = client.adopt(spare.segment, spare.held, timeout)
+            spares.remove(spare)
         self.segment.touch()
         self.slots = SlotTable(self.segment.view)
+        held = [] if spare is None else sorted(spare.held, key=lambda each: each.order.save_id)
+        kept = [each.order.slot for each in held]
+        # Least recently used first: what is held is overwritten last, the newest of it last of all.
+        self._turns = [slot for slot in range(slots) if slot not in kept] + kept
+        self._kept = set(kept)
+        for slot in range(slots):
+            self.slots.set(slot, State.FREE)
         for name, data in constants.items():
             region = regions[name]
             self.segment.view[region.offset : region.offset + region.nbytes] = data
@@ -54,24 +81,31 @@ class Home:
             for offset in offsets:
                 self.segment.view[offset + place : offset + place + len(data)] = data
         self._stagers = [SlotStager(plan.image, self.segment, offset) for offset in offsets]
-        client.describe(self.number, Layout(plan.data_name, plan.image.nbytes, offsets, **regions))
+        client.describe(self.number, self.layout)
 
     def limit(self, slots: int) -> None:
         """Use no more than ``slots`` slots: another rank has no more."""
         del self.pending[slots:]
+        self._turns = [slot for slot in self._turns if slot < slots]
 
     def free_slot(self) -> int | None:
-        """A slot that holds nothing any more, if there is one; that least recently used, so that they take turns."""
-        free = [
-            (0 if save is None else save.order.save_id, slot)
-            for slot, save in enumerate(self.pending)
-            if save is None or save.slot_free
-        ]
-        return min(free)[1] if free else None
+        """A slot that is not under way, if there is one; that least recently used, so that they take turns."""
+        return next((slot for slot in self._turns if self._is_free(slot)), None)
+
+    def free_slots(self) -> list[int]:
+        """All that are not under way, and hold nothing that anybody may want."""
+        return [slot for slot in self._turns if self._is_free(slot) and slot not in self._kept]
+
+    def begin(self, slot: int, pending: Pending) -> None:
+        """``slot`` is taken for a save."""
+        self.pending[slot] = pending
+        self._kept.discard(slot)
+        self._turns.remove(slot)
+        self._turns.append(slot)
 
     def idle(self) -> bool:
         """Whether no slot holds a save under way."""
-        return all(save is None or save.slot_free for save in self.pending)
+        return all(map(self._is_free, range(len(self.pending))))
 
     def copy(
         self,
@@ -99,9 +133,29 @@ class Home:
         """Give the memory back; nothing in it may be under way, or the worker is gone."""
         if self.client.alive:
             self.client.release(self.number)
+        self.leave().segment.close()
+
+    def leave(self) -> Spare:
+        """Let go of the memory, but keep it for another worker: this one is gone."""
         if self._pinned is not None:
             self._pinned.close()
         for stager in self._stagers:
             stager.close()
         self.slots.close()
-        self.segment.close()
+        return Spare(self.segment, self.layout)
+
+    def _is_free(self, slot: int) -> bool:
+        save = self.pending[slot]
+        return save is None or save.slot_free
+
+
+def _fitting(spares: list[Spare], layout: Layout, constants: dict[str, bytes | memoryview]) -> Spare | None:
+    """The one that was for the same plan, down to the last constant byte."""
+    for spare in spares:
+        regions = {name: getattr(layout, name) for name in constants}
+        if spare.layout == layout and all(
+            spare.segment.view[region.offset : region.offset + region.nbytes] == constants[name]
+            for name, region in regions.items()
+        ):
+            return spare
+    return None

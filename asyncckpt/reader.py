@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import os
-import pickle
 import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -25,10 +26,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from asyncckpt.catalog import check_size, is_ours, read_checked, read_index, read_manifest
+from asyncckpt.catalog import is_ours, read_manifest
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
-from asyncckpt.spans import DataFile, raise_damage, read_pool
-from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest
+from asyncckpt.source import FolderSource, Source
+from asyncckpt.spans import SpanFile, raise_damage, read_pool
+from asyncckpt.trust import load_metadata, load_object
+from asyncckpt.worker.manifest import METADATA_NAME, Index, Item
 from asyncckpt.worker.storage import reading, translated
 
 logger = logging.getLogger(__name__)
@@ -42,8 +45,10 @@ def load(
     *,
     planner: LoadPlanner | None = None,
     verify: bool = True,
+    weights_only: bool = True,
     process_group: Any = None,
     no_dist: bool = False,
+    source: Source | None = None,
 ) -> None:
     """Load the checkpoint ``path`` into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
@@ -51,14 +56,22 @@ def load(
     ``state_dict`` has not are left alone. Also reads what stock DCP wrote. With ``verify`` the bytes are checked before
     they are copied, tensor by tensor: after an error part of ``state_dict`` may be loaded.
 
+    With ``weights_only`` no value may run code while it is unpickled, see ``trust.py``. ``source``: where to read from
+    (None: the folder ``path``).
+
     In a job of many ranks all of ``process_group`` (None: of the job) load together, each what its part needs, and what
     goes wrong on one rank is raised on all.
 
-    Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``MismatchError``, ``StorageError``.
+    Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``MismatchError``, ``UntrustedValueError``,
+    ``StorageError``.
     """
     path = os.path.abspath(path)
+
+    def open_reader() -> StorageReader:
+        return _open(path, source, held, verify=verify, weights_only=weights_only)
+
     with contextlib.ExitStack() as held:
-        reader = _open(path, verify, held) if no_dist else on_all(lambda: _open(path, verify, held), process_group)
+        reader = open_reader() if no_dist else on_all(open_reader, process_group)
         try:
             with warnings.catch_warnings():
                 # That one process alone loads is no news to a job of one process.
@@ -66,7 +79,7 @@ def load(
                 state_dict_loader.load(
                     state_dict,
                     storage_reader=reader,
-                    planner=planner or _CheckingPlanner(path),
+                    planner=planner or _CheckingPlanner(path, weights_only=weights_only),
                     process_group=process_group,
                     no_dist=no_dist,
                 )
@@ -79,15 +92,18 @@ def load(
             raise
 
 
-def _open(path: str, verify: bool, held: contextlib.ExitStack) -> StorageReader:
+def _open(
+    path: str, source: Source | None, held: contextlib.ExitStack, *, verify: bool, weights_only: bool
+) -> StorageReader:
     """The reader for ``path``, which is ``held`` against removal."""
-    if not os.path.isdir(path):
-        raise CheckpointNotFoundError("there is no checkpoint here", path=path)
-    with translated("opening", path):
-        held.enter_context(reading(path))
-    if os.path.exists(os.path.join(path, METADATA_NAME)) and not is_ours(path):
-        return FileSystemReader(path)
-    reader = ImageReader(path, verify=verify)
+    if source is None:
+        if not os.path.isdir(path):
+            raise CheckpointNotFoundError("there is no checkpoint here", path=path)
+        with translated("opening", path):
+            held.enter_context(reading(path))
+        if os.path.exists(os.path.join(path, METADATA_NAME)) and not is_ours(path):
+            return FileSystemReader(path)
+    reader = ImageReader(path, verify=verify, weights_only=weights_only, source=source)
     reader.read_metadata()  # so that what is wrong with it is said by us: DCP would make a text of it
     return reader
 
@@ -99,11 +115,7 @@ def on_all(do: Callable[[], T], process_group: Any = None) -> T:
         result = do()
     except CheckpointError as error:
         failure = error
-    failures = [failure]
-    if _many(process_group):
-        failures = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(failures, failure, group=process_group)
-    for told in failures:
+    for told in gather(failure, process_group):
         if told is not None:
             raise told
     return result
@@ -127,6 +139,15 @@ def from_first(do: Callable[[], T], process_group: Any = None) -> T:
     return found
 
 
+def gather(value: T, process_group: Any = None) -> list[T]:
+    """What each rank has, in their order."""
+    if not _many(process_group):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
 def _many(process_group: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
 
@@ -134,20 +155,33 @@ def _many(process_group: Any) -> bool:
 class ImageReader(StorageReader):
     """DCP's way to read a checkpoint of ours, for ``torch.distributed.checkpoint.load(storage_reader=...)``."""
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
-        """Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``."""
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool = True,
+        weights_only: bool = True,
+        source: Source | None = None,
+    ) -> None:
+        """``source``: where its files are; None: in the folder ``path``.
+
+        Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``.
+        """
         self._verify = verify
-        self.reset(path)
+        self._weights_only = weights_only
+        self._metadata: Metadata | None = None
+        self._path = os.path.abspath(os.fspath(path))
+        self._source = source or FolderSource(self._path, read_manifest(self._path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
+        if checkpoint_id is not None and os.path.abspath(os.fspath(checkpoint_id)) != self._path:
             self._path = os.path.abspath(os.fspath(checkpoint_id))
-            self._manifest: Manifest = read_manifest(self._path)
-            self._metadata: Metadata | None = None
+            self._source = FolderSource(self._path, read_manifest(self._path))
+            self._metadata = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
-            self._metadata = pickle.loads(read_checked(self._path, self._manifest, METADATA_NAME))
+            self._metadata = load_metadata(self._source.metadata(), self._path, weights_only=self._weights_only)
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
         return self._metadata
 
@@ -176,12 +210,10 @@ class ImageReader(StorageReader):
     def _read_file(
         self, name: str, requests: list[tuple[ReadItem, int]], planner: LoadPlanner, pool: ThreadPoolExecutor
     ) -> None:
-        check_size(self._path, self._manifest, name)
-        index = read_index(self._path, self._manifest, name)
-        stored = _Stored(index, os.path.join(self._path, name))
-        wanted = sorted((stored.want(item, at, planner) for item, at in requests), key=lambda want: want.stored.at)
-        file = DataFile(stored.path, index)
+        file = self._source.open(name)
         try:
+            stored = _Stored(file.index, file.path)
+            wanted = sorted((stored.want(item, at, planner) for item, at in requests), key=lambda want: want.stored.at)
             # Values whose bytes must be brought together first are read a batch at a time, to bound that memory.
             for batch in _batches(wanted):
                 _read_batch(file, batch, planner, pool, self._verify)
@@ -195,6 +227,8 @@ class ImageReader(StorageReader):
 
 # Bytes that are brought together before they can be copied to where they belong, at most, but for one larger tensor.
 _BATCH_BYTES = 256 << 20
+# Copies of so many bytes let go of Python's lock, so that several threads copy.
+_COPY_ALONE_BYTES = 256 << 10
 
 
 @dataclass
@@ -267,7 +301,7 @@ def _batches(wanted: Sequence[_Want]) -> list[list[_Want]]:
 
 
 def _read_batch(
-    file: DataFile, batch: Sequence[_Want], planner: LoadPlanner, pool: ThreadPoolExecutor, verify: bool
+    file: SpanFile, batch: Sequence[_Want], planner: LoadPlanner, pool: ThreadPoolExecutor, verify: bool
 ) -> None:
     places = [
         (want.begin, want.end, memoryview(bytearray(want.end - want.begin)) if want.target is None else want.target)
@@ -284,7 +318,7 @@ def _read_batch(
             first, last, target = places[number]
             low, high = max(first, begin), min(last, end)
             if low < high:
-                target[low - first : high - first] = data[low - begin : high - begin]
+                _copy(target[low - first : high - first], data[low - begin : high - begin])
             number += 1
 
     file.read(
@@ -292,6 +326,13 @@ def _read_batch(
     )
     for want, (_, _, data) in zip(batch, places, strict=True):
         _finish(want, data, planner)
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    if len(source) < _COPY_ALONE_BYTES:
+        target[:] = source
+    else:
+        numpy.copyto(numpy.asarray(target), numpy.asarray(source))
 
 
 def _finish(want: _Want, data: memoryview, planner: LoadPlanner) -> None:
@@ -339,9 +380,18 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 class _CheckingPlanner(DefaultLoadPlanner):
     """DCP's default planner, that says in our errors, and of all keys at once, what does not fit."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, weights_only: bool) -> None:
         super().__init__()
         self._path = path
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = load_object(value, name, self._path, weights_only=self._weights_only)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
 
     def create_local_plan(self) -> LoadPlan:
         known: Mapping[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}

@@ -1,4 +1,4 @@
-"""Reading a data file span by span, each checked on the way."""
+"""Reading a data file span by span, each checked on the way, from storage or from memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,24 +33,13 @@ def raise_damage(damage: DamagedCheckpointError) -> None:
     raise damage
 
 
-class DataFile:
-    """A data file opened for reading, past the page cache where the file system allows."""
+class SpanFile(ABC):
+    """A data file, wherever its bytes are. ``path`` is for errors."""
 
-    def __init__(self, path: str, index: Index) -> None:
-        """Raises ``DamagedCheckpointError`` if it is missing or of another size, else ``StorageError``."""
+    def __init__(self, path: str, index: Index, bounds: Sequence[int]) -> None:
         self.path = path
-        self._index = index
-        self._bounds = index.bounds()
-        self._buffers = threading.local()
-        with translated("opening", path):
-            try:
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-            except FileNotFoundError as error:
-                raise DamagedCheckpointError("a file of this checkpoint is missing", path=path) from error
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.index = index
+        self._bounds = bounds
 
     def read(
         self,
@@ -80,11 +70,15 @@ class DataFile:
     @property
     def nbytes(self) -> int:
         """The size the file was written with."""
-        return self._index.nbytes
+        return self.index.nbytes
 
+    @abstractmethod
     def close(self) -> None:
-        """Give the descriptor back."""
-        os.close(self._fd)
+        """Give back what is held."""
+
+    @abstractmethod
+    def _fetch(self, begin: int, end: int) -> memoryview:
+        """The bytes from ``begin`` to ``end``, or as many as there are; good until this thread's next call."""
 
     def _wanted(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
         wanted: set[int] = set()
@@ -107,22 +101,46 @@ class DataFile:
 
     def _read_run(self, first: int, last: int, consume: Consume, on_damage: OnDamage | None) -> None:
         begin, end = self._bounds[first], self._bounds[last]
-        aligned = begin // PAGE * PAGE
-        data = self._fill(aligned, round_up(end - aligned))[begin - aligned : end - aligned]
+        data = self._fetch(begin, end)
         if len(data) < end - begin:
             raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
         for span in range(first, last):
             if on_damage is None:
                 break
             at, stop = self._bounds[span], self._bounds[span + 1]
-            if checksum(data[at - begin : stop - begin]) != self._index.checksums[span]:
+            if checksum(data[at - begin : stop - begin]) != self.index.checksums[span]:
                 on_damage(self._damage(at, stop))
         consume(begin, data)
 
     def _damage(self, begin: int, end: int) -> DamagedCheckpointError:
-        names = ", ".join(map(repr, self._index.names_at(begin, end)))
+        names = ", ".join(map(repr, self.index.names_at(begin, end)))
         what = names or "of no value, but of the space between them"
         return DamagedCheckpointError(f"the bytes {begin:,} to {end:,} are damaged: {what}", path=self.path)
+
+
+class DataFile(SpanFile):
+    """One on storage, opened for reading, past the page cache where the file system allows."""
+
+    def __init__(self, path: str, index: Index) -> None:
+        """Raises ``DamagedCheckpointError`` if it is missing, else ``StorageError``."""
+        super().__init__(path, index, index.bounds())
+        self._buffers = threading.local()
+        with translated("opening", path):
+            try:
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except FileNotFoundError as error:
+                raise DamagedCheckpointError("a file of this checkpoint is missing", path=path) from error
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _fetch(self, begin: int, end: int) -> memoryview:
+        aligned = begin // PAGE * PAGE
+        return self._fill(aligned, round_up(end - aligned))[begin - aligned : end - aligned]
 
     def _fill(self, offset: int, nbytes: int) -> memoryview:
         """Read into this thread's own buffer, which the next call overwrites."""
@@ -138,6 +156,20 @@ class DataFile:
                     break
                 done += count
         return view[:done]
+
+
+class MemoryFile(SpanFile):
+    """One that is still in memory."""
+
+    def __init__(self, path: str, index: Index, data: memoryview, bounds: Sequence[int]) -> None:
+        super().__init__(path, index, bounds)
+        self._data = data
+
+    def close(self) -> None:
+        pass
+
+    def _fetch(self, begin: int, end: int) -> memoryview:
+        return self._data[begin:end]
 
 
 def read_pool() -> ThreadPoolExecutor:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncckpt.catalog import check_size, read_checked, read_index, read_manifest
+from asyncckpt.catalog import check_size, read_checked, read_manifest
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.spans import DataFile, read_pool
+from asyncckpt.source import FolderSource
+from asyncckpt.spans import SpanFile, read_pool
 from asyncckpt.worker.storage import reading, translated
 
 
@@ -47,8 +48,7 @@ def _verify(report: Report, progress: Callable[[int], object]) -> None:
         try:
             if facts["xxh3"] is None:
                 check_size(report.path, manifest, name)
-                index = read_index(report.path, manifest, name)
-                _verify_data(report, DataFile(os.path.join(report.path, name), index), progress)
+                _verify_data(report, FolderSource(report.path, manifest).open(name), progress)
             else:
                 read_checked(report.path, manifest, name)
                 progress(facts["bytes"])
@@ -58,7 +58,7 @@ def _verify(report: Report, progress: Callable[[int], object]) -> None:
         report.nbytes += facts["bytes"]
 
 
-def _verify_data(report: Report, file: DataFile, progress: Callable[[int], object]) -> None:
+def _verify_data(report: Report, file: SpanFile, progress: Callable[[int], object]) -> None:
     def consume(begin: int, data: memoryview) -> None:
         progress(len(data))
 

@@ -63,9 +63,9 @@ class FaultyFile(storage.OutputFile):
 
 
 class FaultyStorage(storage.LocalStorage):
-    def begin(self, final: str, attempt: str, nbytes: int) -> str:
+    def begin(self, final: str, *args: Any) -> str:
         reach("begin", final)
-        return super().begin(final, attempt, nbytes)
+        return super().begin(final, *args)
 
     def create(self, path: str, *, large: bool) -> storage.OutputFile:
         reach("create", path)

@@ -147,7 +147,7 @@ def test_spans_cover_everything_and_begin_at_items() -> None:
 
 
 def test_manifest_and_index_read_what_they_wrote() -> None:
-    manifest = Manifest("attempt", None, 1.5, 1, 7, {"a": {"bytes": 7, "xxh3": None}}, {"write_s": 0.25})
+    manifest = Manifest("attempt", None, 1.5, 1, False, 7, {"a": {"bytes": 7, "xxh3": None}}, {"write_s": 0.25})
     assert Manifest.parse(manifest.encode(), "path") == manifest
     items = [
         Item('na"me', "tensor", "float32", [2], [0], 0, 100, 50, 8),

@@ -61,7 +61,7 @@ def _attempt(tmp_path: Path, segment: Segment, store: LocalStorage, overwrite: b
         index_head=Region(PAGE + 64, 4),
         spans=Region(PAGE + 128, len(words)),
     )
-    order = Order(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, overwrite, None, 60.0)
+    order = Order(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, overwrite, None, False, 60.0)
     return Attempt(store, order, layout, segment, {})
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -17,11 +19,13 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 
 from multiprocess.connection import Connection
-from multiprocess.reduction import recv_handle
+from multiprocess.reduction import recv_handle, send_handle
 
 from asyncckpt.errors import CheckpointError, ClosedError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.messages import (
+    Adopt,
+    Adopted,
     Allocate,
     Allocated,
     Begin,
@@ -33,6 +37,7 @@ from asyncckpt.worker.messages import (
     Failed,
     FromTrainer,
     FromWorker,
+    Held,
     Host,
     Hosting,
     Join,
@@ -48,6 +53,8 @@ from asyncckpt.worker.messages import (
 from asyncckpt.worker.rounds import grace
 from asyncckpt.worker.wire import receive, send
 
+logger = logging.getLogger(__name__)
+
 _LAST_WORDS_BYTES = 4096
 # How long the listener listens before it looks which saves are overdue.
 _LISTEN_S = 1.0
@@ -62,6 +69,9 @@ class WorkerOptions:
     nice: int = 10
     io_class: str = "best-effort"
     start_timeout: float = 60.0
+    linger: float = 0.0
+    door: str | None = None
+    """Its name, see ``door.py``; None: it has no door, and never lingers."""
 
 
 class Pending:
@@ -83,7 +93,11 @@ class WorkerClient:
     """
 
     def __init__(self, options: WorkerOptions) -> None:
-        """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds."""
+        """Start a worker.
+
+        Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds, and ``JobTakenError`` when
+        another has its door.
+        """
         self._owner = os.getpid()
         self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
         self._connection, self._process = _spawn(options, self._stderr)
@@ -120,6 +134,16 @@ class WorkerClient:
         if not isinstance(reply, Allocated) or segment is None:
             raise CheckpointError(f"the worker answered {reply!r} to an allocation: please report this")
         return reply.segment, segment
+
+    def adopt(self, segment: Segment, held: tuple[Held, ...], timeout: float) -> int:
+        """Have the worker take over a segment whose worker is gone, with the images in it. Returns its number there.
+
+        Raises ``WorkerDiedError``, ``SaveTimeoutError``.
+        """
+        reply, _ = self._ask(Adopt(held), timeout, "handing over shared memory", segment.fileno())
+        if not isinstance(reply, Adopted):
+            raise CheckpointError(f"the worker answered {reply!r} to an adoption: please report this")
+        return reply.segment
 
     def host(self, port: int, timeout: float) -> int:
         """Have the worker host the store that joins the ranks. Returns its port.
@@ -189,7 +213,7 @@ class WorkerClient:
         Raises ``SaveTimeoutError`` if that takes longer than ``timeout`` seconds; then the worker goes on by itself,
         and leaves when it is done. Safe to call twice.
         """
-        if self._owner != os.getpid():
+        if self._owner != os.getpid() or self._connection.closed:
             return
         self._closing = True
         try:
@@ -203,11 +227,27 @@ class WorkerClient:
                 f"the worker {self.pid} is still writing after {timeout:g} s; it goes on, and ends by itself"
             ) from error
         self._listener.join()
-        _live_clients.discard(self)
-        self._connection.close()
-        stderr, self._stderr = self._stderr, -1
-        if stderr >= 0:
-            os.close(stderr)
+        self._drop()
+
+    def desert(self, timeout: float) -> None:
+        """Wait until all that was handed over is written, then leave as one that dies does: the worker lingers.
+
+        Raises ``SaveTimeoutError`` after ``timeout`` seconds; the worker goes on all the same.
+        """
+        if self._owner != os.getpid() or self._connection.closed:
+            return
+        try:
+            if self._death is None:
+                self.wait_for(lambda: not self._pending, timeout, "writing what was staged")
+        except WorkerDiedError:
+            pass  # whose saves it was has been told
+        finally:
+            self._closing = True
+            _deserted.append(self._process)
+            with contextlib.suppress(OSError):
+                socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
+            self._listener.join()
+            self._drop()
 
     def abandon(self) -> None:
         """Let the worker finish by itself what it was given, without waiting."""
@@ -227,20 +267,31 @@ class WorkerClient:
         if self._closing:
             raise ClosedError("the worker is being closed")
 
-    def _send(self, message: FromTrainer) -> None:
+    def _drop(self) -> None:
+        _live_clients.discard(self)
+        self._connection.close()
+        stderr, self._stderr = self._stderr, -1
+        if stderr >= 0:
+            os.close(stderr)
+
+    def _send(self, message: FromTrainer, fd: int | None = None) -> None:
         self.check_usable()
         try:
             with self._sending:
                 send(self._connection, message)
+                if fd is not None:
+                    send_handle(self._connection, fd, self.pid)
         except OSError as error:
             # The listener is about to find out why; it knows more than "broken pipe".
             self._listener.join(timeout=10)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
 
-    def _ask(self, question: FromTrainer, timeout: float, doing: str) -> tuple[FromWorker, Segment | None]:
+    def _ask(
+        self, question: FromTrainer, timeout: float, doing: str, fd: int | None = None
+    ) -> tuple[FromWorker, Segment | None]:
         deadline = time.monotonic() + timeout
         with self._asking:
-            self._send(question)
+            self._send(question, fd)
             while True:
                 try:
                     return self._replies.get(timeout=min(0.5, max(0.0, deadline - time.monotonic())))
@@ -254,16 +305,23 @@ class WorkerClient:
 
     def _await_ready(self, timeout: float) -> float:
         begun = time.perf_counter()
+        reply: FromWorker | None = None
         try:
-            if self._connection.poll(timeout) and isinstance(receive(self._connection), Ready):
-                return time.perf_counter() - begun
+            if self._connection.poll(timeout):
+                reply = receive(self._connection)
         except (EOFError, OSError):
             pass
+        if isinstance(reply, Ready):
+            if reply.trouble is not None:
+                logger.warning("a trainer that is started in the place of this one will not find it: %s", reply.trouble)
+            return time.perf_counter() - begun
         self._process.kill()
         self._process.wait()
         words = self._last_words()
         self._connection.close()
         os.close(self._stderr)
+        if isinstance(reply, Refused):
+            raise reply.error
         raise WorkerDiedError(f"the worker process did not get ready within {timeout:g} s; {words}")
 
     def _listen(self) -> None:
@@ -387,6 +445,8 @@ def command() -> list[str]:
 
 
 _live_clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
+# Workers that linger while this process lives on. Kept, so that Python takes note of their end.
+_deserted: list[subprocess.Popen[bytes]] = []
 
 
 def _after_fork_in_child() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manif
 from asyncckpt.worker.messages import Layout, Order, Region
 from asyncckpt.worker.storage import LocalStorage, translated
 from asyncckpt.worker.writer import write_image, write_small
+
+# How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
+_ORPHAN_S = 60.0
 
 
 @dataclass
@@ -39,20 +43,23 @@ class Attempt:
         self._folder = ""
         self.written_at = 0.0
 
-    def write(self, pool: ThreadPoolExecutor) -> None:
+    def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """Write the slot's image to the attempt's folder, durably; then the slot may be used again.
 
-        Raises ``StorageError``.
+        Returns the checksums of its spans. Raises ``StorageError``.
         """
         begun = time.perf_counter()
         layout, order = self.layout, self.order
         image = self.segment.view[(start := layout.slots[order.slot]) : start + layout.data_bytes]
         bounds = self._region(layout.spans).cast("Q")
         total = layout.data_bytes + layout.metadata.nbytes + layout.index_head.nbytes + layout.spans.nbytes
-        self._folder = self.storage.begin(order.path, order.attempt, total)
+        # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
+        orphan_s = None if order.rank > 0 else order.timeout if order.world_size > 1 else _ORPHAN_S
+        self._folder = self.storage.begin(order.path, order.attempt, total, orphan_s)
         checksums, self.direct = write_image(self.storage, pool, self._path(layout.data_name), image, bounds)
         self._index_tail = Index.tail(checksums)
         self.timings["write_s"] = time.perf_counter() - begun
+        return checksums
 
     def seal(self) -> bytes:
         """Write what says what was written. Returns this rank's report, for ``commit``. Raises ``StorageError``."""
@@ -81,6 +88,7 @@ class Attempt:
             step=order.step,
             created=time.time(),
             world_size=len(reports),
+            keep=order.keep,
             nbytes=sum(facts["bytes"] for facts in files.values()),
             files=files,
             timings={name: round(value, 6) for name, value in timings.items()},

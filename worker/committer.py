@@ -70,6 +70,11 @@ class Committer:
         with self._lock:
             return order.save_id in self._open
 
+    def idle(self) -> bool:
+        """Whether no save is open."""
+        with self._lock:
+            return not self._open
+
     def written(self, attempt: Attempt, report: bytes) -> None:
         """This rank's part of a save is durable."""
         order = attempt.order

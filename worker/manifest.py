@@ -129,12 +129,16 @@ class Index:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is. ``files`` maps names to ``{"bytes": int, "xxh3": hex or null}`` (null: see its index)."""
+    """What a checkpoint is. ``keep``: whether retention leaves it alone.
+
+    ``files`` maps names to ``{"bytes": int, "xxh3": hex or null}`` (null: see its index).
+    """
 
     attempt: str
     step: int | None
     created: float
     world_size: int
+    keep: bool
     nbytes: int
     files: Mapping[str, Mapping[str, Any]]
     timings: Mapping[str, float]
@@ -147,6 +151,7 @@ class Manifest:
             "step": self.step,
             "created": self.created,
             "world_size": self.world_size,
+            "keep": self.keep,
             "bytes": self.nbytes,
             "files": self.files,
             "timings": self.timings,
@@ -164,6 +169,7 @@ class Manifest:
                 step=fields["step"],
                 created=fields["created"],
                 world_size=fields["world_size"],
+                keep=fields["keep"],
                 nbytes=fields["bytes"],
                 files=fields["files"],
                 timings=fields["timings"],

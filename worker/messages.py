@@ -8,6 +8,8 @@ One socket pair joins them; every message is one of these. In the order of a lif
     trainer  Join                         many ranks: where the store is, and who you are
     trainer  Allocate                     make a segment
     worker   Allocated + descriptor       here it is, touched      (or Refused)
+    trainer  Adopt + descriptor           take over one whose worker is gone
+    worker   Adopted                      it is yours to use
     trainer  Describe                     what its bytes are (after writing all that is constant into it)
     trainer  Begin                        a save is about to be staged: what, where to
     trainer  Staged                       it is (the slot's state says so too, for when the trainer dies here)
@@ -16,7 +18,13 @@ One socket pair joins them; every message is one of these. In the order of a lif
     worker   Written                      the slot is free again
     worker   Committed or Failed          the end of that save, the same on all ranks
     trainer  Release                      forget a segment (none of its saves is under way)
-    trainer  Close                        finish what is staged and leave; end of file means the same
+    trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
+
+And at the door (see ``door.py``), with a process that did not start the worker:
+
+    visitor  Look                         what do you hold?
+    worker   Holding + descriptors        these images, in these segments    (or Busy: I have a trainer)
+    visitor  Retire                       I have it; finish what is staged and leave
 """
 
 from __future__ import annotations
@@ -51,6 +59,10 @@ class Layout:
     index_head: Region
     spans: Region
 
+    def constants(self) -> tuple[Region, ...]:
+        """What stays the same from save to save."""
+        return self.metadata, self.index_head, self.spans
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -80,9 +92,26 @@ class Order:
     attempt: str
     step: int | None
     rank: int
+    world_size: int
     overwrite: bool
     keep_last: int | None
+    keep: bool
     timeout: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """A whole image that a worker has in memory: what was staged for ``order``, in a segment of that ``layout``.
+
+    ``constants`` and ``checksums``: checksums of the layout's constant regions, and of the image's spans (unsigned
+    64-bit numbers). ``committed``: how that save ended; None: it has not yet.
+    """
+
+    order: Order
+    layout: Layout
+    constants: tuple[int, ...]
+    checksums: bytes
+    committed: bool | None
 
 
 # From the trainer.
@@ -106,6 +135,13 @@ class Join:
 @dataclass(frozen=True)
 class Allocate:
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Followed on the same socket by the segment's descriptor. ``held``: the images in it, to be kept for now."""
+
+    held: tuple[Held, ...]
 
 
 @dataclass(frozen=True)
@@ -148,7 +184,10 @@ class Close:
 
 @dataclass(frozen=True)
 class Ready:
+    """``trouble``: why it has no door, where it should have one."""
+
     pid: int
+    trouble: str | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +199,11 @@ class Hosting:
 class Allocated:
     """Followed on the same socket by the segment's descriptor."""
 
+    segment: int
+
+
+@dataclass(frozen=True)
+class Adopted:
     segment: int
 
 
@@ -195,5 +239,35 @@ class Failed:
     error: CheckpointError
 
 
-FromTrainer = Host | Join | Allocate | Describe | Begin | Staged | Cancel | Release | Close
-FromWorker = Ready | Hosting | Allocated | Refused | Cancelled | Written | Committed | Failed
+# At the door.
+
+
+@dataclass(frozen=True)
+class Look:
+    pass
+
+
+@dataclass(frozen=True)
+class Busy:
+    """The worker, and its ``trainer``, are these processes."""
+
+    worker: int
+    trainer: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Followed on the same socket by the descriptors of ``segments``, in that order."""
+
+    worker: int
+    segments: tuple[int, ...]
+    images: tuple[Held, ...]
+
+
+@dataclass(frozen=True)
+class Retire:
+    pass
+
+
+FromTrainer = Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
+FromWorker = Ready | Hosting | Allocated | Adopted | Refused | Cancelled | Written | Committed | Failed

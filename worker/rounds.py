@@ -166,6 +166,14 @@ class Rounds:
 
         self._do(send)
 
+    def say(self, word: str) -> None:
+        """Say something once and for all."""
+        self._do(lambda store: store.set(self._keys(f"said/{word}"), b"1"))
+
+    def is_said(self, word: str) -> bool:
+        """Whether some rank has said that."""
+        return self._do(lambda store: bool(store.check([self._keys(f"said/{word}")])))
+
     def gone(self, error: CheckpointError) -> None:
         """Say that this rank will take part in no round any more."""
         self._do(lambda store: store.append(self._keys("gone"), encode_error(error) + b"\n"))

@@ -5,41 +5,47 @@ bytes are on storage), then the committer's. The loop answers the trainer all th
 few threads write for it, and one brings what is written to its end.
 
 When the trainer closes, or dies at whatever instant, every order whose slot says STAGED is still run; one that is only
-begun is forgotten. Then the worker leaves.
+begun is forgotten. Then the worker leaves; at once if the trainer has closed, else when it has lingered for a while
+with what it holds, for a trainer that comes back.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from multiprocess.connection import Connection, wait
-from multiprocess.reduction import send_handle
+from multiprocess.reduction import recv_handle, send_handle
 
 from asyncckpt.errors import CheckpointError, OutOfMemoryError, RankFailedError, WorkerDiedError
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment
-from asyncckpt.shm.slots import SlotTable, State
+from asyncckpt.shm.slots import State
 from asyncckpt.worker.commit import Attempt
 from asyncckpt.worker.committer import Committer, told
+from asyncckpt.worker.holdings import Holdings, Room
 from asyncckpt.worker.messages import (
+    Adopt,
+    Adopted,
     Allocate,
     Allocated,
     Begin,
     Cancel,
     Cancelled,
     Close,
+    Committed,
     Describe,
+    Failed,
     FromTrainer,
     FromWorker,
     Host,
     Hosting,
     Join,
-    Layout,
     Order,
     Ready,
     Refused,
@@ -54,57 +60,75 @@ from asyncckpt.worker.wire import receive, send
 logger = logging.getLogger(__name__)
 
 
-class _Room:
-    """A segment with what is known of it."""
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self.slots = SlotTable(segment.view)
-        self.layout: Layout | None = None
-
-    def close(self) -> None:
-        self.slots.close()
-        self.segment.close()
+# How long a write may go on after the save it is for has failed, when the trainer is gone.
+_STUCK_S = 30.0
+_CLOSED = "it has closed its checkpointer"
 
 
 class Server:
     """One worker serving one trainer over ``connection``, which it owns."""
 
-    def __init__(self, connection: Connection, storage: LocalStorage, io_threads: int) -> None:
+    def __init__(
+        self, connection: Connection, storage: LocalStorage, holdings: Holdings, io_threads: int, linger: float
+    ) -> None:
+        """``linger``: seconds to stay with what is held when the trainer has died."""
         self._connection = connection
         self._storage = storage
+        self._holdings = holdings
         self._io_threads = io_threads
+        self._linger = linger
         self._sending = threading.Lock()
-        self._rooms: dict[int, _Room] = {}
-        self._next_segment = 1
         # Guards what the loop and the runner share: the orders and their queue.
         self._changed = threading.Condition()
         self._begun: dict[int, Order] = {}
         self._queue: deque[tuple[Order, dict[str, float]]] = deque()
         self._leaving = False
-        self._committer = Committer(self._send)
+        self._committer = Committer(self._ended)
         self._store: Any = None
 
-    def run(self, trainer: int | None = None) -> None:
-        """Serve until the trainer closes or dies. ``trainer``: a pidfd, noticed even where a fork holds the socket."""
-        runner = threading.Thread(target=self._run_orders, name="asyncckpt-runner")
+    def run(self, trainer: int | None = None, trouble: str | None = None) -> bool:
+        """Serve until the trainer closes or dies, and linger then.
+
+        Returns whether all threads have come to their end. If not, storage has never answered, and the process should
+        end itself. ``trainer``: a pidfd, noticed even where a fork holds the socket. ``trouble``: what to tell it first.
+        """
+        runner = threading.Thread(target=self._run_orders, name="asyncckpt-runner", daemon=True)
         runner.start()
-        why = "its worker failed"
+        why, lingers = "its worker failed", False
         try:
-            self._send(Ready(os.getpid()))
+            self._send(Ready(os.getpid(), trouble))
             why = self._serve(trainer)
+            lingers = why != _CLOSED and self._linger > 0
         finally:
             with self._changed:
                 self._queue_staged()
                 self._leaving = True
                 self._changed.notify()
-            runner.join()
-            self._committer.gone(why)
-            self._committer.close()
-            for room in self._rooms.values():
-                room.close()
-            self._storage.close()
-            self._connection.close()
+            self._holdings.orphan(keep=lingers)
+            finished = self._is_finished(runner)
+            if finished:
+                self._leave(why, lingers)
+        return finished
+
+    def _leave(self, why: str, lingers: bool) -> None:
+        self._committer.gone(why)
+        self._committer.close()
+        self._store = None
+        self._storage.close()
+        self._connection.close()
+        if lingers:
+            # Until here nobody could make it leave. From here on it only spares others a read.
+            signal.signal(signal.SIGTERM, lambda *_: self._holdings.retire())
+            self._holdings.linger(self._linger)
+        self._holdings.close()
+
+    def _is_finished(self, runner: threading.Thread) -> bool:
+        """Wait for the runner; False where it is stuck in a write, of which all that could be said has been said."""
+        stuck_s = 0.0
+        while runner.is_alive() and stuck_s < _STUCK_S:
+            runner.join(1.0)
+            stuck_s = stuck_s + 1.0 if self._committer.idle() else 0.0
+        return not runner.is_alive()
 
     def _serve(self, trainer: int | None) -> str:
         """Returns why it ended."""
@@ -115,7 +139,7 @@ class Server:
                 while self._connection.poll():
                     message: FromTrainer = receive(self._connection)
                     if isinstance(message, Close):
-                        return "it has closed its checkpointer"
+                        return _CLOSED
                     self._handle(message)
             except (EOFError, OSError):
                 return "its trainer is gone"
@@ -130,20 +154,24 @@ class Server:
                 self._committer.join(meeting, timeout)
             case Allocate(nbytes):
                 self._allocate(nbytes)
-            case Describe(segment, layout):
-                self._rooms[segment].layout = layout
+            case Adopt(held):
+                segment = Segment.attach(recv_handle(self._connection))
+                self._send(Adopted(self._holdings.adopt(segment, held)))
+            case Describe(number, layout):
+                self._holdings.room(number).describe(layout)
             case Begin(order):
+                self._holdings.taken(order)
                 with self._changed:
                     self._begun[order.save_id] = order
                 self._committer.expect(order)
             case Staged(save_id, timings):
                 with self._changed:
-                    self._queue.append((self._begun.pop(save_id), timings))
+                    self._enqueue(self._begun.pop(save_id), timings)
                     self._changed.notify()
             case Cancel(save_id, reason):
                 self._cancel(save_id, reason)
-            case Release(segment):
-                self._rooms.pop(segment).close()
+            case Release(number):
+                self._holdings.release(number)
 
     def _host(self, port: int) -> None:
         try:
@@ -172,9 +200,7 @@ class Server:
         except (MemoryError, OSError) as error:
             self._send(Refused(OutOfMemoryError(f"no {nbytes:,} bytes of shared memory for staging: {error}")))
             return
-        number = self._next_segment
-        self._next_segment += 1
-        self._rooms[number] = _Room(segment)
+        number = self._holdings.add(segment)
         with self._sending:
             send(self._connection, Allocated(number))
             send_handle(self._connection, segment.fileno(), os.getppid())
@@ -189,7 +215,7 @@ class Server:
                         order = entry[0]
                         break
         if order is not None:
-            self._rooms[order.segment].slots.set(order.slot, State.FREE)
+            self._holdings.room(order.segment).slots.set(order.slot, State.FREE)
         self._send(Cancelled(save_id, in_time=order is not None))
         if order is not None:
             self._committer.failed(order, reason)
@@ -197,13 +223,17 @@ class Server:
     def _queue_staged(self) -> None:
         """Take up what was staged when the trainer could no longer say so."""
         for order in self._begun.values():
-            slots = self._rooms[order.segment].slots
+            slots = self._holdings.room(order.segment).slots
             if slots.state(order.slot) is State.STAGED and slots.save_id(order.slot) == order.save_id:
-                self._queue.append((order, {}))
+                self._enqueue(order, {})
             else:
                 half = RankFailedError("its trainer ended before the state was staged")
                 self._committer.failed(order, told(half, order))
         self._begun.clear()
+
+    def _enqueue(self, order: Order, timings: dict[str, float]) -> None:
+        self._holdings.staged(order)
+        self._queue.append((order, timings))
 
     def _run_orders(self) -> None:
         with ThreadPoolExecutor(self._io_threads, thread_name_prefix="asyncckpt-io") as pool:
@@ -213,11 +243,11 @@ class Server:
                     if not self._queue:
                         return
                     order, timings = self._queue.popleft()
-                    self._rooms[order.segment].slots.set(order.slot, State.WRITING)
+                    self._holdings.room(order.segment).slots.set(order.slot, State.WRITING)
                 self._run(order, timings, pool)
 
     def _run(self, order: Order, timings: dict[str, float], pool: ThreadPoolExecutor) -> None:
-        room = self._rooms[order.segment]
+        room = self._holdings.room(order.segment)
         if not self._committer.wanted(order):
             self._free(room, order)
             return
@@ -227,7 +257,7 @@ class Server:
                 raise CheckpointError("the trainer never described this segment")
             attempt = Attempt(self._storage, order, room.layout, room.segment, timings)
             try:
-                attempt.write(pool)
+                self._holdings.written(order, attempt.write(pool))
                 self._free(room, order)
                 freed = True
                 report = attempt.seal()
@@ -242,9 +272,13 @@ class Server:
         else:
             self._committer.written(attempt, report)
 
-    def _free(self, room: _Room, order: Order) -> None:
+    def _free(self, room: Room, order: Order) -> None:
         room.slots.set(order.slot, State.FREE)
         self._send(Written(order.save_id))
+
+    def _ended(self, outcome: Committed | Failed) -> None:
+        self._holdings.ended(outcome.save_id, committed=isinstance(outcome, Committed))
+        self._send(outcome)
 
     def _send(self, message: FromWorker) -> None:
         try:

@@ -6,7 +6,8 @@ import logging
 import os
 import re
 
-from asyncckpt.worker.manifest import MANIFEST_NAME
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.storage import PARTIAL_SUFFIX, remove_checkpoint, under_way
 
 logger = logging.getLogger(__name__)
@@ -38,17 +39,28 @@ def attempts_under_way(root: str) -> list[str]:
 def prune(root: str, keep_last: int, written: int) -> None:
     """Remove all but the ``keep_last`` newest steps, and never ``written``, the one just published.
 
-    One that cannot be removed, or is being read, is left for the next time.
+    One whose manifest says that it is to be kept, or cannot be read, stays; one that cannot be removed, or is being
+    read, is left for the next time.
     """
     for step in complete_steps(root)[:-keep_last]:
-        if step == written:
-            continue
         path = step_folder(root, step)
+        if step == written or _is_kept(path):
+            continue
         try:
             if not remove_checkpoint(path):
                 logger.info("%s is being read and stays for now", path)
         except OSError as error:
             logger.warning("the old checkpoint %s could not be removed: %s", path, error)
+
+
+def _is_kept(path: str) -> bool:
+    name = os.path.join(path, MANIFEST_NAME)
+    try:
+        with open(name, "rb") as file:
+            return Manifest.parse(file.read(), name).keep
+    except (OSError, DamagedCheckpointError) as error:
+        logger.warning("%s is not removed, because its manifest cannot be read: %s", path, error)
+        return True
 
 
 def _names(root: str) -> list[str]:

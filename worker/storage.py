@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import time
@@ -19,11 +20,14 @@ from collections.abc import Iterator, Sequence
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.worker.manifest import is_checkpoint_file
 
+logger = logging.getLogger(__name__)
+
 PARTIAL_SUFFIX = ".partial"
 TRASH_SUFFIX = ".trash"
 
 _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.01
+_NO_LOCKS_S = 86400.0
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -118,8 +122,11 @@ class LocalStorage:
         self._direct = direct
         self._locks: dict[str, int] = {}
 
-    def begin(self, final: str, attempt: str, nbytes: int) -> str:
-        """Make and lock the folder of an attempt at ``final``; ``nbytes`` will be written into it. Returns its path."""
+    def begin(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> str:
+        """Make and lock the folder of an attempt at ``final``; ``nbytes`` will be written into it. Returns its path.
+
+        What dead workers left beside it ``orphan_s`` seconds ago, or earlier, is removed first (None: nothing is).
+        """
         parent = os.path.dirname(final)
         self._make_folder(parent)
         folder = attempt_folder(final, attempt)
@@ -128,6 +135,8 @@ class LocalStorage:
                 os.mkdir(folder, 0o755)
             fd = self._locks[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             _lock_shared(fd)
+            if orphan_s is not None:
+                sweep(parent, os.fstat(fd).st_mtime - orphan_s)
             space = os.statvfs(folder)
         free = space.f_bavail * space.f_frsize
         if free < nbytes:
@@ -269,6 +278,39 @@ def remove_checkpoint(folder: str) -> bool:
         os.rename(folder, trash)
         shutil.rmtree(trash)
     return True
+
+
+def sweep(root: str, before: float) -> None:
+    """Remove what workers that were killed left under ``root``: attempts and half-removed checkpoints.
+
+    They are known by their names, by their owner, this user, by the lock that nobody holds on them, and by their age:
+    nothing in them was changed after ``before``, a time of that file system in seconds.
+    """
+    with os.scandir(root) as entries:
+        names = [entry.name for entry in entries if entry.name.endswith((PARTIAL_SUFFIX, TRASH_SUFFIX))]
+    for name in names:
+        folder = os.path.join(root, name)
+        try:
+            if name.startswith(".") and _is_orphan(folder, before):
+                logger.warning("removing %s, which a worker left that was killed", folder)
+                shutil.rmtree(folder)
+        except OSError as error:
+            logger.info("%s stays: %s", folder, error)
+
+
+def _is_orphan(folder: str, before: float) -> bool:
+    if os.lstat(folder).st_uid != os.geteuid():
+        return False
+    with _opened(folder) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # no locks here: give whoever it is a day
+            before -= _NO_LOCKS_S
+        with os.scandir(fd) as entries:
+            changed = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        return max([os.fstat(fd).st_mtime, *changed]) <= before
 
 
 def sync_folder(path: str) -> None:

@@ -1,0 +1,217 @@
+"""The door: how a process that did not start a worker finds it: by a name, in a folder only this user can enter.
+
+A trainer that comes back in the place of a dead one knocks there for the memory the dead one's worker still holds. The
+name says which rank of which job the worker serves, and two workers never have the same: who has it holds a lock on it,
+which the kernel gives back when they die, however they die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+
+import xxhash
+from multiprocess.connection import Connection
+
+from asyncckpt.errors import JobTakenError
+
+FOLDER_VARIABLE = "ASYNCCKPT_RUNTIME_DIR"
+
+_BACKLOG = 64
+
+
+def door_name(job: str, rank: int) -> str:
+    """The name of the door of ``rank`` of ``job``, any text."""
+    return f"{xxhash.xxh3_128_hexdigest(job.encode())}-{rank}"
+
+
+def runtime_folder() -> str:
+    """Where the doors are: ``$ASYNCCKPT_RUNTIME_DIR``, else a folder of this user in that for temporary files.
+
+    Not ``$XDG_RUNTIME_DIR``: that is removed when the user logs out, and a training goes on.
+    """
+    return os.environ.get(FOLDER_VARIABLE) or os.path.join(tempfile.gettempdir(), f"asyncckpt-{os.geteuid()}")
+
+
+class Door:
+    """The worker's end: has the name, and listens there. ``close`` it, and nothing of it is left."""
+
+    def __init__(self, name: str, trainer: int) -> None:
+        """Take ``name`` for the trainer with that process id.
+
+        Raises ``JobTakenError`` where another worker has it, ``OSError`` where the runtime folder cannot be used.
+        """
+        self._name = name
+        self._lock = -1
+        self._folder = _open_folder(make=True)
+        try:
+            _sweep(self._folder)
+            self._lock = _take(self._folder, name, trainer)
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_socket_name(name), dir_fd=self._folder)  # of one that was killed
+            self._socket.bind(_path(self._folder, name))
+            self._socket.listen(_BACKLOG)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def open(self, answer: Callable[[Connection], None]) -> None:
+        """From now on have ``answer`` talk to each visitor, on a thread of its own."""
+        threading.Thread(target=self._listen, args=[answer], name="asyncckpt-door", daemon=True).start()
+
+    def close(self) -> None:
+        """Give the name back. Visitors who are inside are not disturbed."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
+        self._socket.close()
+        self._give_back()
+
+    def _listen(self, answer: Callable[[Connection], None]) -> None:
+        while True:
+            try:
+                visitor, _ = self._socket.accept()
+            except OSError:
+                return
+            if _is_ours(visitor):
+                threading.Thread(target=_serve, args=[visitor, answer], name="asyncckpt-visit", daemon=True).start()
+            else:
+                visitor.close()
+
+    def _give_back(self) -> None:
+        if self._lock >= 0:
+            _remove(self._folder, self._name)
+            os.close(self._lock)
+        os.close(self._folder)
+
+
+def knock(name: str) -> Connection | None:
+    """A connection to the worker that has ``name``; None where there is none, or none that this user may talk to."""
+    try:
+        folder = _open_folder(make=False)
+    except OSError:
+        return None
+    try:
+        visitor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            visitor.connect(_path(folder, name))
+            if _is_ours(visitor):
+                return Connection(visitor.detach())
+        except OSError:
+            pass
+        visitor.close()
+        return None
+    finally:
+        os.close(folder)
+
+
+def _serve(visitor: socket.socket, answer: Callable[[Connection], None]) -> None:
+    with Connection(visitor.detach()) as connection, contextlib.suppress(EOFError, OSError):
+        answer(connection)
+
+
+def _open_folder(*, make: bool) -> int:
+    """The runtime folder, opened, if it is this user's alone. Raises ``OSError``."""
+    path = runtime_folder()
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    facts = os.fstat(fd)
+    if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+        os.close(fd)
+        raise PermissionError(
+            errno.EPERM, f"it has to be a folder of this user, closed to all others; or set ${FOLDER_VARIABLE}", path
+        )
+    return fd
+
+
+def _take(folder: int, name: str, trainer: int) -> int:
+    """Lock ``name``; returns the descriptor that holds the lock."""
+    while True:
+        fd = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise taken(*_holders(fd)) from None
+            if _is_at(fd, folder, f"{name}.lock"):  # else its last holder has just removed it
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, json.dumps({"worker": os.getpid(), "trainer": trainer}).encode(), 0)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def taken(worker: int, trainer: int) -> JobTakenError:
+    """The error for a name that others have, who are these process ids."""
+    return JobTakenError(
+        f"another trainer (process {trainer}, its worker {worker}) saves as this rank of this job, or has just died;"
+        " end it, or save to another folder"
+    )
+
+
+def _holders(fd: int) -> tuple[int, int]:
+    try:
+        holders = json.loads(os.pread(fd, 1000, 0))
+        return holders["worker"], holders["trainer"]
+    except (ValueError, KeyError):  # it is just writing that
+        return 0, 0
+
+
+def _is_at(fd: int, folder: int, name: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=folder, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _sweep(folder: int) -> None:
+    """Remove what workers left that were killed."""
+    for entry in _locks(folder):
+        with contextlib.suppress(OSError):
+            fd = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(fd, folder, entry):
+                    _remove(folder, entry.removesuffix(".lock"))
+            finally:
+                os.close(fd)
+
+
+def _locks(folder: int) -> Iterator[str]:
+    return (entry for entry in os.listdir(folder) if entry.endswith(".lock"))
+
+
+def _remove(folder: int, name: str) -> None:
+    # The lock last: who finds none may take the name.
+    for file in (_socket_name(name), f"{name}.lock"):
+        with contextlib.suppress(OSError):
+            os.unlink(file, dir_fd=folder)
+
+
+def _socket_name(name: str) -> str:
+    return f"{name}.sock"
+
+
+def _path(folder: int, name: str) -> str:
+    """A path to the socket of any length: the kernel takes 107 bytes."""
+    return f"/proc/self/fd/{folder}/{_socket_name(name)}"
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Whether a process of this user is at the other end, by the kernel's word."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return bool(uid == os.geteuid())

@@ -1,0 +1,188 @@
+"""The holdings of a worker: its segments, and which whole images are in them.
+
+An image is held from the moment it is staged until its slot is taken again. When the trainer has died, whoever knocks
+at the door is told of them, and handed the memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from dataclasses import dataclass, replace
+
+from multiprocess.connection import Connection
+from multiprocess.reduction import send_handle
+
+from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slots import SlotTable, State
+from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.messages import Busy, Held, Holding, Layout, Look, Order, Region, Retire
+from asyncckpt.worker.wire import receive, send
+
+
+class Room:
+    """A segment with what is known of it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.slots = SlotTable(segment.view)
+        self.layout: Layout | None = None
+        self.constants: tuple[int, ...] = ()
+
+    def describe(self, layout: Layout) -> None:
+        """What its bytes are; the constant ones are in place."""
+        self.layout = layout
+        self.constants = tuple(checksum(self.region(region)) for region in layout.constants())
+
+    def region(self, region: Region) -> memoryview:
+        """Some of its bytes."""
+        return self.segment.view[region.offset : region.offset + region.nbytes]
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.slots.close()
+        self.segment.close()
+
+
+@dataclass
+class _Image:
+    order: Order
+    layout: Layout
+    checksums: array[int] | None = None
+    committed: bool | None = None
+
+
+class Holdings:
+    """What one worker holds. The server's threads and those of visitors call."""
+
+    def __init__(self, worker: int, trainer: int) -> None:
+        """``worker`` and ``trainer``: their process ids."""
+        self._worker, self._trainer = worker, trainer
+        self._lock = threading.Lock()
+        self._rooms: dict[int, Room] = {}
+        self._next = 1
+        self._images: dict[tuple[int, int], _Image] = {}  # by segment and slot
+        self._orphaned = False
+        self._visitors = 0
+        self._retired = threading.Event()
+
+    def add(self, segment: Segment) -> int:
+        """Take over a segment. Returns its number here."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._rooms[number] = Room(segment)
+        return number
+
+    def adopt(self, segment: Segment, held: tuple[Held, ...]) -> int:
+        """The same for one of another worker, with the images it held there."""
+        number = self.add(segment)
+        with self._lock:
+            for each in held:
+                order = replace(each.order, segment=number)
+                checksums = array("Q", each.checksums)
+                self._images[number, order.slot] = _Image(order, each.layout, checksums, each.committed)
+        return number
+
+    def room(self, number: int) -> Room:
+        """The segment of that number."""
+        return self._rooms[number]
+
+    def release(self, number: int) -> None:
+        """Give a segment back."""
+        with self._lock:
+            for place in [place for place in self._images if place[0] == number]:
+                del self._images[place]
+            self._rooms.pop(number).close()
+
+    def taken(self, order: Order) -> None:
+        """A slot is being staged: what was in it is gone."""
+        with self._lock:
+            self._images.pop((order.segment, order.slot), None)
+
+    def staged(self, order: Order) -> None:
+        """An image is whole."""
+        layout = self._rooms[order.segment].layout
+        if layout is not None:
+            with self._lock:
+                self._images[order.segment, order.slot] = _Image(order, layout)
+
+    def written(self, order: Order, checksums: array[int]) -> None:
+        """The checksums of an image are known."""
+        with self._lock:
+            if (image := self._images.get((order.segment, order.slot))) and image.order == order:
+                image.checksums = checksums
+
+    def ended(self, save_id: int, *, committed: bool) -> None:
+        """A save has come to its end."""
+        with self._lock:
+            for image in self._images.values():
+                if image.order.save_id == save_id and image.committed is None:
+                    image.committed = committed
+
+    def orphan(self, *, keep: bool) -> None:
+        """The trainer is gone. Unless ``keep``, nothing is held for another."""
+        with self._lock:
+            self._orphaned = True
+            if not keep:
+                self._images.clear()
+
+    def linger(self, seconds: float) -> None:
+        """Wait for somebody to take what is held over, ``seconds`` after the last visitor."""
+        while self._images and not self._retired.wait(seconds):
+            with self._lock:
+                if not self._visitors:
+                    return
+
+    def retire(self) -> None:
+        """Linger no more."""
+        self._retired.set()
+
+    def answer(self, visitor: Connection) -> None:
+        """Talk to a visitor until it leaves. Raises ``EOFError`` or ``OSError`` when it does."""
+        with self._lock:
+            self._visitors += 1
+        try:
+            while True:
+                match receive(visitor):
+                    case Look():
+                        self._show(visitor)
+                    case Retire():
+                        self.retire()
+        finally:
+            with self._lock:
+                self._visitors -= 1
+
+    def close(self) -> None:
+        """Give all back."""
+        with self._lock:
+            self._images.clear()
+            for room in self._rooms.values():
+                room.close()
+            self._rooms.clear()
+
+    def _show(self, visitor: Connection) -> None:
+        with self._lock:
+            if not self._orphaned:
+                send(visitor, Busy(self._worker, self._trainer))
+                return
+            images = tuple(self._held(image) for image in self._images.values() if self._is_whole(image))
+            numbers = tuple(self._rooms) if images else ()
+            send(visitor, Holding(self._worker, numbers, images))
+            for number in numbers:
+                send_handle(visitor, self._rooms[number].segment.fileno(), None)
+
+    def _is_whole(self, image: _Image) -> bool:
+        """Unless the trainer died after it had taken the slot again, and before it could say so."""
+        order = image.order
+        slots = self._rooms[order.segment].slots
+        return slots.save_id(order.slot) == order.save_id and slots.state(order.slot) is not State.STAGING
+
+    def _held(self, image: _Image) -> Held:
+        room = self._rooms[image.order.segment]
+        if image.checksums is None:  # not written yet, or in vain
+            layout = image.layout
+            bounds = room.region(layout.spans).cast("Q")
+            data = room.region(Region(layout.slots[image.order.slot], layout.data_bytes))
+            spans = zip(bounds[:-1], bounds[1:], strict=True)
+            image.checksums = array("Q", (checksum(data[begin:end]) for begin, end in spans))
+        return Held(image.order, image.layout, room.constants, image.checksums.tobytes(), image.committed)

@@ -1,0 +1,126 @@
+"""A visit: how a process that did not start a worker asks it, at its door, for what it holds."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import psutil
+from multiprocess.connection import Connection
+from multiprocess.reduction import recv_handle
+
+from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.shm.segment import Segment
+from asyncckpt.worker.door import knock, taken
+from asyncckpt.worker.messages import Busy, Held, Holding, Look, Retire
+from asyncckpt.worker.wire import receive, send
+
+# How long a worker may take to see that its trainer is dead, and how often it is asked.
+_NOTICE_S = 5.0
+_ASK_S = 0.02
+
+
+class Visit:
+    """At a worker whose trainer is gone: the ``images`` it holds, and the ``segments`` they are in, mapped here.
+
+    The worker stays as long as the visit lasts, and its ``linger`` beyond it.
+    """
+
+    def __init__(self, connection: Connection, worker: int, segments: dict[int, Segment], images: list[Held]) -> None:
+        self._connection = connection
+        self.worker = worker
+        self.segments = segments
+        self.images = images
+
+    @classmethod
+    def pay(cls, door: str, timeout: float) -> Visit | None:
+        """Visit the worker with that ``door``; None where there is none.
+
+        Raises ``JobTakenError`` where its trainer lives, ``SaveTimeoutError`` where it does not answer within
+        ``timeout`` seconds.
+        """
+        noticed = time.monotonic() + _NOTICE_S
+        while (connection := knock(door)) is not None:
+            try:
+                reply = cls._look(connection, timeout)
+                if isinstance(reply, Visit):
+                    return reply
+                if _lives(reply.trainer) or time.monotonic() > noticed:
+                    raise taken(reply.worker, reply.trainer)
+            except CheckpointError:
+                connection.close()
+                raise
+            except (EOFError, OSError):
+                pass  # it has just left
+            connection.close()
+            time.sleep(_ASK_S)
+        return None
+
+    @classmethod
+    def _look(cls, connection: Connection, timeout: float) -> Visit | Busy:
+        send(connection, Look())
+        reply = _next(connection, timeout)
+        if isinstance(reply, Busy):
+            return reply
+        if not isinstance(reply, Holding):
+            raise CheckpointError(f"a worker answered {reply!r} to a visitor: please report this")
+        segments: dict[int, Segment] = {}
+        try:
+            for number in reply.segments:
+                _await(connection, timeout)
+                segments[number] = Segment.attach(recv_handle(connection))
+        except BaseException:
+            for segment in segments.values():
+                segment.close()
+            raise
+        return cls(connection, reply.worker, segments, list(reply.images))
+
+    def retire(self, timeout: float) -> None:
+        """Have the worker leave once all is written, and wait for that. What is mapped here stays.
+
+        Raises ``SaveTimeoutError`` after ``timeout`` seconds.
+        """
+        left = False
+        try:
+            send(self._connection, Retire())
+            left = self._connection.poll(timeout)  # nothing comes but the end of file
+        except OSError:
+            left = True
+        if not left:
+            raise SaveTimeoutError(
+                f"the worker {self.worker} of the trainer before this one is still writing after {timeout:g} s; the"
+                " storage may be stalled"
+            )
+        self._connection.close()
+
+    def close(self) -> None:
+        """End the visit, and let go of the memory."""
+        self._connection.close()
+        for segment in self.segments.values():
+            segment.close()
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _next(connection: Connection, timeout: float) -> object:
+    _await(connection, timeout)
+    reply: object = receive(connection)
+    return reply
+
+
+def _await(connection: Connection, timeout: float) -> None:
+    if not connection.poll(timeout):
+        raise SaveTimeoutError(f"a worker did not answer at its door within {timeout:g} s; it may be stopped")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
