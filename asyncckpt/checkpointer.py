@@ -155,7 +155,7 @@ class Checkpointer:
                     older = from_first(partial(self._older, found), self._process_group) if fallback else None
                     if older is None:
                         raise
-                    logger.error("falling back to step %d, because step %d cannot be loaded: %s", older, found, error)
+                    logger.error("falling back to step %d, because step %d cannot be loaded: %s", older, found, str(error))
                     found = older
         self.loaded = Loaded(found, source, time.perf_counter() - begun)
         logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)
@@ -176,7 +176,7 @@ class Checkpointer:
             source = MemorySource(memory, held, from_first(lambda: memory.metadata(held), self._process_group))
             fill(held.order.path, source=source)
         except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-            logger.warning("not loaded from memory: %s", error)
+            logger.warning("not loaded from memory: %s", str(error))  # not itself: it holds on to the memory it saw
             return None
         finally:
             if source is not None:

@@ -563,10 +563,11 @@ class Engine:
     def _inherit(self, group: Group) -> None:
         """Take the memory over that the worker of a trainer before this one holds, and have that worker leave."""
         self._knock(group)
-        visit, self._visit = self._visit, None
+        visit = self._visit
         if visit is None:
             return
         visit.retire(self.config.timeout)
+        self._visit = None
         for number, segment in visit.segments.items():
             # How the saves have ended is known by now.
             images = [

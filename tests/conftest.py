@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from asyncckpt import dcp
-from asyncckpt.worker import client
+from asyncckpt.worker import client, door
+from asyncckpt.worker.visit import Visit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,14 +43,36 @@ def _maps() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:asyncckpt")
 
 
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runtime folder of the test's own."""
+    folder = tmp_path / "runtime"
+    monkeypatch.setenv(door.FOLDER_VARIABLE, str(folder))
+    return folder
+
+
+def _send_away(runtime: Path) -> None:
+    """Have the workers leave that linger; nothing of them may stay."""
+    for lock in runtime.glob("*.lock"):
+        visit = Visit.pay(lock.stem, 30)
+        if visit is not None:
+            visit.retire(60)
+            visit.close()
+        else:
+            door.Door(lock.stem, 0).close()  # its worker was killed; whoever has the name next clears up
+    assert not list(runtime.glob("*")), "left in the runtime folder"
+
+
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(runtime: Path) -> Iterator[None]:
     """Fail a test that leaves a descriptor, a thread, a process or shared memory behind."""
     process = psutil.Process()
     before = _open_files(), {child.pid for child in process.children()}, _maps()
     threads = set(threading.enumerate())
     yield
     dcp._close()
+    _send_away(runtime)
+    client._deserted[:] = [process for process in client._deserted if process.poll() is None]
     deadline = time.monotonic() + 5
     while True:
         gc.collect()

@@ -49,7 +49,9 @@ class Job:
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_main, args=(theirs, rank, world_size, str(meeting), function, args), daemon=False
+                target=_main,
+                args=(theirs, rank, world_size, str(meeting), dict(os.environ), function, args),
+                daemon=False,
             )
             process.start()
             theirs.close()
@@ -111,11 +113,18 @@ def say(what: Any) -> None:
 
 
 def _main(
-    pipe: Connection, rank: int, world_size: int, meeting: str, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    meeting: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     global _speaker
     _speaker = pipe
     faulthandler.dump_traceback_later(LIMIT_S - 5, exit=True)
+    os.environ.update(environment)  # that of the test, not of the server this is forked from
     os.environ.pop("MASTER_ADDR", None)
     try:
         dist.init_process_group(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
+from asyncckpt.errors import UntrustedValueError
 from asyncckpt.reader import load
 
 STOCK = """
@@ -199,7 +200,9 @@ def test_an_object_with_tensors_inside(tmp_path: Path) -> None:
         engine.save(tmp_path / "b", state).result(60)
     for name, expected in (("a", "thing [0, 1, 2]"), ("b", "thing [1, 2, 3]")):
         into: dict[str, Any] = {"thing": None}
-        load(into, str(tmp_path / name))
+        with pytest.raises(UntrustedValueError, match=r"'thing' .* test_roundtrip.Thing"):
+            load(into, str(tmp_path / name))
+        load(into, str(tmp_path / name), weights_only=False)
         assert repr(into["thing"]) == expected
 
 

@@ -171,7 +171,7 @@ import os, signal, sys, torch
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt import home
-checkpointer = Checkpointer(sys.argv[1], Config(slots=2))
+checkpointer = Checkpointer(sys.argv[1], Config(slots=2, linger=0))
 state = {"w": torch.full((3_000_000,), 1.0), "step": 0}
 checkpointer.prepare(state)
 for step in (1, 2):

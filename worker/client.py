@@ -244,8 +244,8 @@ class WorkerClient:
         finally:
             self._closing = True
             _deserted.append(self._process)
-            with contextlib.suppress(OSError):
-                socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+                ours.shutdown(socket.SHUT_RDWR)
             self._listener.join()
             self._drop()
 

@@ -90,7 +90,7 @@ class Server:
         """Serve until the trainer closes or dies, and linger then.
 
         Returns whether all threads have come to their end. If not, storage has never answered, and the process should
-        end itself. ``trainer``: a pidfd, noticed even where a fork holds the socket. ``trouble``: what to tell it first.
+        end itself. ``trainer``: a pidfd, noticed even where a fork holds the socket. ``trouble``: for it.
         """
         runner = threading.Thread(target=self._run_orders, name="asyncckpt-runner", daemon=True)
         runner.start()

@@ -1,0 +1,302 @@
+"""A trainer dies, and another is started in its place: from memory, or else from storage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointNotFoundError, JobTakenError, SaveTimeoutError
+from asyncckpt.verify import verify
+from asyncckpt.worker.door import door_name, knock
+from asyncckpt.worker.steps import complete_steps
+from asyncckpt.worker.visit import Visit
+
+NUMBERS = 3_000_000
+
+TRAINER = f"""
+import os, signal, sys, time, torch
+from pathlib import Path
+from asyncckpt import home
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.worker import client
+
+root, last, death, fault = sys.argv[1:5]
+if fault:
+    real = client.command
+    client.command = lambda: [real()[0], {str(Path(__file__).with_name("faulty_worker.py"))!r}, fault]
+checkpointer = Checkpointer(root, Config(linger=float(os.environ.get("LINGER", 600))))
+state = {{"w": torch.zeros({NUMBERS}), "step": 0}}
+for step in range(1, int(last) + 1):
+    state["w"].fill_(step)
+    state["step"] = step
+    if death == "staging" and step == int(last):
+        copy = home.SlotStager.copy
+        def half(self, tensors, *args, **options):
+            tensors[0][1_000_000:] = 99.0
+            copy(self, tensors, *args, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+        home.SlotStager.copy = half
+    save = checkpointer.save(step, state)
+    if death != "staged" or step < int(last):
+        try:
+            save.result(60)
+        except Exception as error:
+            print(error, file=sys.stderr)
+print(checkpointer._engine._client.pid, flush=True)
+if death == "raise":
+    with checkpointer:
+        raise RuntimeError("the training has failed")
+if death == "close":
+    checkpointer.close()
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def train(root: Path, last: int, death: str = "kill", fault: str = "", **environment: str) -> psutil.Process | None:
+    """Save the steps up to ``last``, then die. Returns the worker."""
+    trainer = subprocess.run(
+        [sys.executable, "-c", TRAINER, str(root), str(last), death, fault],
+        stdout=subprocess.PIPE,
+        timeout=60,
+        cwd="/",
+        env=os.environ | environment,
+        check=False,
+    )
+    expected = {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
+    assert trainer.returncode == expected
+    try:
+        return psutil.Process(int(trainer.stdout)) if trainer.stdout.strip() else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def has_left(worker: psutil.Process | None, within: float = 30.0) -> bool:
+    """Whether it ends; whether somebody takes note of that (a zombie) is for the system."""
+    assert worker is not None
+    deadline = time.monotonic() + within
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def empty() -> dict[str, Any]:
+    return {"w": torch.zeros(NUMBERS), "step": 0}
+
+
+def is_of(state: dict[str, Any], step: int) -> bool:
+    return state["step"] == step and torch.equal(state["w"], torch.full((NUMBERS,), float(step)))
+
+
+def source(checkpointer: Checkpointer) -> str:
+    assert checkpointer.loaded is not None
+    return checkpointer.loaded.source
+
+
+@pytest.mark.parametrize("death", ["kill", "raise", "staged"])
+def test_the_next_trainer_loads_from_memory(root: Path, death: str) -> None:
+    worker = train(root, 2, death)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2
+        assert source(checkpointer) == "memory" and is_of(state, 2)
+        assert checkpointer.load(state := empty(), 1) == 1
+        assert source(checkpointer) == "memory" and is_of(state, 1)
+        assert checkpointer.load(state := empty(), memory=False) == 2
+        assert source(checkpointer) == "storage" and is_of(state, 2)
+        # The memory is taken over, and the worker that held it leaves.
+        checkpointer.prepare(state)
+        assert has_left(worker)
+        assert checkpointer.load(state := empty()) == 2 and source(checkpointer) == "memory" and is_of(state, 2)
+        state["w"].fill_(3)
+        state["step"] = 3
+        checkpointer.save(3, state).result(60)
+        assert checkpointer.load(state := empty()) == 3 and is_of(state, 3)
+        assert source(checkpointer) == "storage"
+    assert complete_steps(str(root)) == [1, 2, 3]
+
+
+def test_no_storage_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(root, 2)
+    monkeypatch.setattr(os, "preadv", None)
+    for file in root.glob("*/__0*"):
+        file.write_bytes(b"")
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+
+
+def test_the_memory_is_used_again(root: Path) -> None:
+    train(root, 2)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.load(state := empty())
+        visit = checkpointer._engine._visit
+        assert visit is not None
+        inode = os.fstat(next(iter(visit.segments.values())).fileno()).st_ino
+        checkpointer.save(3, state).result(60)
+        (known,) = checkpointer._engine._known
+        assert known.home is not None and os.fstat(known.home.segment.fileno()).st_ino == inode
+
+
+def test_one_that_crashes_again_before_it_saves_loses_nothing(root: Path) -> None:
+    """The newest image stays in the memory that was taken over, until there is a newer one."""
+    train(root, 2)
+    for _ in range(2):
+        checkpointer = Checkpointer(root)
+        checkpointer.load(state := empty())
+        checkpointer.prepare(state)
+        checkpointer._close(linger=True)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "memory"
+
+
+def test_another_structure_does_not_fit(root: Path) -> None:
+    worker = train(root, 2)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(3, {"v": torch.ones(NUMBERS), "step": 3}).result(60)
+        assert has_left(worker)
+        checkpointer.load(into := {"v": torch.zeros(NUMBERS), "step": 0})
+        assert into["step"] == 3 and bool(torch.as_tensor(into["v"]).all())
+
+
+def test_half_staged_it_is_not_there(root: Path) -> None:
+    train(root, 3, "staging")
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_what_storage_refused_is_in_memory(root: Path) -> None:
+    """The disk was full when the trainer died: what it had staged is loaded all the same, and can be saved."""
+    train(root, 2, fault="write:enospc:6")
+    assert complete_steps(str(root)) == [1]
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "memory"
+        checkpointer.save(2, state).result(60)
+    assert complete_steps(str(root)) == [1, 2]
+
+
+def test_while_the_worker_still_writes_nobody_waits(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    train(root, 1, "staged", "write:hold")
+    with Checkpointer(root, Config(timeout=0.5)) as checkpointer:
+        assert checkpointer.load(state := empty()) == 1 and is_of(state, 1)
+        assert source(checkpointer) == "memory" and checkpointer.steps() == []
+        with pytest.raises(SaveTimeoutError, match="before this one is still writing"):
+            checkpointer.prepare(state)
+        (tmp_path / "gate").touch()
+        assert checkpointer.load(state, memory=False) == 1
+
+
+def test_what_was_removed_is_not_loaded(root: Path) -> None:
+    train(root, 2)
+    for step in (1, 2):
+        for file in (folder := root / f"step-{step:08d}").iterdir():
+            file.unlink()
+        folder.rmdir()
+    with Checkpointer(root) as checkpointer, pytest.raises(CheckpointNotFoundError):
+        checkpointer.load(empty())
+
+
+def test_damage_in_memory_is_found(root: Path) -> None:
+    """As by a trainer that writes where it should not, and dies of it."""
+    train(root, 2)
+    visit = Visit.pay(door_name(f"{os.path.realpath(root)}\n", 0), 30)
+    assert visit is not None
+    with visit:
+        for held in visit.images:
+            place = held.layout.slots[held.order.slot] + held.layout.data_bytes // 2
+            visit.segments[held.order.segment].view[place] ^= 1
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "storage"
+
+
+def test_two_at_a_time(root: Path, tmp_path: Path) -> None:
+    with Checkpointer(root) as first, Checkpointer(root) as second:
+        first.save(1, empty()).result(60)
+        with pytest.raises(JobTakenError, match=str(os.getpid())):
+            second.save(2, empty())
+        assert second.load(empty()) == 1  # to load is no claim
+        with Checkpointer(root, Config(job_id="other")) as other:
+            other.save(2, empty()).result(60)
+    with Checkpointer(root) as third:
+        third.save(3, empty()).result(60)
+
+
+def test_it_lingers_and_leaves_without_a_trace(root: Path, runtime: Path) -> None:
+    worker = train(root, 1, LINGER="0.5")
+    assert has_left(worker) and not list(runtime.iterdir())
+    with Checkpointer(root) as checkpointer:
+        checkpointer.load(empty())
+        assert source(checkpointer) == "storage"
+
+
+def test_sigterm_sends_it_away_once_it_only_lingers(root: Path, tmp_path: Path, runtime: Path) -> None:
+    worker = train(root, 1)
+    assert worker is not None
+    deadline = time.monotonic() + 30
+    while not has_left(worker, 0.05) and time.monotonic() < deadline:
+        worker.terminate()
+    assert not list(runtime.iterdir())
+    assert not verify(str(root / "step-00000001")).damages
+
+
+def test_one_that_closes_leaves_nothing(root: Path, runtime: Path) -> None:
+    train(root, 1, "close")
+    assert not list(runtime.iterdir())
+
+
+def test_the_door_is_for_this_user(root: Path, runtime: Path) -> None:
+    train(root, 1)
+    assert runtime.stat().st_mode & 0o777 == 0o700
+    name = door_name(f"{os.path.realpath(root)}\n", 0)
+    assert (runtime / f"{name}.lock").stat().st_mode & 0o777 == 0o600
+    if os.geteuid() != 0:
+        return
+    # Even where the folder's permissions do not keep a stranger out, the worker does.
+    runtime.chmod(0o777)
+    for parent in runtime.parents[:3]:
+        parent.chmod(0o755)
+    code = f"""
+import os, socket
+os.setuid(65534)
+visitor = socket.socket(socket.AF_UNIX)
+folder = os.open({str(runtime)!r}, os.O_RDONLY)
+try:
+    visitor.connect(f"/proc/self/fd/{{folder}}/{name}.sock")
+    visitor.settimeout(10)
+    print("kept out" if visitor.recv(1) == b"" else "let in")
+except PermissionError:
+    print("kept out")
+"""
+    stranger = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert stranger.stdout == "kept out\n"
+    assert knock(name) is None  # nor is a folder trusted that others may write to
+    runtime.chmod(0o700)
+
+
+def test_without_a_runtime_folder_it_saves_all_the_same(
+    root: Path, runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.mkdir(mode=0o755)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, empty()).result(60)
+    assert "will not find it" in caplog.text and str(runtime) in caplog.text
+    runtime.chmod(0o700)
