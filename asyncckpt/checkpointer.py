@@ -155,7 +155,7 @@ class Checkpointer:
                     older = from_first(partial(self._older, found), self._process_group) if fallback else None
                     if older is None:
                         raise
-                    logger.error("falling back to step %d, because step %d cannot be loaded: %s", older, found, str(error))
+                    logger.error("step %d cannot be loaded, falling back to step %d: %s", found, older, str(error))
                     found = older
         self.loaded = Loaded(found, source, time.perf_counter() - begun)
         logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)

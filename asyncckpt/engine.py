@@ -152,11 +152,11 @@ class Engine:
                 self._save(group, number, save, state_dict, planner, retention)
             except BaseException as error:
                 group.fail(number, error, begun=save._begun_in_worker)
+                if not save._begun_in_worker:
+                    self.failures += 1  # else it is counted when it ends
                 if not self._is_passed_over(error):
                     raise
                 logger.warning("not saved, and training goes on: %s", str(error))
-                if not save._begun_in_worker:
-                    self.failures += 1  # else it is counted when it ends
                 save._reported = True
                 save._resolve(error)
             save._timings["stall_s"] = time.perf_counter() - save._begun

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import secrets
 import socket
 import uuid
 import zlib
@@ -49,6 +50,7 @@ class Group:
         if self.rank < 0:
             raise ValueError("this process is not in the process group it should save with")
         self.token = uuid.uuid4().hex
+        self._secret = secrets.token_bytes(32)
         self._meeting: Meeting | None = None
         self._client: WorkerClient | None = None
         self._rounds: Rounds | None = None
@@ -163,7 +165,8 @@ class Group:
         if self.rank == 0:
             try:
                 port = client.host(0, self._config.start_timeout)
-                offer[0] = (Meeting(self._address(), port, self.token, 0, self.world_size), socket.gethostname())
+                meeting = Meeting(self._address(), port, self.token, self._secret, 0, self.world_size)
+                offer[0] = (meeting, socket.gethostname())
             except CheckpointError as error:
                 offer[0] = error
         group, own = _with_cpu(self._process_group, self._config.timeout)

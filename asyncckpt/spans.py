@@ -16,10 +16,10 @@ from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.manifest import Index, checksum
 from asyncckpt.worker.storage import translated
 
-# Read at once: enough to keep a disk busy with two threads, little enough to stay in cache for the checksum and the
+# Read at once: enough to keep a disk busy with a few threads, little enough to stay in cache for the checksum and the
 # copy.
 RUN_BYTES = 8 << 20
-READ_THREADS = 2
+READ_THREADS = max(2, min(8, os.cpu_count() or 1))
 
 Consume = Callable[[int, memoryview], None]
 """Called with an offset in the file and the good bytes from there on, which are gone when it returns. On any thread."""

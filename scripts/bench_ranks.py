@@ -245,7 +245,7 @@ def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]
     real = rounds._store
     setattr(rounds, "_store", lambda *args, **kwargs: _Counting(real(*args, **kwargs)))  # noqa: B010
     try:
-        meeting = Meeting("127.0.0.1", ours.recv(), "bench", 0, world_size)
+        meeting = Meeting("127.0.0.1", ours.recv(), "bench", b"secret", 0, world_size)
         ours.send(meeting)
         ranks = [Rounds(replace(meeting, rank=rank), 300) for rank in range(1, world_size)]
         shared = [Rounds(meeting, 300) for _ in range(4)]

@@ -72,10 +72,10 @@ def no_leaks(runtime: Path) -> Iterator[None]:
     yield
     dcp._close()
     _send_away(runtime)
-    client._deserted[:] = [process for process in client._deserted if process.poll() is None]
     deadline = time.monotonic() + 5
     while True:
         gc.collect()
+        client._deserted[:] = [process for process in client._deserted if process.poll() is None]
         left = {
             "files": sorted(_open_files() - before[0]),
             "processes": sorted({child.pid for child in process.children()} - before[1]),

@@ -29,7 +29,7 @@ def store() -> Iterator[Callable[[], Any]]:
 
 @pytest.fixture
 def ranks(store: Callable[[], Any]) -> Iterator[list[Rounds]]:
-    meeting = Meeting("127.0.0.1", store().port, "token", 0, WORLD)
+    meeting = Meeting("127.0.0.1", store().port, "token", b"secret", 0, WORLD)
     made = [Rounds(replace(meeting, rank=rank), 10) for rank in range(WORLD)]
     yield made
     for each in made:
@@ -109,12 +109,35 @@ def test_a_store_that_does_not_answer() -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
-        asked = Rounds(Meeting("127.0.0.1", deaf.getsockname()[1], "token", 1, 2), 0.5)
+        asked = Rounds(Meeting("127.0.0.1", deaf.getsockname()[1], "token", b"secret", 1, 2), 0.5)
         begun = time.monotonic()
         with pytest.raises((WorkerDiedError, SaveTimeoutError)) as caught:
             asked.outcome("round-1", 0.5)
         assert caught.value.rank == 0 and time.monotonic() - begun < 10
         asked.close()
+
+
+def test_a_stranger_can_break_a_round_and_no_more(ranks: list[Rounds]) -> None:
+    """He sees all keys and may write any, but has not the secret."""
+    stranger = Rounds(replace(ranks[1].meeting, secret=b"guessed"), 10)
+    for rank in ranks:
+        rank.report("round-1", b"mine")
+    stranger._do(lambda store: store.delete_key("asyncckpt/token/round-1/reports"))
+    for _ in range(WORLD):
+        stranger.report("round-1", b"forged")
+    with pytest.raises(RankFailedError, match="none of them has said"):
+        ranks[0].collect("round-1", 10)
+    stranger.conclude("round-2", b"forged")
+    with pytest.raises(RankFailedError, match="none of them has said"):
+        ranks[2].outcome("round-2", 10)
+    stranger.close()
+    # Nor does what was said elsewhere count here.
+    ranks[0].conclude("round-3", b"for three")
+    ranks[1]._do(
+        lambda store: store.set("asyncckpt/token/round-4/outcome", store.get("asyncckpt/token/round-3/outcome"))
+    )
+    with pytest.raises(RankFailedError, match="none of them has said"):
+        ranks[2].outcome("round-4", 10)
 
 
 def test_a_taken_port_is_an_error(store: Callable[[], Any]) -> None:

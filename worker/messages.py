@@ -68,12 +68,14 @@ class Layout:
 class Meeting:
     """Where the ranks of a job meet: a store at ``address``, ``port``, its keys prefixed by ``token``.
 
-    ``rank`` and ``world_size`` are those of the group that saves together.
+    ``secret``: what only they know, and seal all they say there with. ``rank`` and ``world_size`` are those of the
+    group that saves together.
     """
 
     address: str
     port: int
     token: str
+    secret: bytes
     rank: int
     world_size: int
 

@@ -8,10 +8,16 @@ The store is ``torch.distributed.TCPStore``, imported by those who need it: a jo
 measured of it (torch 2.13): a value sent in one piece may have 8 MiB; a peer that dies is noticed at once; but a wait
 on a server that is stopped never returns, whatever its timeout. So each connection has a thread of its own, and nobody
 waits for that thread longer than was asked for.
+
+Whoever reaches its port can read and write the store. So all that is said there carries a seal, a keyed hash of it and
+of where it stands, and what has no good one was not said by a rank of this job: an outsider can make saves fail, and no
+more than that.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import socket
 import threading
@@ -39,6 +45,7 @@ _POLL_S = (0.0005, 0.02)
 # How often it looks whether one of those missing has said that it is gone.
 _LOOK_S = 0.5
 _HOST = "asyncckpt/host"
+_SEAL_CHARACTERS = 32
 _KNOCK_S = 0.1
 # Rounds whose keys are kept in the store, for ranks that lag behind.
 _KEPT_ROUNDS = 64
@@ -78,11 +85,13 @@ class Rounds:
         """Report this rank's ``value`` in the round ``name``. Raises ``WorkerDiedError``, ``SaveTimeoutError``."""
         rank, keys = self.meeting.rank, self._keys(name)
         inline = len(value) <= _INLINE_BYTES
+        seal = self._seal(f"{keys}/value/{rank}", value)
 
         def send(store: Any) -> None:
             if not inline:
                 _put(store, f"{keys}/value/{rank}", value)
-            frame = json.dumps({"rank": rank, "bytes": len(value) if inline else None}).encode() + b"\n"
+            head = {"rank": rank, "bytes": len(value) if inline else None, "seal": seal}
+            frame = json.dumps(head).encode() + b"\n"
             store.append(f"{keys}/reports", frame + (value if inline else b""))
             if store.add(f"{keys}/count", 1) == self.meeting.world_size:
                 store.set(f"{keys}/ready", b"all")
@@ -92,9 +101,10 @@ class Rounds:
     def fail(self, name: str, error: CheckpointError) -> None:
         """Fail the round ``name`` for all ranks, unless it is concluded already."""
         keys = self._keys(name)
+        text = self._sealed(f"{keys}/failure", encode_error(error)).decode()
 
         def send(store: Any) -> None:
-            store.compare_set(f"{keys}/failure", "", encode_error(error).decode())
+            store.compare_set(f"{keys}/failure", "", text)
             store.set(f"{keys}/ready", b"failed")
 
         self._do(send)
@@ -124,14 +134,16 @@ class Rounds:
 
         def send(store: Any) -> None:
             for rank, value in (each or {}).items():
-                _put(store, f"{keys}/for/{rank}", value)
-            store.set(f"{keys}/outcome", b"+" + outcome)
+                _put(store, f"{keys}/for/{rank}", self._sealed(f"{keys}/for/{rank}", value))
+            store.set(f"{keys}/outcome", self._sealed(f"{keys}/outcome", b"+" + outcome))
 
         self._do(send)
 
     def conclude_failed(self, name: str, error: CheckpointError) -> None:
         """First rank: tell all that the round has failed."""
-        self._do(lambda store: store.set(f"{self._keys(name)}/outcome", b"-" + encode_error(error)))
+        key = f"{self._keys(name)}/outcome"
+        text = self._sealed(key, b"-" + encode_error(error))
+        self._do(lambda store: store.set(key, text))
 
     def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | CheckpointError:
         """Wait for the outcome, and return it: the first rank's word, or the error that the round has failed with.
@@ -142,11 +154,12 @@ class Rounds:
         keys = self._keys(name)
         if not self._wait(f"{keys}/outcome", timeout, spare=grace(timeout) / 2):
             raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:g} s", rank=0)
-        outcome = self._do(lambda store: _get(store, f"{keys}/outcome"))
+        outcome = self._opened(f"{keys}/outcome", self._do(lambda store: _get(store, f"{keys}/outcome")))
         if outcome[:1] == b"-":
             return decode_error(outcome[1:])
         if own:
-            return self._do(lambda store: _take(store, f"{keys}/for/{self.meeting.rank}"))
+            key = f"{keys}/for/{self.meeting.rank}"
+            return self._opened(key, self._do(lambda store: _take(store, key)))
         return outcome[1:]
 
     def store_id(self, timeout: float) -> bytes:
@@ -168,15 +181,19 @@ class Rounds:
 
     def say(self, word: str) -> None:
         """Say something once and for all."""
-        self._do(lambda store: store.set(self._keys(f"said/{word}"), b"1"))
+        key = self._keys(f"said/{word}")
+        self._do(lambda store: store.set(key, self._sealed(key, b"1")))
 
     def is_said(self, word: str) -> bool:
         """Whether some rank has said that."""
-        return self._do(lambda store: bool(store.check([self._keys(f"said/{word}")])))
+        key = self._keys(f"said/{word}")
+        said = self._do(lambda store: _get(store, key))
+        return bool(said) and self._opened(key, said) == b"1"
 
     def gone(self, error: CheckpointError) -> None:
         """Say that this rank will take part in no round any more."""
-        self._do(lambda store: store.append(self._keys("gone"), encode_error(error) + b"\n"))
+        text = self._sealed(self._keys("gone"), encode_error(error)) + b"\n"
+        self._do(lambda store: store.append(self._keys("gone"), text))
 
     def leave(self) -> None:
         """Say that this rank needs the store no more."""
@@ -205,7 +222,7 @@ class Rounds:
         """Raise what is known of ranks that have not reported: one has said that it is gone, or the time is up."""
         reported = self._do(lambda store: _frames(_get(store, f"{keys}/reports")))
         for text in self._do(lambda store: _get(store, self._keys("gone"))).splitlines():
-            error = decode_error(text)
+            error = decode_error(self._opened(self._keys("gone"), text))
             if error.rank not in reported:
                 raise error
         missing = [rank for rank in range(self.meeting.world_size) if rank not in reported]
@@ -216,16 +233,32 @@ class Rounds:
         failure = _get(store, f"{keys}/failure")
         found = _frames(_get(store, f"{keys}/reports"))
         if failure:
-            for rank in (rank for rank, value in found.items() if value is None):
+            for rank in (rank for rank, (value, _) in found.items() if value is None):
                 store.delete_key(f"{keys}/value/{rank}")
-            raise decode_error(failure)
+            raise decode_error(self._opened(f"{keys}/failure", failure))
         values = []
         for rank in range(self.meeting.world_size):
-            value = found[rank]
+            value, seal = found.get(rank, (b"", ""))
+            key = f"{keys}/value/{rank}"
             if value is None:
-                value = _take(store, f"{keys}/value/{rank}")
-            values.append(value)
+                value = _take(store, key)
+            values.append(self._opened(key, seal.encode() + value))
         return values
+
+    def _seal(self, key: str, value: bytes) -> str:
+        seal = hashlib.blake2b(key.encode() + b"\n", key=self.meeting.secret, digest_size=_SEAL_CHARACTERS // 2)
+        seal.update(value)
+        return seal.hexdigest()
+
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        return self._seal(key, value).encode() + value
+
+    def _opened(self, key: str, text: bytes) -> bytes:
+        """The value in a sealed one. Raises ``RankFailedError`` if no rank of this job has sealed it."""
+        seal, value = text[:_SEAL_CHARACTERS], text[_SEAL_CHARACTERS:]
+        if not hmac.compare_digest(seal, self._seal(key, value).encode()):
+            raise RankFailedError("something was said to the ranks of this job that none of them has said")
+        return value
 
     def _wait(self, key: str, timeout: float, spare: float) -> bool:
         """Whether ``key`` was set within ``timeout`` seconds; the store gets ``spare`` ones more to say so."""
@@ -448,15 +481,15 @@ def _take(store: Any, key: str) -> bytes:
     return value
 
 
-def _frames(text: bytes) -> dict[int, bytes | None]:
-    """The reports in ``text`` by their ranks; None for those that stand elsewhere."""
-    found: dict[int, bytes | None] = {}
+def _frames(text: bytes) -> dict[int, tuple[bytes | None, str]]:
+    """The reports in ``text`` by their ranks, with their seals; None for those that stand elsewhere."""
+    found: dict[int, tuple[bytes | None, str]] = {}
     at = 0
     while at < len(text):
         end = text.index(b"\n", at)
         head = json.loads(text[at:end])
         at = end + 1 + (head["bytes"] or 0)
-        found[head["rank"]] = None if head["bytes"] is None else text[end + 1 : at]
+        found[head["rank"]] = None if head["bytes"] is None else text[end + 1 : at], head["seal"]
     return found
 
 
