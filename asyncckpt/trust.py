@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from asyncckpt.errors import UntrustedValueError
+from asyncckpt.errors import DamagedCheckpointError, UntrustedValueError
 
 _METADATA_MODULES = frozenset({"torch.distributed.checkpoint.metadata"})
 _METADATA_GLOBALS = frozenset(
@@ -30,12 +30,20 @@ _METADATA_GLOBALS = frozenset(
 
 
 def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
-    """Unpickle DCP's ``.metadata`` of the checkpoint ``path``. Raises ``UntrustedValueError``."""
+    """Unpickle DCP's ``.metadata`` of the checkpoint ``path``.
+
+    Raises ``UntrustedValueError``, ``DamagedCheckpointError``.
+    """
+    unpickler = (_MetadataUnpickler if weights_only else pickle.Unpickler)(io.BytesIO(data))
     try:
-        metadata: Metadata = (_MetadataUnpickler(io.BytesIO(data)) if weights_only else _unpickler(data)).load()
-    except pickle.UnpicklingError as error:
-        raise UntrustedValueError(_text(".metadata", error), path=path) from error
-    return metadata
+        found = unpickler.load()
+    except _NotAllowed as error:
+        raise _untrusted(".metadata", error, path) from error
+    except Exception as error:  # a pickle that is none fails in many ways
+        raise DamagedCheckpointError(f".metadata is no pickle: {type(error).__name__}: {error}", path=path) from error
+    if not isinstance(found, Metadata):
+        raise DamagedCheckpointError(f".metadata holds a {type(found).__name__}, and not DCP's metadata", path=path)
+    return found
 
 
 def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -> Any:
@@ -43,7 +51,11 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -
     try:
         return torch.load(file, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        raise UntrustedValueError(_text(repr(name), error), path=path) from error
+        raise _untrusted(repr(name), error, path) from error
+
+
+class _NotAllowed(pickle.UnpicklingError):
+    pass
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -56,17 +68,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         for safe in torch.serialization.get_safe_globals():
             if getattr(safe, "__module__", None) == module and getattr(safe, "__qualname__", None) == name:
                 return safe
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise _NotAllowed(f"it names {module}.{name}")
 
 
-def _unpickler(data: bytes) -> pickle.Unpickler:
-    return pickle.Unpickler(io.BytesIO(data))
-
-
-def _text(what: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines() or ["it is of another class"]
-    why = next((line.strip() for line in reason if "GLOBAL" in line or "names" in line), reason[0])
-    return (
-        f"{what} is not loaded, because what it is made of could run code: {why}; if you trust who wrote the"
-        " checkpoint, load it with weights_only=False, or allow that class with torch.serialization.add_safe_globals"
+def _untrusted(what: str, error: Exception, path: str) -> UntrustedValueError:
+    lines = str(error).strip().splitlines() or ["it is of another class"]
+    why = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
+    return UntrustedValueError(
+        f"{what} is not loaded, because what it is made of could run code ({why}); if you trust who wrote the"
+        " checkpoint, load it with weights_only=False, or allow that class with torch.serialization.add_safe_globals",
+        path=path,
     )

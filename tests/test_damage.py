@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from asyncckpt import reader
 from asyncckpt.catalog import indexes, read_manifest
+from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine import Engine
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
 from asyncckpt.verify import verify
 from asyncckpt.worker.manifest import SPAN_BYTES, Index, Item, Manifest, spans
 
@@ -159,3 +161,34 @@ def test_manifest_and_index_read_what_they_wrote() -> None:
     sums = array("Q", range(len(bounds) - 1))
     index = Index.parse(Index.head("data", 4096, items) + Index.tail(sums), "path")
     assert index.items == items and list(index.checksums) == list(sums) and index.names_at(0, 4096) == ['na"me', "o"]
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone", "no manifest"])
+def test_an_older_one_is_loaded_when_that_is_asked_for(root: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"w": torch.arange(300_000.0), "step": 0}
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2, 3):
+            state["step"] = step
+            checkpointer.save(step, state).result(60)
+    for step in (2, 3):
+        data = root / f"step-{step:08d}" / "__0_0.distcp"
+        if how == "flipped":
+            _flip(data, data.stat().st_size // 2, 1)
+        elif how == "cut":
+            os.truncate(data, data.stat().st_size // 2)
+        elif how == "gone":
+            data.unlink()
+        else:
+            (data.parent / "asyncckpt.json").write_bytes(b"{}")
+    with Checkpointer(root) as checkpointer:
+        with pytest.raises(DamagedCheckpointError, match="step-00000003"):
+            checkpointer.load(into := {"w": torch.zeros(300_000), "step": 0})
+        assert checkpointer.load(into, fallback=True) == 1
+        assert into["step"] == 1 and torch.equal(torch.as_tensor(into["w"]), torch.as_tensor(state["w"]))
+        assert "falling back to step 1" in caplog.text and "falling back to step 2" in caplog.text
+        data = root / "step-00000001" / "__0_0.distcp"
+        _flip(data, data.stat().st_size // 2, 1)
+        with pytest.raises(DamagedCheckpointError, match="step-00000001"):
+            checkpointer.load(into, fallback=True)
+        with pytest.raises(MismatchError):  # not the checkpoint's fault
+            checkpointer.load({"v": torch.zeros(3)}, 1, fallback=True)
