@@ -538,13 +538,27 @@ class Engine:
                 f"the worker has died {self._deaths} times in a row, and another is started in {left:.1f} s",
                 rank=group.rank,
             )
-        self._inherit(group)
+        self._knock(group)
+        if self._visit is not None and not self._spares:
+            self._spares = _spares_of(self._visit)
         door = None if self._job is None else door_name(self._job, group.rank)
         try:
-            return WorkerClient(replace(self.config.worker_options(), door=door))
+            client = WorkerClient(replace(self.config.worker_options(), door=door))
         except WorkerDiedError:
             self._bury()
             raise
+        try:
+            # First the memory: until this one has it, the worker before it must stay.
+            for spare in self._spares:
+                spare.number = client.adopt(spare.segment, spare.held, self.config.timeout)
+            if self._visit is not None:
+                self._visit.retire(self.config.timeout)
+                self._visit = None
+            client.open(self.config.timeout)
+        except BaseException:
+            client.close(self.config.timeout)
+            raise
+        return client
 
     def _bury(self) -> None:
         """A worker has died. The next may be started at once, but not one after the other."""
@@ -559,26 +573,6 @@ class Engine:
             self._has_visited = True
             if self._visit is not None:
                 self._memory = Memory(self._job, self._visit.segments, self._visit.images)
-
-    def _inherit(self, group: Group) -> None:
-        """Take the memory over that the worker of a trainer before this one holds, and have that worker leave."""
-        self._knock(group)
-        visit = self._visit
-        if visit is None:
-            return
-        visit.retire(self.config.timeout)
-        self._visit = None
-        for number, segment in visit.segments.items():
-            # How the saves have ended is known by now.
-            images = [
-                replace(each, committed=each.committed or published(each.order.path, each.order.attempt))
-                for each in visit.images
-                if each.order.segment == number
-            ]
-            if images:
-                self._spares.append(Spare(segment, images[0].layout, tuple(images)))
-            else:
-                segment.close()
 
     def _drop_homes(self) -> list[Spare]:
         """Let go of the memory, which has lost its worker."""
@@ -598,6 +592,18 @@ class Engine:
             self._visit = None
         while self._spares:
             self._spares.pop().segment.close()
+
+
+def _spares_of(visit: Visit) -> list[Spare]:
+    """The memory that a worker holds, for another to take over."""
+    spares = []
+    for number, segment in visit.segments.items():
+        images = tuple(each for each in visit.images if each.order.segment == number)
+        if images:
+            spares.append(Spare(segment, images[0].layout, images))
+        else:
+            segment.close()
+    return spares
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,15 @@ from asyncckpt.worker.messages import Held, Layout, Region
 
 @dataclass
 class Spare:
-    """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it."""
+    """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
+
+    ``number``: that of the segment in the worker that has adopted it; None: none has, yet.
+    """
 
     segment: Segment
     layout: Layout
     held: tuple[Held, ...] = ()
+    number: int | None = None
 
 
 class Home:
@@ -35,8 +39,8 @@ class Home:
     def __init__(self, plan: Plan, client: WorkerClient, slots: int, timeout: float, spares: list[Spare]) -> None:
         """Take the one of ``spares`` that was for the same plan, or have ``client`` allocate the segment.
 
-        Spares that fit nothing are given back before memory is allocated. Writes all that is constant. Raises
-        ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+        ``client`` has adopted the spares; those that fit nothing are given back before memory is allocated. Writes all
+        that is constant. Raises ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``.
         """
         self.plan = plan
         self.client = client
@@ -57,13 +61,15 @@ class Home:
         self._offsets = offsets
         self.layout = Layout(plan.data_name, plan.image.nbytes, offsets, **regions)
         spare = _fitting(spares, self.layout, constants)
-        if spare is None:
+        if spare is None or spare.number is None:
             while spares:
-                spares.pop().segment.close()
+                unfit = spares.pop()
+                if unfit.number is not None:
+                    client.release(unfit.number)
+                unfit.segment.close()
             self.number, self.segment = client.allocate(end + slots * plan.image.nbytes, timeout)
         else:
-            self.segment = spare.segment
-            self.number = client.adopt(spare.segment, spare.held, timeout)
+            self.segment, self.number = spare.segment, spare.number
             spares.remove(spare)
         self.segment.touch()
         self.slots = SlotTable(self.segment.view)

@@ -10,14 +10,10 @@ import sys
 
 from multiprocess.connection import Connection
 
-from asyncckpt.errors import JobTakenError
 from asyncckpt.worker import priority
-from asyncckpt.worker.door import Door
 from asyncckpt.worker.holdings import Holdings
-from asyncckpt.worker.messages import Refused
 from asyncckpt.worker.server import Server
 from asyncckpt.worker.storage import LocalStorage
-from asyncckpt.worker.wire import send
 
 
 def main(argv: list[str]) -> int:
@@ -31,26 +27,13 @@ def main(argv: list[str]) -> int:
     options = json.loads(argv[0])
     priority.lower(options["nice"], options["io_class"])
     connection = Connection(options["fd"])
-    holdings = Holdings(os.getpid(), options["trainer"])
-    door, trouble = None, None
-    if options["door"] is not None:
-        try:
-            door = Door(options["door"], options["trainer"])
-            door.open(holdings.answer)
-        except JobTakenError as error:
-            send(connection, Refused(error))
-            return 1
-        except OSError as error:
-            trouble = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+    holdings = Holdings(os.getpid(), options["trainer"], options["door"])
     try:
-        # One that nobody can find has nobody to wait for.
-        linger = options["linger"] if door is not None else 0.0
         storage = LocalStorage(direct=options["direct_io"])
-        server = Server(connection, storage, holdings, options["io_threads"], linger)
-        finished = server.run(_watch(options["trainer"]), trouble)
+        server = Server(connection, storage, holdings, options["io_threads"], options["linger"])
+        finished = server.run(_watch(options["trainer"]))
     finally:
-        if door is not None:
-            door.close()
+        holdings.shut()
     if not finished:
         logging.error("storage does not answer; leaving a write behind")
         os._exit(1)

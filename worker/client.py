@@ -43,6 +43,8 @@ from asyncckpt.worker.messages import (
     Join,
     Layout,
     Meeting,
+    Open,
+    Opened,
     Order,
     Ready,
     Refused,
@@ -93,11 +95,7 @@ class WorkerClient:
     """
 
     def __init__(self, options: WorkerOptions) -> None:
-        """Start a worker.
-
-        Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds, and ``JobTakenError`` when
-        another has its door.
-        """
+        """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds."""
         self._owner = os.getpid()
         self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
         self._connection, self._process = _spawn(options, self._stderr)
@@ -134,6 +132,17 @@ class WorkerClient:
         if not isinstance(reply, Allocated) or segment is None:
             raise CheckpointError(f"the worker answered {reply!r} to an allocation: please report this")
         return reply.segment, segment
+
+    def open(self, timeout: float) -> None:
+        """Have the worker take its door, where it has one.
+
+        Raises ``JobTakenError`` when another worker has it, ``WorkerDiedError``, ``SaveTimeoutError``.
+        """
+        reply, _ = self._ask(Open(), timeout, "making the worker known")
+        if isinstance(reply, Refused):
+            raise reply.error
+        if isinstance(reply, Opened) and reply.trouble is not None:
+            logger.warning("a trainer that is started in the place of this one will not find it: %s", reply.trouble)
 
     def adopt(self, segment: Segment, held: tuple[Held, ...], timeout: float) -> int:
         """Have the worker take over a segment whose worker is gone, with the images in it. Returns its number there.
@@ -312,16 +321,12 @@ class WorkerClient:
         except (EOFError, OSError):
             pass
         if isinstance(reply, Ready):
-            if reply.trouble is not None:
-                logger.warning("a trainer that is started in the place of this one will not find it: %s", reply.trouble)
             return time.perf_counter() - begun
         self._process.kill()
         self._process.wait()
         words = self._last_words()
         self._connection.close()
         os.close(self._stderr)
-        if isinstance(reply, Refused):
-            raise reply.error
         raise WorkerDiedError(f"the worker process did not get ready within {timeout:g} s; {words}")
 
     def _listen(self) -> None:

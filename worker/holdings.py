@@ -2,22 +2,33 @@
 
 An image is held from the moment it is staged until its slot is taken again. When the trainer has died, whoever knocks
 at the door is told of them, and handed the memory.
+
+A trainer that takes over hands the memory on to its own worker before the old one leaves, and only then has it take the
+door. So at any instant one of the two holds what is staged, and can be found.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from array import array
 from dataclasses import dataclass, replace
 
 from multiprocess.connection import Connection
 from multiprocess.reduction import send_handle
 
+from asyncckpt.errors import JobTakenError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import SlotTable, State
+from asyncckpt.worker.door import Door
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.messages import Busy, Held, Holding, Layout, Look, Order, Region, Retire
 from asyncckpt.worker.wire import receive, send
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
 
 
 class Room:
@@ -55,9 +66,11 @@ class _Image:
 class Holdings:
     """What one worker holds. The server's threads and those of visitors call."""
 
-    def __init__(self, worker: int, trainer: int) -> None:
-        """``worker`` and ``trainer``: their process ids."""
+    def __init__(self, worker: int, trainer: int, door: str | None) -> None:
+        """``worker`` and ``trainer``: their process ids. ``door``: its name; None: none."""
         self._worker, self._trainer = worker, trainer
+        self._name = door
+        self._door: Door | None = None
         self._lock = threading.Lock()
         self._rooms: dict[int, Room] = {}
         self._next = 1
@@ -65,6 +78,17 @@ class Holdings:
         self._orphaned = False
         self._visitors = 0
         self._retired = threading.Event()
+
+    def open(self) -> None:
+        """Take the door. Raises ``JobTakenError``, or ``OSError`` where there cannot be one."""
+        if self._name is not None and self._door is None:
+            self._door = Door(self._name, self._trainer)
+            self._door.open(self._answer)
+
+    def shut(self) -> None:
+        """Give the door back."""
+        if self._door is not None:
+            self._door.close()
 
     def add(self, segment: Segment) -> int:
         """Take over a segment. Returns its number here."""
@@ -128,16 +152,35 @@ class Holdings:
 
     def linger(self, seconds: float) -> None:
         """Wait for somebody to take what is held over, ``seconds`` after the last visitor."""
+        if not self._find_door(seconds):
+            return
         while self._images and not self._retired.wait(seconds):
             with self._lock:
                 if not self._visitors:
                     return
 
+    def _find_door(self, seconds: float) -> bool:
+        """Take the door, if the trainer died before it could say so: the worker that has it is just leaving.
+
+        But if that one stays it has all that this one holds.
+        """
+        deadline = time.monotonic() + seconds
+        while self._name is not None and self._door is None and self._images and time.monotonic() < deadline:
+            try:
+                self.open()
+            except JobTakenError:
+                if self._retired.wait(_POLL_S):
+                    break
+            except OSError as error:
+                logger.warning("nobody will find what is held here: %s", error)
+                break
+        return self._door is not None
+
     def retire(self) -> None:
         """Linger no more."""
         self._retired.set()
 
-    def answer(self, visitor: Connection) -> None:
+    def _answer(self, visitor: Connection) -> None:
         """Talk to a visitor until it leaves. Raises ``EOFError`` or ``OSError`` when it does."""
         with self._lock:
             self._visitors += 1

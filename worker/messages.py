@@ -3,6 +3,8 @@
 One socket pair joins them; every message is one of these. In the order of a life:
 
     worker   Ready                        it is up
+    trainer  Open                         take your door: whoever had it has left
+    worker   Opened                                                (or Refused)
     trainer  Host                         many ranks: the first rank's worker hosts the store that joins them
     worker   Hosting                      at this port             (or Refused)
     trainer  Join                         many ranks: where the store is, and who you are
@@ -120,6 +122,11 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Open:
+    pass
+
+
+@dataclass(frozen=True)
 class Host:
     """``port``: 0 for any."""
 
@@ -186,10 +193,14 @@ class Close:
 
 @dataclass(frozen=True)
 class Ready:
-    """``trouble``: why it has no door, where it should have one."""
-
     pid: int
-    trouble: str | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """``trouble``: why it has no door all the same."""
+
+    trouble: str | None
 
 
 @dataclass(frozen=True)
@@ -271,5 +282,5 @@ class Retire:
     pass
 
 
-FromTrainer = Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
-FromWorker = Ready | Hosting | Allocated | Adopted | Refused | Cancelled | Written | Committed | Failed
+FromTrainer = Open | Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
+FromWorker = Ready | Opened | Hosting | Allocated | Adopted | Refused | Cancelled | Written | Committed | Failed

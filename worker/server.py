@@ -22,7 +22,7 @@ from typing import Any
 from multiprocess.connection import Connection, wait
 from multiprocess.reduction import recv_handle, send_handle
 
-from asyncckpt.errors import CheckpointError, OutOfMemoryError, RankFailedError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, JobTakenError, OutOfMemoryError, RankFailedError, WorkerDiedError
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import State
@@ -46,6 +46,8 @@ from asyncckpt.worker.messages import (
     Host,
     Hosting,
     Join,
+    Open,
+    Opened,
     Order,
     Ready,
     Refused,
@@ -86,17 +88,17 @@ class Server:
         self._committer = Committer(self._ended)
         self._store: Any = None
 
-    def run(self, trainer: int | None = None, trouble: str | None = None) -> bool:
+    def run(self, trainer: int | None = None) -> bool:
         """Serve until the trainer closes or dies, and linger then.
 
         Returns whether all threads have come to their end. If not, storage has never answered, and the process should
-        end itself. ``trainer``: a pidfd, noticed even where a fork holds the socket. ``trouble``: for it.
+        end itself. ``trainer``: a pidfd, noticed even where a fork holds the socket.
         """
         runner = threading.Thread(target=self._run_orders, name="asyncckpt-runner", daemon=True)
         runner.start()
         why, lingers = "its worker failed", False
         try:
-            self._send(Ready(os.getpid(), trouble))
+            self._send(Ready(os.getpid()))
             why = self._serve(trainer)
             lingers = why != _CLOSED and self._linger > 0
         finally:
@@ -148,6 +150,8 @@ class Server:
 
     def _handle(self, message: FromTrainer) -> None:
         match message:
+            case Open():
+                self._open()
             case Host(port):
                 self._host(port)
             case Join(meeting, timeout):
@@ -172,6 +176,17 @@ class Server:
                 self._cancel(save_id, reason)
             case Release(number):
                 self._holdings.release(number)
+
+    def _open(self) -> None:
+        trouble = None
+        try:
+            self._holdings.open()
+        except JobTakenError as error:
+            self._send(Refused(error))
+            return
+        except OSError as error:
+            trouble = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        self._send(Opened(trouble))
 
     def _host(self, port: int) -> None:
         try:
