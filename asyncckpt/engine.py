@@ -554,11 +554,25 @@ class Engine:
             if self._visit is not None:
                 self._visit.retire(self.config.timeout)
                 self._visit = None
-            client.open(self.config.timeout)
+            self._open_door(client, door)
         except BaseException:
             client.close(self.config.timeout)
             raise
         return client
+
+    def _open_door(self, client: WorkerClient, door: str | None) -> None:
+        """Have the worker take its door, which may be that of one whose trainer died while it took over."""
+        deadline = time.monotonic() + self.config.timeout
+        while True:
+            try:
+                client.open(self.config.timeout)
+                return
+            except JobTakenError:
+                if door is None or time.monotonic() > deadline:
+                    raise
+            if (visit := Visit.pay(door, self.config.timeout)) is not None:
+                with visit:
+                    visit.retire(self.config.timeout)
 
     def _bury(self) -> None:
         """A worker has died. The next may be started at once, but not one after the other."""

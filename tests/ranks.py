@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -101,6 +102,32 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, folder: Path)
         if end.error is not None or end.killed:
             pytest.fail(f"rank {rank}: {end.error or 'killed'}")
     return [end.result for end in ended]
+
+
+def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
+    """Runs ``function`` in a process of its own, which belongs to no job. Returns its exit code and what it said."""
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_alone, args=(theirs, dict(os.environ), function, args), daemon=False)
+    process.start()
+    theirs.close()
+    process.join(LIMIT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise TimeoutError(f"{function.__name__} did not end within {LIMIT_S:g} s")
+    said = None
+    with ours, contextlib.suppress(EOFError):
+        said = pickle.loads(ours.recv_bytes())[1]
+    code = process.exitcode
+    process.close()
+    return code, said
+
+
+def _alone(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    global _speaker
+    _speaker = pipe
+    os.environ.update(environment)
+    function(*args)
 
 
 _speaker: Connection | None = None

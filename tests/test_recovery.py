@@ -2,83 +2,82 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from ranks import alone, say, serve
 
+from asyncckpt import staging
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointNotFoundError, JobTakenError, SaveTimeoutError
+from asyncckpt.errors import CheckpointNotFoundError, JobTakenError, SaveTimeoutError, StorageError
 from asyncckpt.verify import verify
+from asyncckpt.worker import client
 from asyncckpt.worker.door import door_name, knock
 from asyncckpt.worker.steps import complete_steps
 from asyncckpt.worker.visit import Visit
 
 NUMBERS = 3_000_000
 
-TRAINER = f"""
-import os, signal, sys, time, torch
-from pathlib import Path
-from asyncckpt import home
-from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.config import Config
-from asyncckpt.worker import client
 
-root, last, death, fault = sys.argv[1:5]
-if fault:
-    real = client.command
-    client.command = lambda: [real()[0], {str(Path(__file__).with_name("faulty_worker.py"))!r}, fault]
-checkpointer = Checkpointer(root, Config(linger=float(os.environ.get("LINGER", 600))))
-state = {{"w": torch.zeros({NUMBERS}), "step": 0}}
-for step in range(1, int(last) + 1):
-    state["w"].fill_(step)
-    state["step"] = step
-    if death == "staging" and step == int(last):
-        copy = home.SlotStager.copy
-        def half(self, tensors, *args, **options):
-            tensors[0][1_000_000:] = 99.0
-            copy(self, tensors, *args, **options)
-            os.kill(os.getpid(), signal.SIGKILL)
-        home.SlotStager.copy = half
-    save = checkpointer.save(step, state)
-    if death != "staged" or step < int(last):
-        try:
-            save.result(60)
-        except Exception as error:
-            print(error, file=sys.stderr)
-print(checkpointer._engine._client.pid, flush=True)
-if death == "raise":
-    with checkpointer:
-        raise RuntimeError("the training has failed")
-if death == "close":
-    checkpointer.close()
-    os._exit(0)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+@pytest.fixture(scope="module", autouse=True)
+def trainers() -> Iterator[None]:
+    yield from serve()
 
 
-def train(root: Path, last: int, death: str = "kill", fault: str = "", **environment: str) -> psutil.Process | None:
-    """Save the steps up to ``last``, then die. Returns the worker."""
-    trainer = subprocess.run(
-        [sys.executable, "-c", TRAINER, str(root), str(last), death, fault],
-        stdout=subprocess.PIPE,
-        timeout=60,
-        cwd="/",
-        env=os.environ | environment,
-        check=False,
-    )
-    expected = {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
-    assert trainer.returncode == expected
+def _train(root: str, last: int, death: str, fault: str, linger: float) -> None:
+    if fault:
+        real = client.command()
+        script = str(Path(__file__).with_name("faulty_worker.py"))
+        client.command = lambda: [real[0], script, fault]
+    checkpointer = Checkpointer(root, Config(linger=linger))
+    state = empty()
+    for step in range(1, last + 1):
+        state["w"].fill_(step)
+        state["step"] = step
+        if death == "staging" and step == last:
+            staging.SlotStager.copy = _half_a_copy  # type: ignore[method-assign]
+        save = checkpointer.save(step, state)
+        if death != "staged" or step < last:
+            with contextlib.suppress(StorageError):
+                save.result(60)
+    worker = checkpointer._engine._client
+    assert worker is not None
+    say(worker.pid)
+    if death == "raise":
+        with checkpointer:
+            raise RuntimeError("the training has failed")
+    if death == "close":
+        checkpointer.close()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _half_a_copy(self: Any, tensors: Any, *args: Any, **options: Any) -> None:
+    tensors[0][len(tensors[0]) // 2 :] = 99.0
+    real_copy(self, tensors, *args, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+real_copy = staging.SlotStager.copy
+
+
+def train(root: Path, last: int, death: str = "kill", fault: str = "", linger: float = 600.0) -> psutil.Process | None:
+    """Save the steps up to ``last``, then die. Returns the worker, if it is still there."""
+    code, worker = alone(_train, str(root), last, death, fault, linger)
+    assert code == {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
     try:
-        return psutil.Process(int(trainer.stdout)) if trainer.stdout.strip() else None
+        return psutil.Process(worker) if worker is not None else None
     except psutil.NoSuchProcess:
         return None
 
@@ -241,7 +240,7 @@ def test_two_at_a_time(root: Path, tmp_path: Path) -> None:
 
 
 def test_it_lingers_and_leaves_without_a_trace(root: Path, runtime: Path) -> None:
-    worker = train(root, 1, LINGER="0.5")
+    worker = train(root, 1, linger=0.5)
     assert has_left(worker) and not list(runtime.iterdir())
     with Checkpointer(root) as checkpointer:
         checkpointer.load(empty())
@@ -300,3 +299,42 @@ def test_without_a_runtime_folder_it_saves_all_the_same(
         checkpointer.save(1, empty()).result(60)
     assert "will not find it" in caplog.text and str(runtime) in caplog.text
     runtime.chmod(0o700)
+
+
+def _take_over(root: str, when: str) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    owner, name = {
+        "before the memory is adopted": (client.WorkerClient, "adopt"),
+        "before the worker is told to leave": (Visit, "retire"),
+        "before the other has its door": (client.WorkerClient, "open"),
+        "before it has staged": (client.WorkerClient, "begin"),
+    }[when]
+    setattr(owner, name, die)
+    checkpointer = Checkpointer(root)
+    assert checkpointer.load(state := empty()) == 2
+    checkpointer.save(3, state)
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before the memory is adopted",
+        "before the worker is told to leave",
+        "before the other has its door",
+        "before it has staged",
+    ],
+)
+def test_at_any_instant_somebody_holds_it(root: Path, when: str) -> None:
+    """A trainer that takes over, and is killed on the way."""
+    train(root, 2)
+    assert alone(_take_over, str(root), when)[0] == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while True:
+        with Checkpointer(root) as checkpointer:
+            assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+            if source(checkpointer) == "memory":
+                return
+        assert time.monotonic() < deadline  # the new worker takes the door as soon as the old one is gone
+        time.sleep(0.05)

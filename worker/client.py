@@ -106,6 +106,7 @@ class WorkerClient:
         self._replies: SimpleQueue[tuple[FromWorker, Segment | None]] = SimpleQueue()
         self._death: WorkerDiedError | None = None
         self._closing = False
+        self._deserting = False
         self.started_s = self._await_ready(options.start_timeout)
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
         self._listener.start()
@@ -251,7 +252,7 @@ class WorkerClient:
         except WorkerDiedError:
             pass  # whose saves it was has been told
         finally:
-            self._closing = True
+            self._closing = self._deserting = True
             _deserted.append(self._process)
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
                 ours.shutdown(socket.SHUT_RDWR)
@@ -389,7 +390,7 @@ class WorkerClient:
     def _mourn(self) -> None:
         """The worker is gone: everything pending fails, and says why."""
         try:
-            code = self._process.wait(timeout=5)
+            code = self._process.wait(timeout=0 if self._deserting else 5)
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         except subprocess.TimeoutExpired:
             how = "closed its socket"

@@ -23,12 +23,14 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker.door import Door
 from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.messages import Busy, Held, Holding, Layout, Look, Order, Region, Retire
+from asyncckpt.worker.messages import Busy, Held, Holding, Layout, Look, Order, Region, Retire, Take
+from asyncckpt.worker.visit import is_leaving
 from asyncckpt.worker.wire import receive, send
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_ANSWER_S = 10.0
 
 
 class Room:
@@ -102,6 +104,7 @@ class Holdings:
         number = self.add(segment)
         with self._lock:
             for each in held:
+                self._rooms[number].layout, self._rooms[number].constants = each.layout, each.constants
                 order = replace(each.order, segment=number)
                 checksums = array("Q", each.checksums)
                 self._images[number, order.slot] = _Image(order, each.layout, checksums, each.committed)
@@ -160,17 +163,18 @@ class Holdings:
                     return
 
     def _find_door(self, seconds: float) -> bool:
-        """Take the door, if the trainer died before it could say so: the worker that has it is just leaving.
+        """Take the door, if the trainer died before it could say so. Returns whether this one has it.
 
-        But if that one stays it has all that this one holds.
+        The worker that has it may be just leaving; but if it stays, it has all that this one holds.
         """
         deadline = time.monotonic() + seconds
         while self._name is not None and self._door is None and self._images and time.monotonic() < deadline:
             try:
                 self.open()
             except JobTakenError:
-                if self._retired.wait(_POLL_S):
+                if self._retired.is_set() or not is_leaving(self._name, _ANSWER_S):
                     break
+                time.sleep(_POLL_S)
             except OSError as error:
                 logger.warning("nobody will find what is held here: %s", error)
                 break
@@ -184,11 +188,14 @@ class Holdings:
         """Talk to a visitor until it leaves. Raises ``EOFError`` or ``OSError`` when it does."""
         with self._lock:
             self._visitors += 1
+        numbers: tuple[int, ...] = ()
         try:
             while True:
                 match receive(visitor):
                     case Look():
-                        self._show(visitor)
+                        numbers = self._show(visitor)
+                    case Take():
+                        self._hand_over(visitor, numbers)
                     case Retire():
                         self.retire()
         finally:
@@ -203,14 +210,19 @@ class Holdings:
                 room.close()
             self._rooms.clear()
 
-    def _show(self, visitor: Connection) -> None:
+    def _show(self, visitor: Connection) -> tuple[int, ...]:
+        """Tell what there is. Returns the numbers of the segments it is in."""
         with self._lock:
             if not self._orphaned:
                 send(visitor, Busy(self._worker, self._trainer))
-                return
+                return ()
             images = tuple(self._held(image) for image in self._images.values() if self._is_whole(image))
-            numbers = tuple(self._rooms) if images else ()
-            send(visitor, Holding(self._worker, numbers, images))
+            numbers = tuple(sorted({image.order.segment for image in images}))
+            send(visitor, Holding(self._worker, self._retired.is_set(), numbers, images))
+            return numbers
+
+    def _hand_over(self, visitor: Connection, numbers: tuple[int, ...]) -> None:
+        with self._lock:
             for number in numbers:
                 send_handle(visitor, self._rooms[number].segment.fileno(), None)
 

@@ -25,7 +25,9 @@ One socket pair joins them; every message is one of these. In the order of a lif
 And at the door (see ``door.py``), with a process that did not start the worker:
 
     visitor  Look                         what do you hold?
-    worker   Holding + descriptors        these images, in these segments    (or Busy: I have a trainer)
+    worker   Holding                      these images, in these segments    (or Busy: I have a trainer)
+    visitor  Take
+    worker   descriptors                  of these segments
     visitor  Retire                       I have it; finish what is staged and leave
 """
 
@@ -270,11 +272,17 @@ class Busy:
 
 @dataclass(frozen=True)
 class Holding:
-    """Followed on the same socket by the descriptors of ``segments``, in that order."""
+    """``leaving``: somebody has had the worker retire, and it is only finishing its work."""
 
     worker: int
+    leaving: bool
     segments: tuple[int, ...]
     images: tuple[Held, ...]
+
+
+@dataclass(frozen=True)
+class Take:
+    """Answered by the descriptors of the ``segments`` of ``Holding``, in that order."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from multiprocess.reduction import recv_handle
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.door import knock, taken
-from asyncckpt.worker.messages import Busy, Held, Holding, Look, Retire
+from asyncckpt.worker.messages import Busy, Held, Holding, Look, Retire, Take
 from asyncckpt.worker.wire import receive, send
 
 # How long a worker may take to see that its trainer is dead, and how often it is asked.
@@ -58,13 +58,11 @@ class Visit:
 
     @classmethod
     def _look(cls, connection: Connection, timeout: float) -> Visit | Busy:
-        send(connection, Look())
-        reply = _next(connection, timeout)
+        reply = _look(connection, timeout)
         if isinstance(reply, Busy):
             return reply
-        if not isinstance(reply, Holding):
-            raise CheckpointError(f"a worker answered {reply!r} to a visitor: please report this")
         segments: dict[int, Segment] = {}
+        send(connection, Take())
         try:
             for number in reply.segments:
                 _await(connection, timeout)
@@ -108,9 +106,25 @@ class Visit:
         self.close()
 
 
-def _next(connection: Connection, timeout: float) -> object:
+def is_leaving(door: str, timeout: float) -> bool:
+    """Whether the worker with that ``door`` is about to leave, or has left."""
+    connection = knock(door)
+    if connection is None:
+        return True
+    with connection:
+        try:
+            reply = _look(connection, timeout)
+        except (EOFError, OSError):
+            return True
+    return isinstance(reply, Holding) and reply.leaving
+
+
+def _look(connection: Connection, timeout: float) -> Busy | Holding:
+    send(connection, Look())
     _await(connection, timeout)
-    reply: object = receive(connection)
+    reply = receive(connection)
+    if not isinstance(reply, (Busy, Holding)):
+        raise CheckpointError(f"a worker answered {reply!r} to a visitor: please report this")
     return reply
 
 
