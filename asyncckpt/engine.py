@@ -53,6 +53,8 @@ from asyncckpt.worker.visit import Visit
 logger = logging.getLogger(__name__)
 
 _DEFAULT_SLOTS = 2
+# How long the end of a worker may take to be noticed.
+_NOTICE_S = 2.0
 # Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
 _MAX_PLANS = 4
 
@@ -110,8 +112,7 @@ class Engine:
             self._check_usable()
             group, number = self._ranks(), next(self._ids)
             state = stateful_to_dict(state_dict)
-            client = self._running_client(group)
-            found = self._agree(group, number, state, planner, client, lambda: None)
+            client, found = self._agree(group, number, state, planner, lambda: None)
             home, tensors = found or self._plan_anew(group, number, state, planner, client)
             ready = ready_events(tensors)
             for slot in home.free_slots():
@@ -259,9 +260,8 @@ class Engine:
             if group.rank == 0:
                 self._check_place(final, retention.overwrite, step)
 
-        client = self._running_client(group)
         state = stateful_to_dict(state_dict)
-        found = self._agree(group, number, state, planner, client, check_place)
+        client, found = self._agree(group, number, state, planner, check_place)
         home, tensors = found or self._plan_anew(group, number, state, planner, client)
         planned = time.perf_counter()
         slot = self._take_slot(group, number, home, save)
@@ -292,6 +292,25 @@ class Engine:
             raise exists_error(final, overwrite, step=step)
 
     def _agree(
+        self, group: Group, number: int, state: StateDict, planner: SavePlanner | None, check: Callable[[], None]
+    ) -> tuple[WorkerClient, tuple[Home, Sequence[torch.Tensor]] | None]:
+        """The worker, and what ``_look_up`` says; asked again where the first rank's worker died meanwhile.
+
+        It may have died long before, and only now be missed: then nothing is lost but the time to start another.
+        """
+        client = self._running_client(group)
+        try:
+            return client, self._look_up(group, number, state, planner, client, check)
+        except WorkerDiedError as error:
+            if group.alone or error.rank != 0:
+                raise
+            logger.warning("asking again: %s", str(error))
+        if group.rank == 0:
+            client.wait_for_end(_NOTICE_S)
+        client = self._running_client(group)
+        return client, self._look_up(group, number, state, planner, client, check)
+
+    def _look_up(
         self,
         group: Group,
         number: int,

@@ -30,6 +30,7 @@ from asyncckpt.worker.rounds import Rounds, grace, round_name
 logger = logging.getLogger(__name__)
 
 _YES = "yes"
+_OWN_PATIENCE_S = 1.0
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -73,8 +74,10 @@ class Group:
         if self._meeting is None:
             self._meeting = self._hand_round(client)
             self.token = self._meeting.token
-            self._rounds = Rounds(self._meeting, self._config.start_timeout)
-            self._failing = Rounds(self._meeting, self._config.start_timeout)
+            # The first rank's own worker hosts the store: if it is not there, it will not come by waiting.
+            patience = _OWN_PATIENCE_S if self.rank == 0 else None
+            self._rounds = Rounds(self._meeting, self._config.start_timeout, patience)
+            self._failing = Rounds(self._meeting, self._config.start_timeout, patience)
         elif self.rank == 0:
             client.host(self._meeting.port, self._config.start_timeout)
         client.join(self._meeting, self._config.start_timeout)

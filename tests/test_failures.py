@@ -176,7 +176,7 @@ def test_no_space_for_it_is_seen_before_writing(root: Path, monkeypatch: pytest.
     store = storage.LocalStorage()
     with pytest.raises(StorageError, match="needs .* and the file system has"):
         store.begin(str(root / "a"), "attempt", 1 << 60)
-    store.close()
+    assert not store._locks and not list(root.iterdir())
 
 
 def test_what_a_killed_worker_left_is_removed(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -217,6 +217,10 @@ class WorkerClient:
                 raise self._death
         raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s; the storage may be stalled")
 
+    def wait_for_end(self, timeout: float) -> None:
+        """Wait until it is known that the worker has ended, or ``timeout`` seconds have passed."""
+        self._listener.join(timeout)
+
     def close(self, timeout: float) -> None:
         """End the worker once all that was handed over is written.
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # What the first rank's worker waits, at its end, for others that may still want to know how the last save went.
 _LEAVE_S = 5.0
-# How long to look for a store to report to. One that takes the place of another knows nothing of this save.
+# How long to look for the store. One that takes the place of another knows nothing of this save.
 _PATIENCE_S = 5.0
 # How long to look whether a store is gone, or just the connection to it.
 _PROBE_S = 1.0
@@ -55,7 +55,7 @@ class Committer:
     def join(self, meeting: Meeting, timeout: float) -> None:
         """From the next save on, commit with the other ranks."""
         self._rank, self._meeting = meeting.rank, meeting
-        self._waiting, self._reporting = Rounds(meeting, timeout), Rounds(meeting, timeout, _PATIENCE_S)
+        self._waiting, self._reporting = (Rounds(meeting, timeout, _PATIENCE_S) for _ in range(2))
         self._waiting.connect()
         self._reporting.connect()
 

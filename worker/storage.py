@@ -140,6 +140,7 @@ class LocalStorage:
             space = os.statvfs(folder)
         free = space.f_bavail * space.f_frsize
         if free < nbytes:
+            self.discard(folder, ())
             raise StorageError(
                 f"the checkpoint needs {nbytes:,} bytes and the file system has {free:,} left;"
                 " free space there, or choose another place",
