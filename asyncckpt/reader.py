@@ -115,7 +115,7 @@ def _open(
         with translated("opening", path):
             held.enter_context(reading(path))
         if os.path.exists(os.path.join(path, METADATA_NAME)) and not is_ours(path):
-            return FileSystemReader(path)
+            return _StockReader(path, weights_only=weights_only)
     reader = ImageReader(path, verify=verify, weights_only=weights_only, source=source)
     reader.read_metadata()  # so that what is wrong with it is said by us: DCP would make a text of it
     return reader
@@ -163,6 +163,22 @@ def gather(value: T, process_group: Any = None) -> list[T]:
 
 def _many(process_group: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
+
+
+class _StockReader(FileSystemReader):
+    """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
+
+    def __init__(self, path: str, *, weights_only: bool) -> None:
+        super().__init__(path)
+        self._weights_only = weights_only
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        name = os.path.join(self.path, METADATA_NAME)
+        with translated("reading", name), open(name, "rb") as file:
+            metadata = load_metadata(file.read(), str(self.path), weights_only=self._weights_only)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class ImageReader(StorageReader):

@@ -25,6 +25,8 @@ _METADATA_GLOBALS = frozenset(
         ("collections", "OrderedDict"),
         ("builtins", "set"),
         ("builtins", "frozenset"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
     }
 )
 

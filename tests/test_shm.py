@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,34 @@ def test_too_little_memory_says_how_much_and_what_to_do(tmp_path: Path) -> None:
     budget.require(200 << 20, "staging", "use fewer slots", tmp_path)
     with pytest.raises(OutOfMemoryError, match=r"staging needs 0.49 GiB .* 0.50 GiB are left .* use fewer slots"):
         budget.require(500 << 20, "staging", "use fewer slots", tmp_path)
+
+
+SMALL = """
+import os, sys, torch
+from asyncckpt.checkpointer import Checkpointer
+os.environ["ASYNCCKPT_RUNTIME_DIR"] = sys.argv[1] + "/runtime"
+state = {"w": torch.arange(50_000_000.0)}
+with Checkpointer(sys.argv[1]) as checkpointer:
+    save = checkpointer.save(1, state)
+    assert not os.listdir("/dev/shm")  # so there is nothing that a log-out (RemoveIPC) could remove
+    save.result(60)
+    checkpointer.load(into := {"w": torch.zeros(50_000_000)})
+assert torch.equal(into["w"], state["w"])
+print("done")
+"""
+
+
+def test_a_small_dev_shm_makes_no_difference(tmp_path: Path) -> None:
+    """As in a container: 64 MB there, for a state of 200."""
+    command = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$1" "$2"'
+    trial = subprocess.run(["unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /dev/shm"], capture_output=True)
+    if trial.returncode:
+        pytest.skip("no file system may be mounted here")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command, sys.executable, SMALL, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        timeout=120,
+        cwd="/",
+        check=True,
+    )
+    assert done.stdout == b"done\n"

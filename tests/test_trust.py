@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import same, small_state, zeros_like
+from torch.distributed.checkpoint import state_dict_saver
 
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
@@ -76,6 +77,20 @@ def test_a_value_runs_nothing(tmp_path: Path) -> None:
     assert not proof.exists()
     load({"innocent": None}, str(tmp_path / "a"), weights_only=False)
     assert proof.exists()
+
+
+def test_what_stock_dcp_wrote_runs_nothing_either(tmp_path: Path) -> None:
+    folder, proof = tmp_path / "a", tmp_path / "proof"
+    state_dict_saver.save(state := small_state(), checkpoint_id=folder)
+    load(into := zeros_like(state), str(folder))
+    assert same(into, state)
+    state_dict_saver.save({"innocent": Attack(proof)}, checkpoint_id=tmp_path / "b")
+    with pytest.raises(UntrustedValueError, match="'innocent'"):
+        load({"innocent": None}, str(tmp_path / "b"))
+    (folder / METADATA_NAME).write_bytes(pickle.dumps(Attack(proof)))
+    with pytest.raises(UntrustedValueError, match="mkdir"):
+        load(into, str(folder))
+    assert not proof.exists()
 
 
 @dataclasses.dataclass
