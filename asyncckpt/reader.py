@@ -114,9 +114,11 @@ def _open(
             raise CheckpointNotFoundError("there is no checkpoint here", path=path)
         with translated("opening", path):
             held.enter_context(reading(path))
-        if os.path.exists(os.path.join(path, METADATA_NAME)) and not is_ours(path):
-            return _StockReader(path, weights_only=weights_only)
-    reader = ImageReader(path, verify=verify, weights_only=weights_only, source=source)
+    reader: StorageReader
+    if source is None and os.path.exists(os.path.join(path, METADATA_NAME)) and not is_ours(path):
+        reader = _StockReader(path, weights_only=weights_only)
+    else:
+        reader = ImageReader(path, verify=verify, weights_only=weights_only, source=source)
     reader.read_metadata()  # so that what is wrong with it is said by us: DCP would make a text of it
     return reader
 

@@ -5,7 +5,8 @@ where another rank does it, before waiting for that), ``published`` (after it).
 
 Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
 other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). Every time: ``hold`` (wait
-until the file ``$ASYNCCKPT_TEST_GATE`` exists). At ``start``: ``nobody`` (give up root).
+until the file ``$ASYNCCKPT_TEST_GATE`` exists). At ``start``: ``nobody`` (give up root), ``poor`` (too little memory,
+at the first look).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from typing import Any
 
 from asyncckpt import errors
+from asyncckpt.shm import budget
 from asyncckpt.worker import __main__ as worker
 from asyncckpt.worker import committer, rounds, storage
 
@@ -90,6 +92,14 @@ class FaultyRounds(rounds.Rounds):
 if __name__ == "__main__":
     if action == "nobody":
         os.setuid(65534)
+    if action == "poor":
+        require = budget.require
+
+        def refuse(nbytes: int, purpose: str, hint: str, *_: Any) -> None:
+            budget.require = require
+            raise errors.OutOfMemoryError(f"no memory for {purpose} (as the test wants); {hint}")
+
+        budget.require = refuse
     setattr(worker, "LocalStorage", FaultyStorage)  # noqa: B010
     setattr(committer, "Rounds", FaultyRounds)  # noqa: B010
     sys.exit(worker.main(sys.argv[2:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,6 +171,24 @@ def test_a_write_that_never_returns_keeps_no_process(
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_file_system_that_vanishes(
+    root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that is on it, in the middle of a save; and then it is back, empty."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("publish:hold")
+    with Checkpointer(root) as checkpointer:
+        save = checkpointer.save(1, state := small_state())
+        while not list(root.glob(".*/asyncckpt.json")):
+            time.sleep(0.005)
+        shutil.rmtree(root)
+        (tmp_path / "gate").touch()
+        with pytest.raises(StorageError, match="step 1"):
+            save.result(60)
+        checkpointer.save(2, state).result(60)
+        assert checkpointer.load(zeros_like(state)) == 2
 
 
 def test_no_space_for_it_is_seen_before_writing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

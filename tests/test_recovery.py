@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import Faulty
 from ranks import alone, say, serve
 
 from asyncckpt import staging
@@ -211,6 +212,21 @@ def test_what_was_removed_is_not_loaded(root: Path) -> None:
         folder.rmdir()
     with Checkpointer(root) as checkpointer, pytest.raises(CheckpointNotFoundError):
         checkpointer.load(empty())
+
+
+def test_what_lingers_makes_room_for_who_is_here(root: Path, tmp_path: Path, faulty_worker: Faulty) -> None:
+    """But not for what is nowhere else."""
+    lost = tmp_path / "lost"
+    train(root, 1)
+    train(lost, 1, fault="sync:eio")
+    faulty_worker("start:poor")
+    with Checkpointer(tmp_path / "other", Config(slots=1)) as checkpointer:
+        checkpointer.save(1, empty()).result(60)
+    faulty_worker("")
+    for where, expected in ((root, "storage"), (lost, "memory")):
+        with Checkpointer(where) as checkpointer:
+            assert checkpointer.load(state := empty()) == 1 and is_of(state, 1)
+            assert source(checkpointer) == expected
 
 
 def test_damage_in_memory_is_found(root: Path) -> None:

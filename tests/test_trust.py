@@ -79,6 +79,7 @@ def test_a_value_runs_nothing(tmp_path: Path) -> None:
     assert proof.exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_what_stock_dcp_wrote_runs_nothing_either(tmp_path: Path) -> None:
     folder, proof = tmp_path / "a", tmp_path / "proof"
     state_dict_saver.save(state := small_state(), checkpoint_id=folder)

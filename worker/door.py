@@ -94,6 +94,18 @@ class Door:
         os.close(self._folder)
 
 
+def door_names() -> list[str]:
+    """The names that workers of this user have on this host."""
+    try:
+        folder = _open_folder(make=False)
+    except OSError:
+        return []
+    try:
+        return [entry.removesuffix(".lock") for entry in _locks(folder)]
+    finally:
+        os.close(folder)
+
+
 def knock(name: str) -> Connection | None:
     """A connection to the worker that has ``name``; None where there is none, or none that this user may talk to."""
     try:

@@ -57,6 +57,7 @@ from asyncckpt.worker.messages import (
 )
 from asyncckpt.worker.rounds import host
 from asyncckpt.worker.storage import LocalStorage
+from asyncckpt.worker.visit import make_room
 from asyncckpt.worker.wire import receive, send
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ logger = logging.getLogger(__name__)
 
 # How long a write may go on after the save it is for has failed, when the trainer is gone.
 _STUCK_S = 30.0
+_MAKE_ROOM_S = 10.0
 _CLOSED = "it has closed its checkpointer"
 
 
@@ -198,11 +200,7 @@ class Server:
 
     def _allocate(self, nbytes: int) -> None:
         try:
-            budget.require(
-                nbytes,
-                "staging",
-                "use fewer slots, or leave more memory to them (each holds one image of the state)",
-            )
+            self._require(nbytes)
             segment = Segment.create("asyncckpt", nbytes)
             try:
                 segment.touch()
@@ -219,6 +217,17 @@ class Server:
         with self._sending:
             send(self._connection, Allocated(number))
             send_handle(self._connection, segment.fileno(), os.getppid())
+
+    @staticmethod
+    def _require(nbytes: int) -> None:
+        hint = "use fewer slots, or leave more memory to them (each holds one image of the state)"
+        try:
+            budget.require(nbytes, "staging", hint)
+        except OutOfMemoryError:
+            # What is held for trainers that may never come back must not stand in the way of one that is here.
+            if not make_room(_MAKE_ROOM_S):
+                raise
+            budget.require(nbytes, "staging", hint)
 
     def _cancel(self, save_id: int, reason: CheckpointError) -> None:
         with self._changed:

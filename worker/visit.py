@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import TracebackType
 
@@ -11,7 +12,7 @@ from multiprocess.reduction import recv_handle
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.door import knock, taken
+from asyncckpt.worker.door import door_names, knock, taken
 from asyncckpt.worker.messages import Busy, Held, Holding, Look, Retire, Take
 from asyncckpt.worker.wire import receive, send
 
@@ -104,6 +105,23 @@ class Visit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def make_room(timeout: float) -> bool:
+    """Have the workers leave that only linger, with nothing that is not in storage. Returns whether one has.
+
+    ``timeout``: seconds that each may take.
+    """
+    found = False
+    for door in door_names():
+        if (connection := knock(door)) is None:
+            continue
+        with connection, contextlib.suppress(CheckpointError, EOFError, OSError):
+            reply = _look(connection, timeout)
+            if isinstance(reply, Holding) and all(each.committed for each in reply.images):
+                send(connection, Retire())
+                found |= connection.poll(timeout)
+    return found
 
 
 def is_leaving(door: str, timeout: float) -> bool:
