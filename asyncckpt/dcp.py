@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
@@ -94,7 +93,7 @@ def load(
     DCP's own ``load``, this loads nothing that could run code unless ``weights_only`` is false.
     """
     if storage_reader is not None:
-        state_dict_loader.load(
+        reader.load_by_dcp(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=storage_reader,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import io
 import logging
 import os
@@ -73,17 +74,11 @@ def load(
 
     with contextlib.ExitStack() as held, _without_gc():
         reader = open_reader() if no_dist else on_all(open_reader, process_group)
+        planner = planner or _CheckingPlanner(path, weights_only=weights_only)
         try:
-            with warnings.catch_warnings():
-                # That one process alone loads is no news to a job of one process.
-                warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
-                state_dict_loader.load(
-                    state_dict,
-                    storage_reader=reader,
-                    planner=planner or _CheckingPlanner(path, weights_only=weights_only),
-                    process_group=process_group,
-                    no_dist=no_dist,
-                )
+            load_by_dcp(
+                state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist
+            )
         except CheckpointException as error:
             # DCP wraps what each rank raised; ours go through as they are.
             for failure in error.failures.values():
@@ -91,6 +86,19 @@ def load(
                 if isinstance(cause, CheckpointError):
                     raise cause from None
             raise
+
+
+def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool, **options: Any) -> None:
+    """``torch.distributed.checkpoint.load`` of any torch."""
+    with warnings.catch_warnings(), contextlib.ExitStack() as held:
+        # That one process alone loads is no news to a job of one process.
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
+        if "no_dist" in inspect.signature(state_dict_loader.load).parameters:
+            options["no_dist"] = no_dist
+        elif no_dist and _many(None):  # torch before 2.7: a group of its own is as good
+            process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            held.callback(dist.destroy_process_group, process_group)
+        state_dict_loader.load(state_dict, process_group=process_group, **options)
 
 
 @contextlib.contextmanager

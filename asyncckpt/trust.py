@@ -1,8 +1,8 @@
 """What is unpickled when a checkpoint is loaded, and how little may come of it.
 
 DCP's format has pickles: its ``.metadata``, and each value that is not a tensor. With ``weights_only`` the first may
-name only what DCP itself writes there, the second only what ``torch.load(weights_only=True)`` takes; both also what
-``torch.serialization.add_safe_globals`` was given. So the bytes of a checkpoint cannot run code.
+name only what DCP itself writes there, the second only what ``torch.load(weights_only=True)`` takes, and arrays; both
+what ``torch.serialization.add_safe_globals`` was given. So the bytes of a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -29,6 +30,14 @@ _METADATA_GLOBALS = frozenset(
         ("pathlib._local", "PosixPath"),
     }
 )
+
+
+# What torch does not know to be harmless: constants of Python, and arrays, as states of random generators have them.
+_HARMLESS: list[Any] = [
+    *(bytes, bytearray, complex, frozenset, range, slice),
+    *(numpy.ndarray, numpy.dtype, *(kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type))),
+    *(numpy.zeros(1).__reduce__()[0], numpy.float64(0).__reduce__()[0]),  # functions of places that change
+]
 
 
 def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
@@ -51,7 +60,8 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
 def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -> Any:
     """Unpickle the value ``name`` of the checkpoint ``path``. Raises ``UntrustedValueError``."""
     try:
-        return torch.load(file, weights_only=weights_only)
+        with torch.serialization.safe_globals(_HARMLESS):
+            return torch.load(file, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise _untrusted(repr(name), error, path) from error
 

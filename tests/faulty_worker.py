@@ -99,7 +99,7 @@ if __name__ == "__main__":
             budget.require = require
             raise errors.OutOfMemoryError(f"no memory for {purpose} (as the test wants); {hint}")
 
-        budget.require = refuse
+        setattr(budget, "require", refuse)  # noqa: B010
     setattr(worker, "LocalStorage", FaultyStorage)  # noqa: B010
     setattr(committer, "Rounds", FaultyRounds)  # noqa: B010
     sys.exit(worker.main(sys.argv[2:]))

@@ -43,7 +43,7 @@ def stock_load(state: dict[str, Any], path: str | Path) -> None:
     """DCP's own ``load``, on the ranks together or in the test alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        state_dict_loader.load(state, checkpoint_id=path)
 
 
 QUICK = Config(timeout=20, commit_timeout=20)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from conftest import same, small_state, zeros_like
@@ -112,17 +114,24 @@ def test_usual_states_are_harmless(root: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
+    twister: Any = numpy.random.RandomState(3).get_state()
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "rng": torch.get_rng_state(),
-        "others": (1, 2.5, "text", b"bytes", None, True, [1, {"a": {2}}]),
+        "others": (1, 2.5, "text", b"bytes", b"", None, True, [1, {"a": {2}}, 1j, range(3), slice(1, 2)]),
+        "numpy": [numpy.float32(1.5), numpy.int64(3), numpy.bool_(True)],
+        "random": random.getstate(),
+        "numpy.random": twister,
+        "generator": numpy.random.default_rng(3).bit_generator.state,
     }
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state).result(60)
         into = zeros_like(state)
         checkpointer.load(into)
-    assert same(into["model"], state["model"]) and into["others"] == state["others"]
+    assert same(into["model"], state["model"]) and into["generator"] == state["generator"]
+    assert all(into[name] == state[name] for name in ("others", "numpy", "random"))
+    assert all(numpy.array_equal(*pair) for pair in zip(into["numpy.random"], twister, strict=True))
 
 
 def test_files_are_as_the_umask_says(root: Path) -> None:
