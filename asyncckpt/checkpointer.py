@@ -27,6 +27,7 @@ from asyncckpt.handle import Save
 from asyncckpt.memory import Memory, MemorySource, choose_in_memory
 from asyncckpt.plan import StateDict
 from asyncckpt.reader import from_first, gather, load
+from asyncckpt.worker.messages import Held
 from asyncckpt.worker.steps import complete_steps, step_folder
 
 if TYPE_CHECKING:
@@ -163,14 +164,10 @@ class Checkpointer:
 
     def _load_from_memory(self, fill: Callable[..., None], step: int | None) -> int | None:
         """The step that was loaded; None where there is none in memory that storage has not a newer one of."""
-        memory = self._held()
-        images = {} if memory is None else {each.order.attempt: each for each in memory.images}
-        offers = gather([each.order for each in images.values()], self._process_group)
-        committed = {each.order.attempt for each in images.values() if each.committed}
-        attempt = from_first(lambda: choose_in_memory(self.root, step, offers, committed), self._process_group)
-        if attempt is None or memory is None:  # the second follows from the first
+        found = self._in_memory(step)
+        if found is None:
             return None
-        held = images[attempt]
+        memory, held = found
         source = None
         try:
             source = MemorySource(memory, held, from_first(lambda: memory.metadata(held), self._process_group))
@@ -183,9 +180,18 @@ class Checkpointer:
                 source.close()
         return held.order.step
 
+    def _in_memory(self, step: int | None) -> tuple[Memory, Held] | None:
+        """This rank's part of the checkpoint to load from memory, the same one on all ranks."""
+        memory = self._held()
+        images = {} if memory is None else {each.order.attempt: each for each in memory.images}
+        offers = gather([each.order for each in images.values()], self._process_group)
+        committed = {each.order.attempt for each in images.values() if each.committed}
+        attempt = from_first(lambda: choose_in_memory(self.root, step, offers, committed), self._process_group)
+        return None if attempt is None or memory is None else (memory, images[attempt])
+
     def _held(self) -> Memory | None:
         try:
-            return self._engine.held()
+            return None if self._closed else self._engine.held()
         except CheckpointError as error:
             logger.warning("not loaded from memory: %s", error)
             return None
@@ -193,8 +199,7 @@ class Checkpointer:
     def _find(self, step: int | None) -> int:
         """``step``, or the newest, if there is a checkpoint of it."""
         if step is None:
-            catalog.settle(self.root, self.config.timeout)
-            step = catalog.latest(self.root)
+            step = self._settled()
             if step is None:
                 raise CheckpointNotFoundError("there is no checkpoint here yet", path=self.root)
         if step not in self.steps():
@@ -204,6 +209,11 @@ class Checkpointer:
             )
         return step
 
+    def _settled(self) -> int | None:
+        """The newest in storage, once nobody is writing there any more."""
+        catalog.settle(self.root, self.config.timeout)
+        return catalog.latest(self.root)
+
     def _older(self, step: int) -> int | None:
         return max((each for each in self.steps() if each < step), default=None)
 
@@ -212,8 +222,13 @@ class Checkpointer:
         return complete_steps(self.root)
 
     def latest(self) -> int | None:
-        """The newest step with a complete checkpoint."""
-        return catalog.latest(self.root)
+        """The step that ``load`` would load: the newest in storage, or in the memory of a trainer that died.
+
+        The same on all ranks, which all have to ask. Waits as ``load`` does. None where there is none.
+        """
+        if (found := self._in_memory(None)) is not None:
+            return found[1].order.step
+        return from_first(self._settled, self._process_group)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""

@@ -62,8 +62,9 @@ def main() -> None:
         if checkpointer.latest() is not None:
             get_optimizer_state_dict(model, optimizer)  # gives a new optimizer a state to load into
             checkpointer.load({"training": training})
+        checkpointer.watch_sigterm()
         resumed, loss = training.step, torch.zeros(())
-        while training.step < options.steps:
+        while training.step < options.steps and not checkpointer.terminating():
             inputs = torch.randn(32, 128, generator=torch.Generator().manual_seed(training.step)).to(device)
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
             loss.backward()
@@ -72,6 +73,8 @@ def main() -> None:
             training.step += 1
             if training.step % options.every == 0:
                 checkpointer.save(training.step, {"training": training})
+        if checkpointer.terminating() and training.step % options.every:
+            checkpointer.save(training.step, {"training": training})  # torchrun leaves half a minute for it
     if dist.get_rank() == 0:
         print(f"steps {resumed} to {training.step} with {dist.get_world_size()} ranks, loss {loss.item():.6f}")
     dist.destroy_process_group()

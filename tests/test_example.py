@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from ranks import fsdp2_on_cpu
 
+from asyncckpt.worker.steps import complete_steps
+
 EXAMPLE = Path(__file__).parent.parent / "examples/fsdp2.py"
 
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parent.parent)}
+
+
+def _command(ranks: int, root: Path, *options: str) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+    return [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", str(EXAMPLE), str(root), *options]
+
+
 def _run(ranks: int, root: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     return subprocess.run(
-        [*command, "--rdzv-endpoint", "127.0.0.1:0", str(EXAMPLE), str(root), *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parent.parent)},
+        _command(ranks, root, *options),
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         check=True,
         text=True,
@@ -30,3 +41,26 @@ def test_it_trains_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
     assert "steps 0 to 10 with 2 ranks" in _run(2, root, "--steps", "10", "--ckpt-assume-constant-structure")
     assert "steps 10 to 15 with 1 ranks" in _run(1, root, "--steps", "15", "--ckpt-keep-last", "1")
     assert [path.name for path in root.iterdir()] == ["step-00000015"]
+
+
+@fsdp2_on_cpu
+def test_told_to_end_it_saves_first(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    trainers = subprocess.Popen(
+        _command(2, root, "--steps", "1000000", "--every", "100"),
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not complete_steps(str(root)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        trainers.send_signal(signal.SIGTERM)
+        trainers.wait(60)
+    finally:
+        trainers.kill()
+        trainers.wait()
+    last = complete_steps(str(root))[-1]
+    assert last >= 100
+    assert f"steps {last} to {last + 1} with 2 ranks" in _run(2, root, "--steps", str(last + 1))

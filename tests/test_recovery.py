@@ -196,6 +196,7 @@ def test_while_the_worker_still_writes_nobody_waits(
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     train(root, 1, "staged", "write:hold")
     with Checkpointer(root, Config(timeout=0.5)) as checkpointer:
+        assert checkpointer.latest() == 1 and checkpointer.steps() == []
         assert checkpointer.load(state := empty()) == 1 and is_of(state, 1)
         assert source(checkpointer) == "memory" and checkpointer.steps() == []
         with pytest.raises(SaveTimeoutError, match="before this one is still writing"):
