@@ -294,19 +294,19 @@ class Engine:
     def _agree(
         self, group: Group, number: int, state: StateDict, planner: SavePlanner | None, check: Callable[[], None]
     ) -> tuple[WorkerClient, tuple[Home, Sequence[torch.Tensor]] | None]:
-        """The worker, and what ``_look_up`` says; asked again where the first rank's worker died meanwhile.
+        """The worker, and what ``_look_up`` says; on the first rank, asked again if its worker died meanwhile.
 
-        It may have died long before, and only now be missed: then nothing is lost but the time to start another.
+        It may have died long before, and only now be missed: then nothing is lost but the time to start another, for
+        which the other ranks wait.
         """
         client = self._running_client(group)
         try:
             return client, self._look_up(group, number, state, planner, client, check)
         except WorkerDiedError as error:
-            if group.alone or error.rank != 0:
+            if group.alone or group.rank > 0:
                 raise
             logger.warning("asking again: %s", str(error))
-        if group.rank == 0:
-            client.wait_for_end(_NOTICE_S)
+        client.wait_for_end(_NOTICE_S)
         client = self._running_client(group)
         return client, self._look_up(group, number, state, planner, client, check)
 

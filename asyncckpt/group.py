@@ -57,6 +57,9 @@ class Group:
         self._rounds: Rounds | None = None
         # A wait keeps a connection busy: that a save has failed here is told over another.
         self._failing: Rounds | None = None
+        # And what nobody waits for, and what nobody may have to wait for.
+        self._later: Rounds | None = None
+        self._asking: Rounds | None = None
 
     @property
     def alone(self) -> bool:
@@ -78,6 +81,8 @@ class Group:
             patience = _OWN_PATIENCE_S if self.rank == 0 else None
             self._rounds = Rounds(self._meeting, self._config.start_timeout, patience)
             self._failing = Rounds(self._meeting, self._config.start_timeout, patience)
+            self._later = Rounds(self._meeting, self._config.start_timeout)
+            self._asking = Rounds(self._meeting, self._config.start_timeout, 0.0)
         elif self.rank == 0:
             client.host(self._meeting.port, self._config.start_timeout)
         client.join(self._meeting, self._config.start_timeout)
@@ -99,9 +104,19 @@ class Group:
                 told = self._told(error)
                 rounds.fail(name, told)
                 raise told from error
-            rounds.report(name, value)
+            try:
+                rounds.report(name, value)
+            except WorkerDiedError:
+                rounds.report(name, value)  # to the store of another worker: this one has not concluded anything
             patience = self._config.timeout + grace(self._config.timeout)
-            answer: U = _answer(rounds.outcome(name, patience, own=True))
+            try:
+                outcome = rounds.outcome(name, patience, own=True)
+            except WorkerDiedError as error:
+                # It may or may not have concluded. If it asks again, it shall not wait for this rank.
+                if self._later is not None:
+                    self._later.fail_soon(name, self._told(error))
+                raise
+            answer: U = _answer(outcome)
             return answer
         self._client_of_all().check_usable()
         try:
@@ -121,24 +136,33 @@ class Group:
 
     def follow_first(self, kind: str, number: int, decide: Callable[[], T]) -> T:
         """What the first rank decides, which does not wait for the others."""
-        if self._rounds is None:
-            return decide()
-        name = round_name(kind, number)
-        if self.rank > 0:
-            answer: T = _answer(self._rounds.outcome(name, self._config.timeout, own=False))
-            return answer
-        decision = decide()
-        self._rounds.conclude(name, _pack(decision))
-        self._rounds.clear(kind, number)
-        return decision
+        return decide() if self._rounds is None else self._follow_first(self._rounds, kind, number, decide)
 
     def any_says(self, number: int, mine: bool) -> bool:
-        """Whether any rank has said yes by now, the same answer for question ``number`` on all ranks."""
-        if self._rounds is not None and mine and self.rank > 0:
-            self._rounds.say(_YES)
-        return self.follow_first(
-            "any", number, lambda: mine or (self._rounds is not None and self._rounds.is_said(_YES))
-        )
+        """Whether any rank has said yes by now, the same answer for question ``number`` on all ranks.
+
+        No, while the worker is gone that brings them together.
+        """
+        asking = self._asking
+        if asking is None:
+            return mine
+        try:
+            if mine and self.rank > 0:
+                asking.say(_YES)
+            return self._follow_first(asking, "any", number, lambda: mine or asking.is_said(_YES))
+        except CheckpointError as error:
+            logger.warning("the ranks could not be asked: %s", str(error))
+            return False
+
+    def _follow_first(self, rounds: Rounds, kind: str, number: int, decide: Callable[[], T]) -> T:
+        name = round_name(kind, number)
+        if self.rank > 0:
+            answer: T = _answer(rounds.outcome(name, self._config.timeout, own=False))
+            return answer
+        decision = decide()
+        rounds.conclude(name, _pack(decision))
+        rounds.clear(kind, number)
+        return decision
 
     def fail(self, number: int, error: BaseException, *, begun: bool) -> None:
         """Tell the other ranks that their save ``number`` cannot be committed, because of this one.
@@ -159,7 +183,7 @@ class Group:
 
     def close(self) -> None:
         """Drop the connections to the store."""
-        for rounds in filter(None, (self._rounds, self._failing)):
+        for rounds in filter(None, (self._rounds, self._failing, self._later, self._asking)):
             rounds.close()
 
     def _hand_round(self, client: WorkerClient) -> Meeting:
@@ -204,9 +228,10 @@ class Group:
             raise RankFailedError("the ranks have not met yet: please report this", rank=self.rank)
         return self._client
 
-    @staticmethod
-    def _is_loss_of_store(error: CheckpointError) -> bool:
+    def _is_loss_of_store(self, error: CheckpointError) -> bool:
         """Whether there is nobody left who could be told of ``error``: all notice by themselves."""
+        if self.rank == 0:
+            return self._client is None or not self._client.alive
         return isinstance(error, WorkerDiedError) and error.rank == 0
 
     def _told(self, error: BaseException) -> CheckpointError:

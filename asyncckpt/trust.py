@@ -1,8 +1,8 @@
 """What is unpickled when a checkpoint is loaded, and how little may come of it.
 
 DCP's format has pickles: its ``.metadata``, and each value that is not a tensor. With ``weights_only`` the first may
-name only what DCP itself writes there, the second only what ``torch.load(weights_only=True)`` takes, and arrays; both
-what ``torch.serialization.add_safe_globals`` was given. So the bytes of a checkpoint cannot run code.
+name only what DCP itself writes there, the second only what ``torch.load(weights_only=True)`` takes; both also what
+``torch.serialization.add_safe_globals`` was given. So the bytes of a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import io
 import pickle
 from typing import Any
 
-import numpy
 import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from asyncckpt.errors import DamagedCheckpointError, UntrustedValueError
 
-_METADATA_MODULES = frozenset({"torch.distributed.checkpoint.metadata"})
+_MODULE = "torch.distributed.checkpoint.metadata"
+_CLASSES = (
+    *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
+    *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+)
 _METADATA_GLOBALS = frozenset(
     {
+        *((_MODULE, name) for name in _CLASSES),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
@@ -32,12 +37,8 @@ _METADATA_GLOBALS = frozenset(
 )
 
 
-# What torch does not know to be harmless: constants of Python, and arrays, as states of random generators have them.
-_HARMLESS: list[Any] = [
-    *(bytes, bytearray, complex, frozenset, range, slice),
-    *(numpy.ndarray, numpy.dtype, *(kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type))),
-    *(numpy.zeros(1).__reduce__()[0], numpy.float64(0).__reduce__()[0]),  # functions of places that change
-]
+# Constants of Python that torch does not know to be harmless.
+_HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice]
 
 
 def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
@@ -46,8 +47,12 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
     Raises ``UntrustedValueError``, ``DamagedCheckpointError``.
     """
     unpickler = (_MetadataUnpickler if weights_only else pickle.Unpickler)(io.BytesIO(data))
+    classes = [getattr(dcp_metadata, name) for name in _CLASSES if hasattr(dcp_metadata, name)]
+    before = [dict(vars(each)) for each in classes]
     try:
         found = unpickler.load()
+        if weights_only:
+            _restore(classes, before)
     except _NotAllowed as error:
         raise _untrusted(".metadata", error, path) from error
     except Exception as error:  # a pickle that is none fails in many ways
@@ -66,18 +71,36 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -
         raise _untrusted(repr(name), error, path) from error
 
 
+def _restore(classes: list[type], before: list[dict[str, Any]]) -> None:
+    """A pickle can set attributes of the classes that it names. Undo that, and raise ``_NotAllowed``."""
+    changed = False
+    for each, attributes in zip(classes, before, strict=True):
+        for name, value in dict(vars(each)).items():
+            if name not in attributes:
+                delattr(each, name)
+            elif attributes[name] is not value:
+                setattr(each, name, attributes[name])
+            else:
+                continue
+            changed = True
+    if changed:
+        raise _NotAllowed("it changes the classes of what it holds")
+
+
 class _NotAllowed(pickle.UnpicklingError):
     pass
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = module in _METADATA_MODULES or (module, name) in _METADATA_GLOBALS
-        if known and "." not in name:
+        if (module, name) in _METADATA_GLOBALS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.memory_format)):
             return found
-        for safe in torch.serialization.get_safe_globals():
+        for each in torch.serialization.get_safe_globals():
+            safe, full = each if isinstance(each, tuple) else (each, None)
+            if full == f"{module}.{name}":
+                return safe
             if getattr(safe, "__module__", None) == module and getattr(safe, "__qualname__", None) == name:
                 return safe
         raise _NotAllowed(f"it names {module}.{name}")

@@ -203,31 +203,53 @@ def test_what_a_killed_worker_left_is_removed(root: Path, caplog: pytest.LogCapt
     root.mkdir()
     hour_ago = time.time() - 3600
     store = storage.LocalStorage()
-    held = store.begin(str(root / "step-00000001"), "held", 1)
+    held = store.begin(str(root / "step-00000001"), "0123456789ab-1", 1)
     folders = {
-        "dead": Path(attempt_folder(str(root / "step-00000002"), "dead")),
-        "trash": root / ".step-00000003.trash",
-        "young": Path(attempt_folder(str(root / "step-00000004"), "young")),
+        "dead": Path(attempt_folder(str(root / "step-00000002"), "0123456789ab-2")),
+        "trash": root / ".step-00000003.asyncckpt-trash",
+        "young": Path(attempt_folder(str(root / "step-00000004"), "0123456789ab-4")),
         "other": root / ".other-program",
+        "download": root / ".download.partial",
+        "bin": root / ".trash",
+        "precious": root / ".precious.0123456789ab-6.partial",
     }
     for folder in folders.values():
         folder.mkdir()
         (folder / "__0_0.distcp").write_bytes(b"x" * 100)
-        if "young" not in folder.name:
+        if folder == folders["precious"]:
+            (folder / "mine.txt").touch()
+            os.utime(folder / "mine.txt", (hour_ago, hour_ago))
+        if folder != folders["young"]:
             os.utime(folder / "__0_0.distcp", (hour_ago, hour_ago))
         os.utime(folder, (hour_ago, hour_ago))
     os.utime(held, (hour_ago, hour_ago))
     if os.geteuid() == 0:
-        folders["stranger's"] = Path(attempt_folder(str(root / "step-00000005"), "stranger"))
+        folders["stranger's"] = Path(attempt_folder(str(root / "step-00000005"), "0123456789ab-5"))
         folders["stranger's"].mkdir()
         os.chown(folders["stranger's"], 65534, 65534)
         os.utime(folders["stranger's"], (hour_ago, hour_ago))
     with Checkpointer(root) as checkpointer:
         checkpointer.save(6, {"w": torch.ones(3)}).result(60)
     left = {name for name, folder in folders.items() if folder.exists()}
-    assert left == {"young", "other", *({"stranger's"} & set(folders))}
+    assert left == set(folders) - {"dead", "trash"}
     assert Path(held).exists()
     store.discard(held)
+
+
+def test_one_that_was_being_replaced_gets_its_name_back(root: Path) -> None:
+    """Where names cannot be exchanged, the worker may be killed when neither the old nor the new one has it."""
+    state = {"w": torch.ones(3), "step": 1}
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state).result(60)
+    old = root / ".step-00000001.0123456789ab-1.asyncckpt-old"
+    (root / "step-00000001").rename(old)
+    hour_ago = time.time() - 3600
+    for each in (*old.iterdir(), old):
+        os.utime(each, (hour_ago, hour_ago))
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(2, state).result(60)
+        assert checkpointer.steps() == [1, 2]
+        checkpointer.load(state, 1)
 
 
 def test_leaving_by_an_error_loses_nothing(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -47,6 +47,8 @@ _LOOK_S = 0.5
 _HOST = "asyncckpt/host"
 _SEAL_CHARACTERS = 32
 _KNOCK_S = 0.1
+# What a store that listens may take to answer a new connection.
+_CONNECT_S = 5.0
 # Rounds whose keys are kept in the store, for ranks that lag behind.
 _KEPT_ROUNDS = 64
 
@@ -100,6 +102,21 @@ class Rounds:
 
     def fail(self, name: str, error: CheckpointError) -> None:
         """Fail the round ``name`` for all ranks, unless it is concluded already."""
+        self._do(self._failing(name, error))
+
+    def fail_soon(self, name: str, error: CheckpointError) -> None:
+        """The same as soon as the store can be reached; nobody waits for that."""
+        deadline = time.monotonic() + self._patience
+
+        def attempt(last: Future[None] | None = None) -> None:
+            if last is None or (last.exception() is not None and time.monotonic() < deadline):
+                with self._lock:
+                    self._connection = self._connection or _Connection(self.meeting, self._patience)
+                    self._connection.do(self._failing(name, error)).add_done_callback(attempt)
+
+        attempt()
+
+    def _failing(self, name: str, error: CheckpointError) -> Callable[[Any], None]:
         keys = self._keys(name)
         text = self._sealed(f"{keys}/failure", encode_error(error)).decode()
 
@@ -107,7 +124,7 @@ class Rounds:
             store.compare_set(f"{keys}/failure", "", text)
             store.set(f"{keys}/ready", b"failed")
 
-        self._do(send)
+        return send
 
     def collect(self, name: str, timeout: float) -> list[bytes]:
         """First rank: wait for the reports of all ranks, and return them in the order of the ranks.
@@ -404,7 +421,8 @@ class _Connection:
                 self.connected = store is not None
                 if store is None:
                     _knock(self._meeting.address, self._meeting.port, self._timeout)
-                    store = _store(self._meeting.address, self._meeting.port, self._timeout, is_master=False)
+                    limit = max(self._timeout, _CONNECT_S)
+                    store = _store(self._meeting.address, self._meeting.port, limit, is_master=False)
                     self.connected = True
                 future.set_result(what(store))
             except BaseException as error:

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,10 @@ from asyncckpt.worker.manifest import is_checkpoint_file
 logger = logging.getLogger(__name__)
 
 PARTIAL_SUFFIX = ".partial"
-TRASH_SUFFIX = ".trash"
+# What is being removed, and what is making way for another of the same name.
+TRASH_SUFFIX = ".asyncckpt-trash"
+OLD_SUFFIX = ".asyncckpt-old"
+_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
 
 _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.01
@@ -208,7 +212,7 @@ class LocalStorage:
             old = folder
             if not _exchange(folder, final):
                 # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
-                old = folder.removesuffix(PARTIAL_SUFFIX) + TRASH_SUFFIX
+                old = folder.removesuffix(PARTIAL_SUFFIX) + OLD_SUFFIX
                 os.rename(final, old)
                 os.rename(folder, final)
             sync_folder(os.path.dirname(final))
@@ -284,15 +288,25 @@ def remove_checkpoint(folder: str) -> bool:
 def sweep(root: str, before: float) -> None:
     """Remove what workers that were killed left under ``root``: attempts and half-removed checkpoints.
 
-    They are known by their names, by their owner, this user, by the lock that nobody holds on them, and by their age:
-    nothing in them was changed after ``before``, a time of that file system in seconds.
+    They are known by their names, by what is in them, by their owner, this user, by the lock that nobody holds on them,
+    and by their age: nothing in them was changed after ``before``, a time of that file system in seconds. A checkpoint
+    that was to make way for another that never came gets its name back.
     """
     with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.name.endswith((PARTIAL_SUFFIX, TRASH_SUFFIX))]
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     for name in names:
+        attempt = _ATTEMPT.fullmatch(name)
+        if attempt is None and not (name.startswith(".") and name.endswith(TRASH_SUFFIX)):
+            continue
         folder = os.path.join(root, name)
         try:
-            if name.startswith(".") and _is_orphan(folder, before):
+            if not _is_orphan(folder, before):
+                continue
+            final = os.path.join(root, attempt[1]) if attempt is not None else ""
+            if name.endswith(OLD_SUFFIX) and not os.path.lexists(final):
+                logger.warning("%s gets its name back: a worker was killed while it was being replaced", final)
+                os.rename(folder, final)
+            else:
                 logger.warning("removing %s, which a worker left that was killed", folder)
                 shutil.rmtree(folder)
         except OSError as error:
@@ -300,7 +314,7 @@ def sweep(root: str, before: float) -> None:
 
 
 def _is_orphan(folder: str, before: float) -> bool:
-    if os.lstat(folder).st_uid != os.geteuid():
+    if os.lstat(folder).st_uid != os.geteuid() or not replaceable(folder):
         return False
     with _opened(folder) as fd:
         try:
