@@ -6,6 +6,7 @@ each with a worker of its own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -111,9 +112,13 @@ class Engine:
         with self._lock:
             self._check_usable()
             group, number = self._ranks(), next(self._ids)
-            state = stateful_to_dict(state_dict)
-            client, found = self._agree(group, number, state, planner, lambda: None)
-            home, tensors = found or self._plan_anew(group, number, state, planner, client)
+            try:
+                state = stateful_to_dict(state_dict)
+                client, found = self._agree(group, number, state, planner, lambda: None)
+                home, tensors = found or self._plan_anew(group, number, state, planner, client)
+            except BaseException as error:
+                group.fail(number, error, begun=False)
+                raise
             ready = ready_events(tensors)
             for slot in home.free_slots():
                 home.copy(slot, tensors, ready, self._pool)
@@ -172,10 +177,14 @@ class Engine:
     def any_says(self, mine: bool) -> bool:
         """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it.
 
-        The ranks must have met. Raises ``WorkerDiedError``, ``SaveTimeoutError``.
+        The ranks must have met. No, while the first rank's worker is gone, which brings them together.
         """
         with self._lock:
-            return self._ranks().any_says(next(self._questions), mine)
+            group = self._ranks()
+            if group.rank == 0 and self._client is not None and not self._client.alive:
+                with contextlib.suppress(CheckpointError):  # the next save says what is wrong
+                    self._running_client(group)
+            return group.any_says(next(self._questions), mine)
 
     def held(self) -> Memory | None:
         """What the worker of this rank's trainer before this one still holds; None when that is nothing, or when this
@@ -187,6 +196,8 @@ class Engine:
                 self._knock(self._ranks())
             except JobTakenError as error:
                 logger.info("nothing is loaded from memory: %s", error)
+            if self._memory is not None and self._memory.is_closed():
+                self._memory = None  # it was for another structure, and had to make room
             return self._memory
 
     def wait(self, timeout: float | None = None) -> None:
@@ -540,7 +551,11 @@ class Engine:
             self._client = None
             self._bury()
         if self._client is None:
-            self._client = self._start_worker(group)
+            try:
+                self._client = self._start_worker(group)
+            except CheckpointError as error:
+                group.miss(error)
+                raise
         group.meet(self._client)
         return self._client
 
@@ -561,12 +576,9 @@ class Engine:
         if self._visit is not None and not self._spares:
             self._spares = _spares_of(self._visit)
         door = None if self._job is None else door_name(self._job, group.rank)
+        client: WorkerClient | None = None
         try:
             client = WorkerClient(replace(self.config.worker_options(), door=door))
-        except WorkerDiedError:
-            self._bury()
-            raise
-        try:
             # First the memory: until this one has it, the worker before it must stay.
             for spare in self._spares:
                 spare.number = client.adopt(spare.segment, spare.held, self.config.timeout)
@@ -574,8 +586,11 @@ class Engine:
                 self._visit.retire(self.config.timeout)
                 self._visit = None
             self._open_door(client, door)
-        except BaseException:
-            client.close(self.config.timeout)
+        except BaseException as error:
+            if client is not None:
+                client.close(self.config.timeout)
+            if isinstance(error, WorkerDiedError):
+                self._bury()
             raise
         return client
 
@@ -632,10 +647,7 @@ def _spares_of(visit: Visit) -> list[Spare]:
     spares = []
     for number, segment in visit.segments.items():
         images = tuple(each for each in visit.images if each.order.segment == number)
-        if images:
-            spares.append(Spare(segment, images[0].layout, images))
-        else:
-            segment.close()
+        spares.append(Spare(segment, images[0].layout, images))
     return spares
 
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import secrets
 import socket
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 _YES = "yes"
 _OWN_PATIENCE_S = 1.0
+# How long another rank looks for the store, which the first may just be bringing back.
+_PATIENCE_S = 10.0
+
+# What trainers ask each other in a save, one after the other.
+KINDS = ("agree", "plan", "layout", "memory", "busy")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -75,18 +81,27 @@ class Group:
         if self.alone or client is self._client:
             return
         if self._meeting is None:
-            self._meeting = self._hand_round(client)
-            self.token = self._meeting.token
-            # The first rank's own worker hosts the store: if it is not there, it will not come by waiting.
-            patience = _OWN_PATIENCE_S if self.rank == 0 else None
-            self._rounds = Rounds(self._meeting, self._config.start_timeout, patience)
-            self._failing = Rounds(self._meeting, self._config.start_timeout, patience)
-            self._later = Rounds(self._meeting, self._config.start_timeout)
-            self._asking = Rounds(self._meeting, self._config.start_timeout, 0.0)
+            self._connect(self._hand_round(client))
         elif self.rank == 0:
             client.host(self._meeting.port, self._config.start_timeout)
-        client.join(self._meeting, self._config.start_timeout)
+        if self._meeting is not None:
+            client.join(self._meeting, self._config.start_timeout)
         self._client = client
+
+    def miss(self, error: CheckpointError) -> None:
+        """This rank has no worker, because of ``error``. The others must not wait for it, in the first meeting."""
+        if not self.alone and self._meeting is None:
+            self._connect(self._hand_round(error))
+
+    def _connect(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self.token = meeting.token
+        # The first rank's own worker hosts the store: if it is not there, it will not come by waiting.
+        patience = _OWN_PATIENCE_S if self.rank == 0 else _PATIENCE_S
+        self._rounds = Rounds(meeting, self._config.start_timeout, patience)
+        self._failing = Rounds(meeting, self._config.start_timeout, patience)
+        self._later = Rounds(meeting, self._config.start_timeout, patience)
+        self._asking = Rounds(meeting, self._config.start_timeout, 0.0)
 
     def consult(self, kind: str, number: int, local: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]) -> U:
         """Every rank brings a value, the first makes of all of them an answer for each: returns this rank's.
@@ -104,25 +119,21 @@ class Group:
                 told = self._told(error)
                 rounds.fail(name, told)
                 raise told from error
+            begun = time.monotonic()
             try:
                 rounds.report(name, value)
             except WorkerDiedError:
+                if time.monotonic() - begun > _PATIENCE_S / 2:
+                    raise
                 rounds.report(name, value)  # to the store of another worker: this one has not concluded anything
             patience = self._config.timeout + grace(self._config.timeout)
-            try:
-                outcome = rounds.outcome(name, patience, own=True)
-            except WorkerDiedError as error:
-                # It may or may not have concluded. If it asks again, it shall not wait for this rank.
-                if self._later is not None:
-                    self._later.fail_soon(name, self._told(error))
-                raise
-            answer: U = _answer(outcome)
+            answer: U = _answer(rounds.outcome(name, patience, own=True))
             return answer
         self._client_of_all().check_usable()
         try:
             own = local()
             rounds.report(name, b"")
-            others = rounds.collect(name, self._config.timeout)[1:]
+            others = rounds.collect(name, self._config.timeout, also=round_name("save", number))[1:]
             answers = decide([own, *map(_unpack, others)])
             each = {rank: _pack(answer) for rank, answer in enumerate(answers) if rank > 0}
         except Exception as error:
@@ -131,7 +142,7 @@ class Group:
                 rounds.conclude_failed(name, told)
             raise told from error
         rounds.conclude(name, b"", each)
-        rounds.clear(kind, number)
+        self._clear(rounds, kind, number)
         return answers[0]
 
     def follow_first(self, kind: str, number: int, decide: Callable[[], T]) -> T:
@@ -161,8 +172,15 @@ class Group:
             return answer
         decision = decide()
         rounds.conclude(name, _pack(decision))
-        rounds.clear(kind, number)
+        self._clear(rounds, kind, number)
         return decision
+
+    @staticmethod
+    def _clear(rounds: Rounds, kind: str, number: int) -> None:
+        try:
+            rounds.clear(kind, number)
+        except CheckpointError as error:  # the others have their answer all the same
+            logger.warning("the store could not be cleared up: %s", str(error))
 
     def fail(self, number: int, error: BaseException, *, begun: bool) -> None:
         """Tell the other ranks that their save ``number`` cannot be committed, because of this one.
@@ -170,12 +188,17 @@ class Group:
         ``begun``: this rank's worker knows of that save. If so, the first rank's concludes it; otherwise nobody would.
         """
         told = self._told(error)
-        if self._failing is None or self._is_loss_of_store(told):
+        if self._failing is None or self._later is None:
             return
         name = round_name("save", number)
+        if self._is_loss_of_store(told):
+            if self.rank > 0:  # the first rank may ask again, over another store, and shall not wait for this one
+                self._later.fail_soon(name, told, self._config.timeout)
+            return
         try:
             if self.rank == 0 and not begun:
-                self._failing.conclude_failed(name, told)
+                for kind in (*KINDS, "save"):  # in whichever of them the others are waiting
+                    self._failing.conclude_failed(round_name(kind, number), told)
             else:
                 self._failing.fail(name, told)
         except CheckpointError as trouble:
@@ -186,10 +209,10 @@ class Group:
         for rounds in filter(None, (self._rounds, self._failing, self._later, self._asking)):
             rounds.close()
 
-    def _hand_round(self, client: WorkerClient) -> Meeting:
+    def _hand_round(self, client: WorkerClient | CheckpointError) -> Meeting:
         """A collective: the first rank's worker hosts the store, and all learn where."""
-        offer: list[Any] = [None]
-        if self.rank == 0:
+        offer: list[Any] = [client if isinstance(client, CheckpointError) else None]
+        if self.rank == 0 and isinstance(client, WorkerClient):
             try:
                 port = client.host(0, self._config.start_timeout)
                 meeting = Meeting(self._address(), port, self.token, self._secret, 0, self.world_size)

@@ -30,6 +30,10 @@ class Memory:
         self._segments = segments
         self.images = list(images)
 
+    def is_closed(self) -> bool:
+        """Whether some of it was given back meanwhile."""
+        return any(segment.closed for segment in self._segments.values())
+
     def metadata(self, held: Held) -> bytes:
         """DCP's ``.metadata`` of the checkpoint that ``held`` is a part of; only the first rank's image has it.
 

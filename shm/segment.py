@@ -77,6 +77,11 @@ class Segment:
         return self._fd
 
     @property
+    def closed(self) -> bool:
+        """Whether it was given back."""
+        return self._map is None
+
+    @property
     def address(self) -> int:
         """Where the mapping begins in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.view))

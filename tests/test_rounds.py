@@ -127,6 +127,11 @@ def test_a_stranger_can_break_a_round_and_no_more(ranks: list[Rounds]) -> None:
         stranger.report("round-1", b"forged")
     with pytest.raises(RankFailedError, match="none of them has said"):
         ranks[0].collect("round-1", 10)
+    for garbage in (b"garbage", b"{}\n", b'{"rank": 0, "bytes": -80, "seal": ""}\n'):
+        stranger._do(lambda store, garbage=garbage: store.set("asyncckpt/token/round-1/reports", garbage))  # type: ignore[misc]
+        with pytest.raises(RankFailedError, match="none of them has said"):
+            ranks[0].collect("round-1", 10)
+    ranks[0]._do(lambda store: store.delete_key("asyncckpt/token/round-2/outcome"))
     stranger.conclude("round-2", b"forged")
     with pytest.raises(RankFailedError, match="none of them has said"):
         ranks[2].outcome("round-2", 10)

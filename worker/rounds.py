@@ -47,8 +47,11 @@ _LOOK_S = 0.5
 _HOST = "asyncckpt/host"
 _SEAL_CHARACTERS = 32
 _KNOCK_S = 0.1
-# What a store that listens may take to answer a new connection.
-_CONNECT_S = 5.0
+# What the store's own client gives any operation; whoever waits for it has limits of its own.
+_OPERATION_S = 300.0
+# What a store that listens may take to answer a new connection. One that is just dying never will.
+_CONNECT_S = 1.0
+_CONNECT_TRIES_S = 5.0
 # Rounds whose keys are kept in the store, for ranks that lag behind.
 _KEPT_ROUNDS = 64
 
@@ -104,9 +107,9 @@ class Rounds:
         """Fail the round ``name`` for all ranks, unless it is concluded already."""
         self._do(self._failing(name, error))
 
-    def fail_soon(self, name: str, error: CheckpointError) -> None:
-        """The same as soon as the store can be reached; nobody waits for that."""
-        deadline = time.monotonic() + self._patience
+    def fail_soon(self, name: str, error: CheckpointError, timeout: float) -> None:
+        """The same as soon as the store can be reached, within ``timeout`` seconds; nobody waits for that."""
+        deadline = time.monotonic() + timeout
 
         def attempt(last: Future[None] | None = None) -> None:
             if last is None or (last.exception() is not None and time.monotonic() < deadline):
@@ -126,11 +129,11 @@ class Rounds:
 
         return send
 
-    def collect(self, name: str, timeout: float) -> list[bytes]:
+    def collect(self, name: str, timeout: float, also: str | None = None) -> list[bytes]:
         """First rank: wait for the reports of all ranks, and return them in the order of the ranks.
 
-        Raises the error of a rank that failed the round, or has left; ``SaveTimeoutError``, naming those still
-        missing after ``timeout`` seconds.
+        Raises the error of a rank that failed the round, or the round ``also``, or has left; ``SaveTimeoutError``,
+        naming those still missing after ``timeout`` seconds.
         """
         keys = self._keys(name)
         begun = looked = time.monotonic()
@@ -140,10 +143,20 @@ class Rounds:
             now = time.monotonic()
             if now - looked >= _LOOK_S or now - begun >= timeout:
                 looked = now
+                if also is not None and (failure := self._failure(self._keys(also))) is not None:
+                    raise failure
                 self._check_missing(keys, timeout if now - begun >= timeout else None)
             time.sleep(pause)
             pause = min(1.5 * pause, _POLL_S[1])
-        return self._do(lambda store: self._reports(store, keys))
+        failure = self._failure(keys)
+        found = _frames(self._do(lambda store: _get(store, f"{keys}/reports")))
+        values = self._do(lambda store: self._values(store, keys, found, dropped=failure is not None))
+        if failure is not None:
+            raise failure
+        return [
+            self._opened(f"{keys}/value/{rank}", found.get(rank, (b"", ""))[1].encode() + value)
+            for rank, value in enumerate(values)
+        ]
 
     def conclude(self, name: str, outcome: bytes, each: Mapping[int, bytes] | None = None) -> None:
         """First rank: tell all the ``outcome``, and each rank what ``each`` has for it."""
@@ -157,10 +170,10 @@ class Rounds:
         self._do(send)
 
     def conclude_failed(self, name: str, error: CheckpointError) -> None:
-        """First rank: tell all that the round has failed."""
+        """First rank: tell all that the round has failed, unless it is concluded already."""
         key = f"{self._keys(name)}/outcome"
-        text = self._sealed(key, b"-" + encode_error(error))
-        self._do(lambda store: store.set(key, text))
+        text = self._sealed(key, b"-" + encode_error(error)).decode()
+        self._do(lambda store: store.compare_set(key, "", text))
 
     def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | CheckpointError:
         """Wait for the outcome, and return it: the first rank's word, or the error that the round has failed with.
@@ -237,7 +250,7 @@ class Rounds:
 
     def _check_missing(self, keys: str, timed_out: float | None) -> None:
         """Raise what is known of ranks that have not reported: one has said that it is gone, or the time is up."""
-        reported = self._do(lambda store: _frames(_get(store, f"{keys}/reports")))
+        reported = _frames(self._do(lambda store: _get(store, f"{keys}/reports")))
         for text in self._do(lambda store: _get(store, self._keys("gone"))).splitlines():
             error = decode_error(self._opened(self._keys("gone"), text))
             if error.rank not in reported:
@@ -246,20 +259,21 @@ class Rounds:
         if timed_out is not None and missing:
             raise SaveTimeoutError(f"{_ranks(missing)} did not get here within {timed_out:g} s", rank=missing[0])
 
-    def _reports(self, store: Any, keys: str) -> list[bytes]:
-        failure = _get(store, f"{keys}/failure")
-        found = _frames(_get(store, f"{keys}/reports"))
-        if failure:
-            for rank in (rank for rank, (value, _) in found.items() if value is None):
-                store.delete_key(f"{keys}/value/{rank}")
-            raise decode_error(self._opened(f"{keys}/failure", failure))
+    def _failure(self, keys: str) -> CheckpointError | None:
+        text = self._do(lambda store: _get(store, f"{keys}/failure"))
+        return decode_error(self._opened(f"{keys}/failure", text)) if text else None
+
+    def _values(
+        self, store: Any, keys: str, found: Mapping[int, tuple[bytes | None, str]], *, dropped: bool
+    ) -> list[bytes]:
+        """The values of all ranks; with ``dropped`` nobody wants them."""
         values = []
         for rank in range(self.meeting.world_size):
-            value, seal = found.get(rank, (b"", ""))
+            value, _ = found.get(rank, (b"", ""))
             key = f"{keys}/value/{rank}"
             if value is None:
-                value = _take(store, key)
-            values.append(self._opened(key, seal.encode() + value))
+                value = b"" if dropped and not store.check([key]) else _take(store, key)
+            values.append(value)
         return values
 
     def _seal(self, key: str, value: bytes) -> str:
@@ -301,8 +315,9 @@ class Rounds:
             if self._connection is None:
                 self._connection = _Connection(self.meeting, self._patience)
             connection = self._connection
+        future = connection.do(what)
         try:
-            return connection.do(what).result(limit)
+            return future.result(limit)
         except FutureTimeoutError as error:
             self._lose(connection)
             if not connection.connected:
@@ -420,14 +435,27 @@ class _Connection:
                     store = None  # its worker died while nobody asked for anything, and may have been replaced
                 self.connected = store is not None
                 if store is None:
-                    _knock(self._meeting.address, self._meeting.port, self._timeout)
-                    limit = max(self._timeout, _CONNECT_S)
-                    store = _store(self._meeting.address, self._meeting.port, limit, is_master=False)
+                    store = _connected(self._meeting.address, self._meeting.port, self._timeout)
                     self.connected = True
                 future.set_result(what(store))
             except BaseException as error:
                 future.set_exception(error)
             del task, what, future
+
+
+def _connected(address: str, port: int, timeout: float) -> Any:
+    """A client of the store there. Somebody has to listen within ``timeout`` seconds. Raises ``RuntimeError``."""
+    begun = time.monotonic()
+    while True:
+        _knock(address, port, timeout - (time.monotonic() - begun))
+        try:
+            store = _store(address, port, _CONNECT_S, is_master=False)
+        except RuntimeError:
+            if time.monotonic() - begun > max(timeout, _CONNECT_TRIES_S):
+                raise
+            continue
+        store.set_timeout(timedelta(seconds=_OPERATION_S))
+        return store
 
 
 def _knock(address: str, port: int, timeout: float) -> None:
@@ -500,14 +528,23 @@ def _take(store: Any, key: str) -> bytes:
 
 
 def _frames(text: bytes) -> dict[int, tuple[bytes | None, str]]:
-    """The reports in ``text`` by their ranks, with their seals; None for those that stand elsewhere."""
+    """The reports in ``text`` by their ranks, with their seals; None for those that stand elsewhere.
+
+    Nothing of it is to be believed before the seals are looked at. Raises ``RankFailedError`` for what is no report.
+    """
     found: dict[int, tuple[bytes | None, str]] = {}
     at = 0
-    while at < len(text):
-        end = text.index(b"\n", at)
-        head = json.loads(text[at:end])
-        at = end + 1 + (head["bytes"] or 0)
-        found[head["rank"]] = None if head["bytes"] is None else text[end + 1 : at], head["seal"]
+    try:
+        while at < len(text):
+            end = text.index(b"\n", at)
+            head = json.loads(text[at:end])
+            rank, nbytes, seal = head["rank"], head["bytes"], head["seal"]
+            if type(rank) is not int or type(seal) is not str or not (nbytes is None or 0 <= nbytes <= _INLINE_BYTES):
+                raise ValueError("it is no report")
+            at = end + 1 + (nbytes or 0)
+            found[rank] = (None if nbytes is None else text[end + 1 : at]), seal
+    except (ValueError, KeyError, TypeError) as error:
+        raise RankFailedError("something was said to the ranks of this job that none of them has said") from error
     return found
 
 
