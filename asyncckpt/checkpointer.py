@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from asyncckpt.memory import Memory, MemorySource, choose_in_memory
 from asyncckpt.plan import StateDict
 from asyncckpt.reader import from_first, gather, load
 from asyncckpt.worker.messages import Held
-from asyncckpt.worker.steps import complete_steps, step_folder
+from asyncckpt.worker.steps import complete_steps, set_aside, step_folder
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +74,7 @@ class Checkpointer:
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._newest: Save | None = None
-        self._terminated = threading.Event()
+        self._terminated = False
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
         """What the last ``load`` has loaded, and from where."""
@@ -109,7 +108,7 @@ class Checkpointer:
             raise ValueError(f"a step is 0 or more, not {step}")
         path = step_folder(self.root, step)
         self._newest = self._engine.save(
-            path, state_dict, step=step, keep_last=self.config.keep_last, keep=self.config.keeps(step)
+            path, state_dict, step=step, keep_last=self.config.keep_last, keep=partial(self.config.keeps, step)
         )
         return self._newest
 
@@ -133,7 +132,8 @@ class Checkpointer:
         ``Config.timeout`` seconds, for saves under way in this root.
 
         Every byte is checked before it is used, unless ``verify`` is false. With ``fallback``, the next older
-        checkpoint is tried when one is damaged or cannot be read, and an error is logged. With ``weights_only`` nothing
+        checkpoint is tried when one is damaged or cannot be read, and an error is logged; the damaged one is renamed to
+        ``step-00000100.damaged-1``, and its step can be saved again. With ``weights_only`` nothing
         is loaded that could run code; see ``torch.serialization.add_safe_globals`` for classes of your own.
 
         Raises ``CheckpointNotFoundError`` if there is none, ``DamagedCheckpointError``, ``MismatchError``,
@@ -156,6 +156,8 @@ class Checkpointer:
                     older = from_first(partial(self._older, found), self._process_group) if fallback else None
                     if older is None:
                         raise
+                    if isinstance(error, DamagedCheckpointError):
+                        from_first(partial(set_aside, self.root, found), self._process_group)
                     logger.error("step %d cannot be loaded, falling back to step %d: %s", found, older, str(error))
                     found = older
         self.loaded = Loaded(found, source, time.perf_counter() - begun)
@@ -247,7 +249,7 @@ class Checkpointer:
         """
         self._engine.start()
         if self._had_sigterm is None:
-            self._had_sigterm = signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
+            self._had_sigterm = signal.signal(signal.SIGTERM, self._note_sigterm)
 
     def terminating(self) -> bool:
         """Whether some rank was sent SIGTERM since ``watch_sigterm``: save, and end.
@@ -255,7 +257,10 @@ class Checkpointer:
         To be called by all ranks after the same steps, between which the state is whole; the answer is the same on all.
         It costs the ranks of a job a message to the first rank's worker, a fraction of a millisecond.
         """
-        return self._engine.any_says(self._terminated.is_set())
+        return self._engine.any_says(self._terminated)
+
+    def _note_sigterm(self, *_: object) -> None:
+        self._terminated = True
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """For ``Config.overlap``: have ``optimizer`` wait, before each step, until the newest save has its copy."""

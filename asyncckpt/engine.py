@@ -131,14 +131,14 @@ class Engine:
         step: int | None = None,
         overwrite: bool = False,
         keep_last: int | None = None,
-        keep: bool = False,
+        keep: Callable[[], bool] | None = None,
         planner: SavePlanner | None = None,
     ) -> Save:
         """Save ``state_dict``, this rank's part, as the checkpoint ``path``, the same on all ranks.
 
         Returns when its tensors are staged, from where on the caller may change them (with ``overlap``: earlier, see
         ``Config``). Once it is committed, all but the ``keep_last`` newest steps beside it are removed, except those
-        saved with ``keep``.
+        of which ``keep``, asked on the first rank, has said yes.
 
         Raises ``CheckpointExistsError`` if something is at ``path`` (with ``overwrite``: something other
         than a checkpoint), ``UnsavableStateError``, ``StructureChangedError``, ``OutOfMemoryError``,
@@ -291,7 +291,7 @@ class Engine:
             world_size=group.world_size,
             overwrite=retention.overwrite,
             keep_last=retention.keep_last,
-            keep=retention.keep,
+            keep=group.rank == 0 and retention.keep is not None and retention.keep(),
             timeout=self.config.commit_timeout,
         )
         self._stage(save, order, home, tensors)
@@ -657,7 +657,7 @@ class _Retention:
 
     overwrite: bool
     keep_last: int | None
-    keep: bool
+    keep: Callable[[], bool] | None
 
 
 @dataclass

@@ -138,6 +138,10 @@ def on_all(do: Callable[[], T], process_group: Any = None) -> T:
         result = do()
     except CheckpointError as error:
         failure = error
+    except Exception as error:
+        if not _many(process_group):
+            raise
+        failure = CheckpointError(f"{type(error).__name__}: {error}", rank=dist.get_rank())
     for told in gather(failure, process_group):
         if told is not None:
             raise told
@@ -154,6 +158,8 @@ def from_first(do: Callable[[], T], process_group: Any = None) -> T:
             answer[0] = do()
         except CheckpointError as error:
             answer[0] = error
+        except Exception as error:  # the others wait
+            answer[0] = CheckpointError(f"{type(error).__name__}: {error}", rank=dist.get_rank())
     first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
     dist.broadcast_object_list(answer, src=first, group=process_group)
     if isinstance(answer[0], CheckpointError):

@@ -185,6 +185,7 @@ def test_an_older_one_is_loaded_when_that_is_asked_for(root: Path, how: str, cap
             checkpointer.load(into := {"w": torch.zeros(300_000), "step": 0})
         assert checkpointer.load(into, fallback=True) == 1
         assert into["step"] == 1 and torch.equal(torch.as_tensor(into["w"]), torch.as_tensor(state["w"]))
+        assert checkpointer.steps() == [1] and (root / "step-00000003.damaged-1").is_dir()
         assert "falling back to step 1" in caplog.text and "falling back to step 2" in caplog.text
         data = root / "step-00000001" / "__0_0.distcp"
         _flip(data, data.stat().st_size // 2, 1)

@@ -423,6 +423,7 @@ class WorkerClient:
 
 def _spawn(options: WorkerOptions, stderr: int) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Start the process, in a session of its own; returns our end of its socket."""
+    _deserted[:] = [process for process in _deserted if process.poll() is None]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     arguments = asdict(options) | {"fd": theirs.fileno(), "trainer": os.getpid()}
     # The same modules as here, found in the same order, whatever this process did to its path.

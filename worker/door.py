@@ -17,6 +17,7 @@ import stat
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import xxhash
@@ -27,6 +28,7 @@ from asyncckpt.errors import JobTakenError
 FOLDER_VARIABLE = "ASYNCCKPT_RUNTIME_DIR"
 
 _BACKLOG = 64
+_PAUSE_S = 0.1
 
 
 def door_name(job: str, rank: int) -> str:
@@ -52,6 +54,7 @@ class Door:
         """
         self._name = name
         self._lock = -1
+        self._closed = False
         self._folder = _open_folder(make=True)
         try:
             _sweep(self._folder)
@@ -71,6 +74,7 @@ class Door:
 
     def close(self) -> None:
         """Give the name back. Visitors who are inside are not disturbed."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
         self._socket.close()
@@ -81,7 +85,10 @@ class Door:
             try:
                 visitor, _ = self._socket.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(_PAUSE_S)  # too many open files, perhaps
+                continue
             if _is_ours(visitor):
                 threading.Thread(target=_serve, args=[visitor, answer], name="asyncckpt-visit", daemon=True).start()
             else:
@@ -222,8 +229,18 @@ def _path(folder: int, name: str) -> str:
     return f"/proc/self/fd/{folder}/{_socket_name(name)}"
 
 
+def peer_pid(connection: Connection) -> int:
+    """The process at the other end of a connection to a door, by the kernel's word."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+        return _credentials(peer)[0]
+
+
 def _is_ours(peer: socket.socket) -> bool:
     """Whether a process of this user is at the other end, by the kernel's word."""
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.geteuid())
+    return _credentials(peer)[1] == os.geteuid()
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int]:
+    """The process id and the user of the peer."""
+    pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid

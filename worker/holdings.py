@@ -63,6 +63,7 @@ class _Image:
     layout: Layout
     checksums: array[int] | None = None
     committed: bool | None = None
+    adopted: bool = False
 
 
 class Holdings:
@@ -79,7 +80,9 @@ class Holdings:
         self._images: dict[tuple[int, int], _Image] = {}  # by segment and slot
         self._orphaned = False
         self._visitors = 0
-        self._retired = threading.Event()
+        self._last_visit = 0.0
+        # A plain flag, because a signal handler may set it.
+        self._retired = False
 
     def open(self) -> None:
         """Take the door. Raises ``JobTakenError``, or ``OSError`` where there cannot be one."""
@@ -107,7 +110,7 @@ class Holdings:
                 self._rooms[number].layout, self._rooms[number].constants = each.layout, each.constants
                 order = replace(each.order, segment=number)
                 checksums = array("Q", each.checksums)
-                self._images[number, order.slot] = _Image(order, each.layout, checksums, each.committed)
+                self._images[number, order.slot] = _Image(order, each.layout, checksums, each.committed, adopted=True)
         return number
 
     def room(self, number: int) -> Room:
@@ -143,7 +146,7 @@ class Holdings:
         """A save has come to its end."""
         with self._lock:
             for image in self._images.values():
-                if image.order.save_id == save_id and image.committed is None:
+                if image.order.save_id == save_id and not image.adopted:
                     image.committed = committed
 
     def orphan(self, *, keep: bool) -> None:
@@ -157,10 +160,12 @@ class Holdings:
         """Wait for somebody to take what is held over, ``seconds`` after the last visitor."""
         if not self._find_door(seconds):
             return
-        while self._images and not self._retired.wait(seconds):
+        begun = time.monotonic()
+        while self._images and not self._retired:
             with self._lock:
-                if not self._visitors:
+                if not self._visitors and time.monotonic() - max(begun, self._last_visit) > seconds:
                     return
+            time.sleep(min(_POLL_S, seconds))
 
     def _find_door(self, seconds: float) -> bool:
         """Take the door, if the trainer died before it could say so. Returns whether this one has it.
@@ -172,7 +177,7 @@ class Holdings:
             try:
                 self.open()
             except JobTakenError:
-                if self._retired.is_set() or not is_leaving(self._name, _ANSWER_S):
+                if self._retired or not is_leaving(self._name, _ANSWER_S):
                     break
                 time.sleep(_POLL_S)
             except OSError as error:
@@ -182,7 +187,7 @@ class Holdings:
 
     def retire(self) -> None:
         """Linger no more."""
-        self._retired.set()
+        self._retired = True
 
     def _answer(self, visitor: Connection) -> None:
         """Talk to a visitor until it leaves. Raises ``EOFError`` or ``OSError`` when it does."""
@@ -201,6 +206,7 @@ class Holdings:
         finally:
             with self._lock:
                 self._visitors -= 1
+                self._last_visit = time.monotonic()
 
     def close(self) -> None:
         """Give all back."""
@@ -213,13 +219,16 @@ class Holdings:
     def _show(self, visitor: Connection) -> tuple[int, ...]:
         """Tell what there is. Returns the numbers of the segments it is in."""
         with self._lock:
-            if not self._orphaned:
-                send(visitor, Busy(self._worker, self._trainer))
-                return ()
-            images = tuple(self._held(image) for image in self._images.values() if self._is_whole(image))
-            numbers = tuple(sorted({image.order.segment for image in images}))
-            send(visitor, Holding(self._worker, self._retired.is_set(), numbers, images))
-            return numbers
+            orphaned = self._orphaned
+            whole = [image for image in self._images.values() if self._is_whole(image)]
+        if not orphaned:
+            send(visitor, Busy(self._worker, self._trainer))
+            return ()
+        # Nothing is staged any more: what is whole stays so.
+        images = tuple(map(self._held, whole))
+        numbers = tuple(sorted({image.order.segment for image in images}))
+        send(visitor, Holding(self._worker, self._retired, numbers, images))
+        return numbers
 
     def _hand_over(self, visitor: Connection, numbers: tuple[int, ...]) -> None:
         with self._lock:

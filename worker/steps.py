@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
 
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
-from asyncckpt.worker.storage import PARTIAL_SUFFIX, remove_checkpoint, under_way
+from asyncckpt.worker.storage import PARTIAL_SUFFIX, remove_checkpoint, sync_folder, under_way
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,17 @@ def prune(root: str, keep_last: int, written: int) -> None:
                 logger.info("%s is being read and stays for now", path)
         except OSError as error:
             logger.warning("the old checkpoint %s could not be removed: %s", path, error)
+
+
+def set_aside(root: str, step: int) -> None:
+    """Take the name from a damaged checkpoint, so that its step can be saved again. Nothing of it is removed."""
+    path = step_folder(root, step)
+    aside = next(name for number in itertools.count(1) if not os.path.lexists(name := f"{path}.damaged-{number}"))
+    try:
+        os.rename(path, aside)
+        sync_folder(root)
+    except OSError as error:
+        logger.warning("the damaged checkpoint %s could not be set aside: %s", path, error)
 
 
 def _is_kept(path: str) -> bool:

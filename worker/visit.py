@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import signal
 import time
 from types import TracebackType
 
@@ -12,9 +15,11 @@ from multiprocess.reduction import recv_handle
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.door import door_names, knock, taken
+from asyncckpt.worker.door import door_names, knock, peer_pid, taken
 from asyncckpt.worker.messages import Busy, Held, Holding, Look, Retire, Take
 from asyncckpt.worker.wire import receive, send
+
+logger = logging.getLogger(__name__)
 
 # How long a worker may take to see that its trainer is dead, and how often it is asked.
 _NOTICE_S = 5.0
@@ -51,8 +56,10 @@ class Visit:
             except CheckpointError:
                 connection.close()
                 raise
-            except (EOFError, OSError):
-                pass  # it has just left
+            except (EOFError, OSError) as error:
+                connection.close()  # it has just left
+                if time.monotonic() > noticed:
+                    raise SaveTimeoutError(f"a worker cannot be talked to at its door: {error}") from error
             connection.close()
             time.sleep(_ASK_S)
         return None
@@ -77,19 +84,22 @@ class Visit:
     def retire(self, timeout: float) -> None:
         """Have the worker leave once all is written, and wait for that. What is mapped here stays.
 
-        Raises ``SaveTimeoutError`` after ``timeout`` seconds.
+        One that has not left after ``timeout`` seconds (storage may be stalled, or a host of the job be lost) is
+        killed: what it was writing is held here. Raises ``SaveTimeoutError`` if not even that ends it.
         """
-        left = False
         try:
             send(self._connection, Retire())
-            left = self._connection.poll(timeout)  # nothing comes but the end of file
+            if not self._connection.poll(timeout):  # nothing comes but the end of file
+                logger.warning(
+                    "the worker %d of the trainer before this one is killed, after %g s", self.worker, timeout
+                )
+                os.kill(peer_pid(self._connection), signal.SIGKILL)
+                if not self._connection.poll(_NOTICE_S):
+                    raise SaveTimeoutError(f"the worker {self.worker} of the trainer before this one cannot be killed")
+        except CheckpointError:
+            raise
         except OSError:
-            left = True
-        if not left:
-            raise SaveTimeoutError(
-                f"the worker {self.worker} of the trainer before this one is still writing after {timeout:g} s; the"
-                " storage may be stalled"
-            )
+            pass  # it has left
         self._connection.close()
 
     def close(self) -> None:
@@ -132,6 +142,8 @@ def is_leaving(door: str, timeout: float) -> bool:
     with connection:
         try:
             reply = _look(connection, timeout)
+        except CheckpointError:
+            return False
         except (EOFError, OSError):
             return True
     return isinstance(reply, Holding) and reply.leaving
