@@ -314,7 +314,7 @@ class Engine:
         try:
             return client, self._look_up(group, number, state, planner, client, check)
         except WorkerDiedError as error:
-            if group.alone or group.rank > 0:
+            if group.alone or group.rank > 0 or error.rank != 0:
                 raise
             logger.warning("asking again: %s", str(error))
         client.wait_for_end(_NOTICE_S)

@@ -16,8 +16,9 @@ from ranks import Job, serve
 from test_ranks import equal, faulty, replicas
 
 from asyncckpt import Checkpointer, Config, plan, staging
-from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.verify import verify
+from asyncckpt.worker import client
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,6 +139,74 @@ def test_matrix(tmp_path: Path, phase: str, bad: int, fault: str) -> None:
         into = replicas(9, 25 if steps[-1] == 2 and phase == "plan" else 24)
         assert checkpointer.load(into) == steps[-1]
         assert equal(into, replicas(steps[-1], len(into["model"])))
+
+
+def _fail_early(root: str, bad: int, how: str) -> tuple[list[str], float]:
+    """One rank's save fails before it has asked the others anything; they must not wait for it."""
+    checkpointer = Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S, failure="raise"))
+    mine = dist.get_rank() == bad
+    if how == "no worker":
+        if mine:
+            client.command = lambda: ["/nonexistent/python"]
+    else:
+        checkpointer.save(1, replicas(1)).result(30)
+        if mine:
+            raised = StorageError("of an earlier save")
+            checkpointer._engine._raise_failure = lambda: (_ for _ in ()).throw(raised)  # type: ignore[method-assign]
+    begun = time.monotonic()
+    kinds = []
+    for step in (2, 3):
+        try:
+            checkpointer.save(step, replicas(step)).result(30)
+            kinds.append("saved")
+        except CheckpointError as error:
+            kinds.append(f"{type(error).__name__} of rank {error.rank}")
+        if mine and step == 2:
+            client.command = real_command
+            checkpointer._engine._raise_failure = lambda: None  # type: ignore[method-assign]
+        if step == 2:
+            took = time.monotonic() - begun
+            dist.barrier()
+    checkpointer.close()
+    return kinds, took
+
+
+real_command = client.command
+
+
+@pytest.mark.parametrize("how", ["an earlier failure", "no worker"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_that_fails_before_it_asks(tmp_path: Path, bad: int, how: str) -> None:
+    ended = Job(2, _fail_early, str(tmp_path / "root"), bad, how, folder=tmp_path).wait()
+    assert not any(end.error for end in ended), ended
+    kind = "StorageError" if how == "an earlier failure" else "WorkerDiedError"
+    for end in ended:
+        kinds, took = end.result
+        assert kinds[0].startswith(kind) and kinds[1] == "saved", kinds
+        assert took < LONG_S / 2
+
+
+def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:
+    checkpointer = Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S))
+    checkpointer.save(1, replicas(1)).result(30)
+    worker = checkpointer._engine._client
+    assert worker is not None
+    if dist.get_rank() == bad:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker._listener.join(10)
+    dist.barrier()
+    checkpointer.watch_sigterm()
+    assert not checkpointer.terminating()
+    checkpointer.save(2, replicas(2)).result(30)
+    assert not checkpointer.terminating()
+    checkpointer.close()
+    return checkpointer.steps(), checkpointer.failures
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_worker_that_died_between_saves_is_replaced(tmp_path: Path, bad: int) -> None:
+    ended = Job(2, _lose_the_worker, str(tmp_path / "root"), bad, folder=tmp_path).wait()
+    assert [end.result for end in ended] == [([1, 2], 0)] * 2, ended
 
 
 def _wait_for_workers(root: Path) -> None:

@@ -172,6 +172,16 @@ def test_another_structure_does_not_fit(root: Path) -> None:
         assert into["step"] == 3 and bool(torch.as_tensor(into["v"]).all())
 
 
+def test_nor_does_it_stand_in_the_way(root: Path) -> None:
+    """What was held made room for another structure; then there is nothing to load from but storage."""
+    train(root, 2)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() == 2
+        checkpointer.prepare({"v": torch.ones(NUMBERS)})
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "storage"
+
+
 def test_half_staged_it_is_not_there(root: Path) -> None:
     train(root, 3, "staging")
     with Checkpointer(root) as checkpointer:
