@@ -139,7 +139,8 @@ class _Demo:
                 f"  durable after {event['durable_s']:.2f} s  written at {speed:.2f} GB/s"
             )
         elif event["event"] == "resumed":
-            self.say(f"  resumed from step {event['step']}, loaded and checked in {event['load_s']:.2f} s")
+            what = f"from {event['source']}, loaded and checked in {event['load_s']:.2f} s"
+            self.say(f"  resumed at step {event['step']} {what}")
 
     def run(self) -> int:
         """The whole of it. Returns the exit status."""

@@ -216,12 +216,14 @@ class _AsyncSaves(_NoSaves):
         self.checkpointer.prepare(self.training.state())
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint; waits for the worker of a killed trainer, if that is still writing."""
+        """Go on from the newest checkpoint, which the worker of a killed trainer may still have in memory."""
         begun = time.perf_counter()
         state = self.training.state()
         step = self.checkpointer.load(state)
         self.training.restore(state)
-        self.tell("resumed", step=step, load_s=time.perf_counter() - begun)
+        loaded = self.checkpointer.loaded
+        source = loaded.source if loaded is not None else ""
+        self.tell("resumed", step=step, load_s=time.perf_counter() - begun, source=source)
 
     def save(self) -> float:
         begun = time.perf_counter()
