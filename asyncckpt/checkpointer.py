@@ -295,5 +295,11 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A training that ends by an error is likely to be started again.
-        self._close(linger=kind is not None and issubclass(kind, Exception))
+        if kind is None:
+            self.close()
+            return
+        try:
+            # A training that ends by an error is likely to be started again.
+            self._close(linger=issubclass(kind, Exception))
+        except CheckpointError as trouble:
+            logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more

@@ -252,6 +252,13 @@ def test_one_that_was_being_replaced_gets_its_name_back(root: Path) -> None:
         checkpointer.load(state, 1)
 
 
+def test_the_first_error_is_the_one_that_is_raised(root: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("write:eio")
+    with pytest.raises(RuntimeError, match="as trainings do"), Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state())
+        raise RuntimeError("as trainings do")
+
+
 def test_leaving_by_an_error_loses_nothing(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with pytest.raises(RuntimeError, match="as trainings do"), Checkpointer(root) as checkpointer:
