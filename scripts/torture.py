@@ -297,8 +297,9 @@ def _check_root(tally: Tally, root: str) -> None:
     hour_ago = time.time() - 3600
     for left in [*Path(root).glob(".*"), *Path(root).glob(".*/*")]:
         os.utime(left, (hour_ago, hour_ago))
-    last = max(complete_steps(root), default=0) + 1
     with Checkpointer(root, CONFIG) as checkpointer:
+        checkpointer.prepare(state_of(0))  # which waits for a worker that may still be writing
+        last = max(complete_steps(root), default=0) + 1
         checkpointer.save(last, state_of(last)).result(LIMIT_S)
     for left in Path(root).glob(".*"):
         tally.lose(f"left over: {left}")

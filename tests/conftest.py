@@ -44,9 +44,9 @@ def _maps() -> int:
 
 
 @pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime folder of the test's own."""
-    folder = tmp_path / "runtime"
+    folder = tmp_path_factory.mktemp("host") / "runtime"
     monkeypatch.setenv(door.FOLDER_VARIABLE, str(folder))
     return folder
 

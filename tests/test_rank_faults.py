@@ -27,7 +27,7 @@ def ranks() -> Iterator[None]:
 
 
 # Short for what stalls, as it has to run into them. Nothing else may need them.
-SHORT_S = 5.0
+SHORT_S = 3.0
 LONG_S = 20.0
 START_S = 10.0
 

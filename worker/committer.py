@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 # What the first rank's worker waits, at its end, for others that may still want to know how the last save went.
 _LEAVE_S = 5.0
-# How long to look for the store. One that takes the place of another knows nothing of this save.
-_PATIENCE_S = 1.0
+# How long to look for the store, which the first rank may just be bringing back in the save that this one is in too.
+_PATIENCE_S = 10.0
 # How long to look whether a store is gone, or just the connection to it.
 _PROBE_S = 1.0
 # A save whose time is up when its turn comes may have been reported by all meanwhile: time to see that.
