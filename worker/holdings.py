@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _ANSWER_S = 10.0
+# How long the word to leave may take to reach a worker.
+_SURE_S = 1.0
 
 
 class Room:
@@ -170,14 +172,17 @@ class Holdings:
     def _find_door(self, seconds: float) -> bool:
         """Take the door, if the trainer died before it could say so. Returns whether this one has it.
 
-        The worker that has it may be just leaving; but if it stays, it has all that this one holds.
+        The worker that has it may be just leaving, or about to hear that it shall; but if it stays, it has all that
+        this one holds.
         """
         deadline = time.monotonic() + seconds
+        stays_since: float | None = None
         while self._name is not None and self._door is None and self._images and time.monotonic() < deadline:
             try:
                 self.open()
             except JobTakenError:
-                if self._retired or not is_leaving(self._name, _ANSWER_S):
+                stays_since = None if is_leaving(self._name, _ANSWER_S) else stays_since or time.monotonic()
+                if self._retired or (stays_since is not None and time.monotonic() - stays_since > _SURE_S):
                     break
                 time.sleep(_POLL_S)
             except OSError as error:
