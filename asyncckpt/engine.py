@@ -44,8 +44,7 @@ from asyncckpt.plan import Plan, StateDict, flat_names, make_plan, stateful_to_d
 from asyncckpt.shm.slots import State
 from asyncckpt.staging import Ready, copy_pool, ready_events
 from asyncckpt.structure import StructureChanged
-from asyncckpt.worker.client import Pending, WorkerClient
-from asyncckpt.worker.commit import published
+from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Order
 from asyncckpt.worker.storage import exists_error, replaceable
@@ -518,10 +517,13 @@ class Engine:
         """On whatever thread learned of it. First the books, then the handle, on which somebody may be waiting."""
         self._under_way.pop(order.save_id, None)
         failure = outcome.exception()
-        if isinstance(failure, WorkerDiedError):
-            if order.rank == 0 and published(order.path, order.attempt):
-                failure = None  # it died after it had published, and could not say so
-            elif self._group is not None:
+        silent = isinstance(failure, (WorkerDiedError, SaveTimeoutError)) and failure.rank == order.rank
+        if failure is not None and silent and self._group is not None:
+            if order.rank > 0:
+                self._group.fail(order.save_id, failure, begun=True)
+            if self._group.is_committed(order.save_id, order.path, order.attempt):
+                failure = None  # its part was done, and it could not say so any more
+            elif order.rank == 0 and isinstance(failure, WorkerDiedError):
                 self._group.fail(order.save_id, failure, begun=True)
         if failure is not None and not isinstance(failure, SaveDroppedError):
             logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
@@ -604,7 +606,7 @@ class Engine:
             except JobTakenError:
                 if door is None or time.monotonic() > deadline:
                     raise
-            if (visit := Visit.pay(door, self.config.timeout)) is not None:
+            if (visit := Visit.pay(door, self.config.timeout, deserted())) is not None:
                 with visit:
                     visit.retire(self.config.timeout)
 
@@ -617,7 +619,7 @@ class Engine:
     def _knock(self, group: Group) -> None:
         """See, once, whether the worker of a trainer before this one is there. Raises ``JobTakenError``."""
         if self._job is not None and not self._has_visited and self._client is None:
-            self._visit = Visit.pay(door_name(self._job, group.rank), self.config.timeout)
+            self._visit = Visit.pay(door_name(self._job, group.rank), self.config.timeout, deserted())
             self._has_visited = True
             if self._visit is not None:
                 self._memory = Memory(self._job, self._visit.segments, self._visit.images)

@@ -1,7 +1,7 @@
 """A worker that fails at a named point: ``faulty_worker.py POINT:ACTION[:NTH] JSON``.
 
 Points: ``start``, ``begin``, ``create``, ``write``, ``sync``, ``report`` (to the other ranks), ``publish`` (before it;
-where another rank does it, before waiting for that), ``published`` (after it).
+where another rank does it, when this one has reported), ``published`` (after it).
 
 Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
 other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). Every time: ``hold`` (wait
@@ -15,7 +15,9 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
+from collections import defaultdict
 from typing import Any
 
 from asyncckpt import errors
@@ -80,11 +82,16 @@ class FaultyStorage(storage.LocalStorage):
 
 
 class FaultyRounds(rounds.Rounds):
+    reported: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
     def report(self, name: str, value: bytes) -> None:
         reach("report", name)
         super().report(name, value)
+        self.reported[name].set()
 
     def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | errors.CheckpointError:
+        if point == "publish":
+            self.reported[name].wait(60)  # the outcome is waited for from the moment the save begins
         reach("publish", name)
         return super().outcome(name, timeout, own=own)
 

@@ -90,7 +90,11 @@ def _load_some(root: str) -> tuple[int, str, bool]:
 def _load_on_hosts(root: str) -> tuple[int, str, bool]:
     """As if no other rank were on this host: of its doors only one's own is found."""
     pay = visit.Visit.pay
-    visit.Visit.pay = lambda door, timeout: pay(door, timeout) if door.endswith(f"-{dist.get_rank()}") else None  # type: ignore[method-assign]
+
+    def pay_own(door: str, *arguments: Any) -> visit.Visit | None:
+        return pay(door, *arguments) if door.endswith(f"-{dist.get_rank()}") else None
+
+    visit.Visit.pay = pay_own  # type: ignore[method-assign, assignment]
     return _load(root)
 
 

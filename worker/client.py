@@ -421,9 +421,15 @@ class WorkerClient:
         return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
 
 
+def deserted() -> set[int]:
+    """The process ids of workers that this process has left, and that linger."""
+    _deserted[:] = [process for process in _deserted if process.poll() is None]
+    return {process.pid for process in _deserted}
+
+
 def _spawn(options: WorkerOptions, stderr: int) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Start the process, in a session of its own; returns our end of its socket."""
-    _deserted[:] = [process for process in _deserted if process.poll() is None]
+    deserted()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     arguments = asdict(options) | {"fd": theirs.fileno(), "trainer": os.getpid()}
     # The same modules as here, found in the same order, whatever this process did to its path.

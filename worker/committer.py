@@ -90,8 +90,14 @@ class Committer:
         except CheckpointError as error:
             self.failed(order, error)
 
-    def failed(self, order: Order, error: CheckpointError) -> None:
-        """This rank's part of a save came to nothing: so it is for all ranks."""
+    def failed(self, order: Order, error: CheckpointError, attempt: Attempt | None = None) -> None:
+        """This rank's part of a save came to nothing: so it is for all ranks. ``attempt``: what is to be removed."""
+        with self._lock:
+            if order.rank == 0 and order.save_id in self._open:
+                # Only when the others have been told: they are writing into the folder that goes.
+                self._open[order.save_id], attempt = attempt, None
+        if attempt is not None:
+            attempt.discard()
         with _logged("reporting a failure"):
             self._reporting.fail(round_name(_KIND, order.save_id), error)
 

@@ -275,24 +275,21 @@ class Server:
         if not self._committer.wanted(order):
             self._free(room, order)
             return
+        attempt: Attempt | None = None
         freed = False
         try:
             if room.layout is None:
                 raise CheckpointError("the trainer never described this segment")
             attempt = Attempt(self._storage, order, room.layout, room.segment, timings)
-            try:
-                self._holdings.written(order, attempt.write(pool))
-                self._free(room, order)
-                freed = True
-                report = attempt.seal()
-            except BaseException:
-                attempt.discard()
-                raise
+            self._holdings.written(order, attempt.write(pool))
+            self._free(room, order)
+            freed = True
+            report = attempt.seal()
         except Exception as error:
             logger.exception("writing %s failed", order.path)
             if not freed:
                 self._free(room, order)
-            self._committer.failed(order, told(error, order))
+            self._committer.failed(order, told(error, order), attempt)
         else:
             self._committer.written(attempt, report)
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Collection
 from types import TracebackType
 
 import psutil
@@ -39,8 +40,8 @@ class Visit:
         self.images = images
 
     @classmethod
-    def pay(cls, door: str, timeout: float) -> Visit | None:
-        """Visit the worker with that ``door``; None where there is none.
+    def pay(cls, door: str, timeout: float, left: Collection[int] = ()) -> Visit | None:
+        """Visit the worker with that ``door``; None where there is none. ``left``: workers this process has left.
 
         Raises ``JobTakenError`` where its trainer lives, ``SaveTimeoutError`` where it does not answer within
         ``timeout`` seconds.
@@ -51,7 +52,8 @@ class Visit:
                 reply = cls._look(connection, timeout)
                 if isinstance(reply, Visit):
                     return reply
-                if _lives(reply.trainer) or time.monotonic() > noticed:
+                lives = _lives(reply.trainer) and reply.worker not in left
+                if lives or time.monotonic() > noticed:
                     raise taken(reply.worker, reply.trainer)
             except CheckpointError:
                 connection.close()
