@@ -5,8 +5,8 @@ where another rank does it, when this one has reported), ``published`` (after it
 
 Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
 other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). Every time: ``hold`` (wait
-until the file ``$ASYNCCKPT_TEST_GATE`` exists). At ``start``: ``nobody`` (give up root), ``poor`` (too little memory,
-at the first look).
+until the file ``$ASYNCCKPT_TEST_GATE`` exists; one of that name with ``.reached`` says that it waits). At ``start``:
+``nobody`` (give up root), ``poor`` (too little memory, at the first look).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def reach(here: str, path: str) -> None:
         return
     if action == "hold":
         deadline = time.monotonic() + 60
+        open(os.environ["ASYNCCKPT_TEST_GATE"] + ".reached", "w").close()
         while not os.path.exists(os.environ["ASYNCCKPT_TEST_GATE"]) and time.monotonic() < deadline:
             time.sleep(0.005)
         return

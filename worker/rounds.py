@@ -182,7 +182,7 @@ class Rounds:
         unknown: ``SaveTimeoutError`` after ``timeout`` seconds, ``WorkerDiedError``.
         """
         keys = self._keys(name)
-        if not self._wait(f"{keys}/outcome", timeout, spare=grace(timeout) / 2):
+        if not self._wait(f"{keys}/outcome", timeout, spare=max(1.0, grace(timeout) / 2)):
             raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:g} s", rank=0)
         outcome = self._opened(f"{keys}/outcome", self._do(lambda store: _get(store, f"{keys}/outcome")))
         if outcome[:1] == b"-":
