@@ -171,7 +171,7 @@ class EngineWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         if not isinstance(planner, EnginePlanner):
             raise ValueError("give DCP's save an EnginePlanner beside the EngineWriter")
-        self._engine.save(_folder(self._path), planner.given, overwrite=True, planner=self._planner).result()
+        self._engine.save(_folder(self._path), planner.given, existing="replace", planner=self._planner).result()
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([])
         return done
@@ -203,7 +203,7 @@ def _save(
         if not _engines:
             atexit.register(_close)
         _engines[key] = Engine(Config.from_env(), process_group, alone=no_dist)
-    return _engines[key].save(_folder(checkpoint_id), state_dict, overwrite=True, planner=planner)
+    return _engines[key].save(_folder(checkpoint_id), state_dict, existing="replace", planner=planner)
 
 
 def _close() -> None:

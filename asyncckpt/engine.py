@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
 import threading
 import time
 import warnings
@@ -46,8 +47,8 @@ from asyncckpt.staging import Ready, copy_pool, ready_events
 from asyncckpt.structure import StructureChanged
 from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
-from asyncckpt.worker.messages import Committed, Order
-from asyncckpt.worker.storage import exists_error, replaceable
+from asyncckpt.worker.messages import Committed, Existing, Order
+from asyncckpt.worker.storage import attempt_folder, exists_error, fits
 from asyncckpt.worker.visit import Visit
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class Engine:
         state_dict: StateDict,
         *,
         step: int | None = None,
-        overwrite: bool = False,
+        existing: Existing = "refuse",
         keep_last: int | None = None,
         keep: Callable[[], bool] | None = None,
         planner: SavePlanner | None = None,
@@ -139,19 +140,20 @@ class Engine:
         ``Config``). Once it is committed, all but the ``keep_last`` newest steps beside it are removed, except those
         of which ``keep``, asked on the first rank, has said yes.
 
-        Raises ``CheckpointExistsError`` if something is at ``path`` (with ``overwrite``: something other
-        than a checkpoint), ``UnsavableStateError``, ``StructureChangedError``, ``OutOfMemoryError``,
-        ``WorkerDiedError``, ``JobTakenError``, ``RankFailedError``, ``SaveTimeoutError``, ``ClosedError``, or what an
-        earlier save failed with, if nobody was told; then nothing was saved, and no other rank's save succeeds. What
-        goes wrong later comes from the handle, on all ranks the same. (With ``Config.failure="warn"`` all but
-        ``ClosedError`` comes from there.)
+        ``existing`` says what becomes of what is at ``path``.
+
+        Raises ``CheckpointExistsError`` if that forbids it, ``UnsavableStateError``, ``StructureChangedError``,
+        ``OutOfMemoryError``, ``WorkerDiedError``, ``JobTakenError``, ``RankFailedError``, ``SaveTimeoutError``,
+        ``ClosedError``, or what an earlier save failed with, if nobody was told; then nothing was saved, and no other
+        rank's save succeeds. What goes wrong later comes from the handle, on all ranks the same. (With
+        ``Config.failure="warn"`` all but ``ClosedError`` comes from there.)
         """
         final = os.path.abspath(os.fspath(path))
         with self._lock:
             self._check_usable()
             group, number = self._ranks(), next(self._ids)
             save = Save(final, step)
-            retention = _Retention(overwrite, keep_last, keep)
+            retention = _Retention(existing, keep_last, keep)
             try:
                 self._raise_failure()
                 self._save(group, number, save, state_dict, planner, retention)
@@ -172,6 +174,13 @@ class Engine:
         with self._lock:
             self._check_usable()
             self._running_client(self._ranks())
+
+    def warm_up(self) -> None:
+        """Start the worker of this rank alone, which the first save then need not. Raises as ``save`` does."""
+        with self._lock:
+            self._check_usable()
+            if self._client is None:
+                self._client = self._start_worker(self._ranks())
 
     def any_says(self, mine: bool) -> bool:
         """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it.
@@ -231,6 +240,23 @@ class Engine:
                     self._group.close()
         self._raise_failure()
 
+    def abort(self) -> None:
+        """Give up the saves under way, at once and without a word to the other ranks, and close: for a job whose ranks
+        are torn down, to begin anew in the same processes. Handles of such saves say ``WorkerDiedError``.
+        """
+        with self._lock:
+            given_up = list(self._under_way.items())
+            group, self._group = self._group, None  # nobody is told
+            if self._client is not None:
+                self._client.kill()
+            for number, save in given_up:
+                save._reported = True
+                if group is not None:
+                    shutil.rmtree(attempt_folder(os.fspath(save.path), group.attempt(number)), ignore_errors=True)
+            if group is not None:
+                group.close()
+            self.close()
+
     def __enter__(self) -> Engine:
         return self
 
@@ -268,7 +294,7 @@ class Engine:
 
         def check_place() -> None:
             if group.rank == 0:
-                self._check_place(final, retention.overwrite, step)
+                self._check_place(final, retention.existing, step)
 
         state = stateful_to_dict(state_dict)
         client, found = self._agree(group, number, state, planner, check_place)
@@ -284,22 +310,22 @@ class Engine:
             segment=home.number,
             slot=slot,
             path=final,
-            attempt=f"{group.token[:12]}-{number}",
+            attempt=group.attempt(number),
             step=step,
             rank=group.rank,
             world_size=group.world_size,
-            overwrite=retention.overwrite,
+            existing=retention.existing,
             keep_last=retention.keep_last,
             keep=group.rank == 0 and retention.keep is not None and retention.keep(),
             timeout=self.config.commit_timeout,
         )
         self._stage(save, order, home, tensors)
 
-    def _check_place(self, final: str, overwrite: bool, step: int | None) -> None:
+    def _check_place(self, final: str, existing: Existing, step: int | None) -> None:
         if any(os.fspath(save.path) == final for save in list(self._under_way.values())):
             raise CheckpointExistsError("this checkpoint is being saved already", path=final, step=step)
-        if not (replaceable(final) if overwrite else not os.path.lexists(final) or _is_empty_folder(final)):
-            raise exists_error(final, overwrite, step=step)
+        if not fits(final, existing):
+            raise exists_error(final, existing, step=step)
 
     def _agree(
         self, group: Group, number: int, state: StateDict, planner: SavePlanner | None, check: Callable[[], None]
@@ -657,7 +683,7 @@ def _spares_of(visit: Visit) -> list[Spare]:
 class _Retention:
     """What is to become of what stands at the place of a save, and beside it."""
 
-    overwrite: bool
+    existing: Existing
     keep_last: int | None
     keep: Callable[[], bool] | None
 
@@ -677,13 +703,6 @@ def _planner_key(planner: SavePlanner | None) -> Any:
         planner = planner or DefaultSavePlanner()
         return planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
     return type(planner)
-
-
-def _is_empty_folder(path: str) -> bool:
-    if os.path.islink(path) or not os.path.isdir(path):
-        return False
-    with os.scandir(path) as entries:
-        return next(entries, None) is None
 
 
 def _staging_error(error: BaseException, order: Order) -> CheckpointError:

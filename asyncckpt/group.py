@@ -75,6 +75,10 @@ class Group:
         """Whether there is but one rank."""
         return self.world_size == 1
 
+    def attempt(self, number: int) -> str:
+        """The name of save ``number`` on storage: the same on all ranks, and of no other save."""
+        return f"{self.token[:12]}-{number}"
+
     def meet(self, client: WorkerClient) -> None:
         """Bring this rank's worker together with the others'. The first time this is a collective.
 

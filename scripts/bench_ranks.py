@@ -207,7 +207,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
         layout = Layout(data_name(0), PAGE, (3 * PAGE,), metadata=small, index_head=small, spans=bounds)
         for save in range(1, saves + 1):
             path = os.path.join(folder, f"save-{save}")
-            order = Order(save, 1, 0, path, "attempt", save, 0, 1, False, None, False, 300.0)
+            order = Order(save, 1, 0, path, "attempt", save, 0, 1, "refuse", None, False, 300.0)
             attempt = Attempt(storage, order, layout, segment, {})
             attempt.write(pool)
             report = attempt.seal()

@@ -71,7 +71,7 @@ def stock() -> Iterator[StockReader]:
 def check(engine: Engine, stock: StockReader, state: dict[str, Any], folder: Path) -> None:
     expected = torch_copy(state)
     path = folder / "checkpoint"
-    engine.save(path, state, overwrite=True).result(60)
+    engine.save(path, state, existing="replace").result(60)
     assert same(stock.load(zeros_like(expected), path), expected)
     ours = zeros_like(expected)
     load(ours, str(path))

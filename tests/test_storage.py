@@ -21,7 +21,7 @@ from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import storage
 from asyncckpt.worker.commit import Attempt
 from asyncckpt.worker.manifest import checksum, spans
-from asyncckpt.worker.messages import Layout, Order, Region
+from asyncckpt.worker.messages import Existing, Layout, Order, Region
 from asyncckpt.worker.storage import LocalStorage, OutputFile
 from asyncckpt.worker.writer import PIECE_BYTES, write_image
 
@@ -45,7 +45,7 @@ class Recorder:
         monkeypatch.setattr(os, "rename", rename)
 
 
-def _attempt(tmp_path: Path, segment: Segment, store: LocalStorage, overwrite: bool = False) -> Attempt:
+def _attempt(tmp_path: Path, segment: Segment, store: LocalStorage, existing: Existing = "refuse") -> Attempt:
     """A hand-made image of two pages, with constants before it."""
     bounds = spans([0, 100], 2 * PAGE)
     words = memoryview(bounds).cast("B")
@@ -61,7 +61,7 @@ def _attempt(tmp_path: Path, segment: Segment, store: LocalStorage, overwrite: b
         index_head=Region(PAGE + 64, 4),
         spans=Region(PAGE + 128, len(words)),
     )
-    order = Order(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, overwrite, None, False, 60.0)
+    order = Order(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
     return Attempt(store, order, layout, segment, {})
 
 
@@ -158,12 +158,15 @@ def test_a_failed_piece_fails_the_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_publishing_over_something(tmp_path: Path) -> None:
     with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
-        for overwrite, standing, works in [
-            (False, [], True),
-            (False, ["__0_0.distcp"], False),
-            (True, ["__0_0.distcp", ".metadata"], True),
-            (True, ["__0_0.distcp", "mine.txt"], False),
-        ]:
+        cases: list[tuple[Existing, list[str], bool]] = [
+            ("refuse", [], True),
+            ("refuse", ["__0_0.distcp"], False),
+            ("replace", ["__0_0.distcp", ".metadata"], True),
+            ("replace", ["__0_0.distcp", "mine.txt"], False),
+            ("join", [], True),
+            ("join", ["__0_0.distcp", ".metadata", "mine.txt"], True),
+        ]
+        for existing, standing, works in cases:
             final = tmp_path / "root" / "final"
             final.mkdir(parents=True, exist_ok=True)
             for old in final.iterdir():
@@ -171,11 +174,12 @@ def test_publishing_over_something(tmp_path: Path) -> None:
             for name in standing:
                 (final / name).write_text("old")
             store = LocalStorage()
-            attempt = _attempt(tmp_path, segment, store, overwrite)
+            attempt = _attempt(tmp_path, segment, store, existing)
             attempt.write(pool)
             if works:
                 attempt.commit([json.loads(attempt.seal())])
-                assert (final / "asyncckpt.json").exists()
+                assert (final / "asyncckpt.json").exists() and (final / ".metadata").read_bytes() != b"old"
+                assert (final / "mine.txt").exists() == ("mine.txt" in standing)
             else:
                 with pytest.raises(CheckpointExistsError):
                     attempt.commit([json.loads(attempt.seal())])
@@ -190,7 +194,7 @@ def test_replacing_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pyt
     with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             store = LocalStorage()
-            attempt = _attempt(tmp_path, segment, store, overwrite=True)
+            attempt = _attempt(tmp_path, segment, store, "replace")
             attempt.write(pool)
             attempt.commit([json.loads(attempt.seal())])
             store.close()

@@ -272,6 +272,12 @@ class WorkerClient:
             except OSError:
                 pass
 
+    def kill(self) -> None:
+        """End the worker at once, and wait until all it had to do has failed."""
+        if self._owner == os.getpid() and not self._connection.closed:
+            self._process.kill()
+            self._listener.join()
+
     def check_usable(self) -> None:
         """Raise what keeps the worker from being asked: ``ClosedError``, or the ``WorkerDiedError`` it ended with."""
         if self._owner != os.getpid():

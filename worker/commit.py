@@ -95,7 +95,7 @@ class Attempt:
         )
         write_small(self.storage, self._path(MANIFEST_NAME), manifest.encode())
         self._check_complete(reports)
-        self.storage.publish(self._folder, order.path, overwrite=order.overwrite)
+        self.storage.publish(self._folder, order.path, existing=order.existing)
 
     def release(self) -> None:
         """It is published: let go of it."""

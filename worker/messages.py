@@ -34,6 +34,7 @@ And at the door (see ``door.py``), with a process that did not start the worker:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from asyncckpt.errors import CheckpointError
 
@@ -84,6 +85,11 @@ class Meeting:
     world_size: int
 
 
+Existing = Literal["refuse", "replace", "join"]
+"""What becomes of what stands at the place of a save: it is refused; a checkpoint that is there is replaced, whole, in
+one step; or the save's files are put beside those of others in that folder, DCP's ``.metadata`` after all it names."""
+
+
 @dataclass(frozen=True)
 class Order:
     """What to make of one staged slot: its part of the checkpoint at ``path`` (absolute).
@@ -99,7 +105,7 @@ class Order:
     step: int | None
     rank: int
     world_size: int
-    overwrite: bool
+    existing: Existing
     keep_last: int | None
     keep: bool
     timeout: float

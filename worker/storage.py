@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
-from asyncckpt.worker.manifest import is_checkpoint_file
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
+from asyncckpt.worker.messages import Existing
 
 logger = logging.getLogger(__name__)
 
@@ -156,14 +157,18 @@ class LocalStorage:
         """A new file; ``large`` ones are written past the page cache, in aligned pieces."""
         return OutputFile(path, direct=large and self._direct)
 
-    def publish(self, folder: str, final: str, *, overwrite: bool) -> None:
+    def publish(self, folder: str, final: str, *, existing: Existing) -> None:
         """Give the attempt in ``folder`` its final name, durably. Its files must be synced.
 
-        An empty folder at ``final`` is replaced; with ``overwrite`` so is a checkpoint, in one step where the kernel
-        can exchange names. Raises ``CheckpointExistsError`` for anything else that stands there.
+        An empty folder at ``final`` is replaced, and what else stands there dealt with as ``existing`` says. Raises
+        ``CheckpointExistsError`` where that cannot be done.
         """
         with translated("flushing a folder", folder):
             sync_folder(folder)
+        if existing == "join" and os.path.isdir(final):
+            with translated("publishing the checkpoint", final):
+                _join(folder, final)
+            return
         taken = False
         with translated("publishing the checkpoint", final):
             try:
@@ -173,8 +178,8 @@ class LocalStorage:
                     raise
                 taken = True
         if taken:
-            if not overwrite or not replaceable(final):
-                raise exists_error(final, overwrite)
+            if existing != "replace" or not replaceable(final):
+                raise exists_error(final, existing)
             self._replace(folder, final)
         parent = os.path.dirname(final)
         with translated("flushing a folder", parent):
@@ -244,15 +249,49 @@ def replaceable(path: str) -> bool:
         return False
 
 
-def exists_error(path: str, overwrite: bool, *, step: int | None = None) -> CheckpointExistsError:
+def fits(path: str, existing: Existing) -> bool:
+    """Whether a checkpoint may be put at ``path``."""
+    if existing == "replace":
+        return replaceable(path)
+    if existing == "join":
+        return os.path.isdir(path) or not os.path.lexists(path)
+    return not os.path.lexists(path) or _is_empty_folder(path)
+
+
+def exists_error(path: str, existing: Existing, *, step: int | None = None) -> CheckpointExistsError:
     """The error for a final place that is taken."""
-    why = (
-        "there is something here that is not a checkpoint, or not only one; move it away or save elsewhere"
-        if overwrite
-        else "there is something here already, and a checkpoint never replaces another by accident;"
-        " remove it first, or save under another step"
-    )
-    return CheckpointExistsError(why, path=path, step=step)
+    why = {
+        "replace": "there is something here that is not a checkpoint, or not only one; move it away or save elsewhere",
+        "join": "there is something here that is no folder; move it away or save elsewhere",
+        "refuse": "there is something here already, and a checkpoint never replaces another by accident;"
+        " remove it first, or save under another step",
+    }
+    return CheckpointExistsError(why[existing], path=path, step=step)
+
+
+def _is_empty_folder(path: str) -> bool:
+    if os.path.islink(path) or not os.path.isdir(path):
+        return False
+    with os.scandir(path) as entries:
+        return next(entries, None) is None
+
+
+def _join(folder: str, final: str) -> None:
+    """Move the files in ``folder`` into ``final``, durably, what says that they are complete after all others.
+
+    A checkpoint that stands there is none from the first moment on: its files have the names of these.
+    """
+    last = [METADATA_NAME, MANIFEST_NAME]
+    for name in reversed(last):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(final, name))
+    sync_folder(final)
+    present = os.listdir(folder)
+    for names in ([name for name in present if name not in last], [name for name in last if name in present]):
+        for name in names:
+            os.rename(os.path.join(folder, name), os.path.join(final, name))
+        sync_folder(final)
+    os.rmdir(folder)
 
 
 @contextlib.contextmanager
