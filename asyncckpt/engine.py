@@ -194,6 +194,11 @@ class Engine:
                     self._running_client(group)
             return group.any_says(next(self._questions), mine)
 
+    def as_first_says(self, mine: bool) -> bool:
+        """``mine`` as the first rank has it, or, while that one's worker is gone, as this one has."""
+        with self._lock:
+            return self._ranks().as_first_says(next(self._questions), mine)
+
     def held(self) -> Memory | None:
         """What the worker of this rank's trainer before this one still holds; None when that is nothing, or when this
         one has begun to save. Raises ``SaveTimeoutError`` where that worker does not answer.

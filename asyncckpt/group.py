@@ -172,6 +172,19 @@ class Group:
             logger.warning("the ranks could not be asked: %s", str(error))
             return False
 
+    def as_first_says(self, number: int, mine: bool) -> bool:
+        """``mine`` as the first rank has it, the same answer for question ``number`` on all ranks.
+
+        What this one has, while the worker is gone that brings them together.
+        """
+        if self._asking is None:
+            return mine
+        try:
+            return self._follow_first(self._asking, "first", number, lambda: mine)
+        except CheckpointError as error:
+            logger.warning("the first rank could not be asked: %s", str(error))
+            return mine
+
     def _follow_first(self, rounds: Rounds, kind: str, number: int, decide: Callable[[], T]) -> T:
         name = round_name(kind, number)
         if self.rank > 0:

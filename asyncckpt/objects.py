@@ -19,11 +19,32 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.image import Place
 from asyncckpt.structure import StructureChanged, is_leaf
 
+# The longest comment that a zip can end with.
+_COMMENT_BYTES = 0xFFFF
+
 _SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class Raw(bytes):
-    """Bytes that a user's own planner made; they are stored as they are, and in no room but their own."""
+    """Bytes that a user's own planner made; they are stored as they are.
+
+    Those that ``torch.save`` made (a zip, as Megatron-LM's planner hands over) have room to grow all the same: what is
+    left of it becomes the zip's comment. Any others are in no room but their own.
+    """
+
+    def is_zip(self) -> bool:
+        return self.startswith(b"PK\3\4") and self[-22:-18] == b"PK\5\6" and self[-2:] == b"\0\0"
+
+    def room(self) -> int:
+        return len(self) + min(_COMMENT_BYTES, max(1024, len(self))) if self.is_zip() else len(self)
+
+    def fits(self, room: int) -> bool:
+        spare = room - len(self)
+        return spare == 0 or (0 < spare <= _COMMENT_BYTES and self.is_zip())
+
+    def filled(self, room: int) -> bytes:
+        spare = room - len(self)
+        return self[:-2] + spare.to_bytes(2, "little") + bytes(spare) if spare else self
 
 
 def _is_constant(value: object) -> bool:
@@ -73,7 +94,7 @@ class StoredObjects:
         self._known = [value if _is_constant(value) else None for value in values]
         self._bytes = [pickled(name, value) for name, value in zip(names, values, strict=True)]
         self.rooms = [
-            len(data) if isinstance(value, Raw) else room_for(len(data))
+            value.room() if isinstance(value, Raw) else room_for(len(data))
             for value, data in zip(values, self._bytes, strict=True)
         ]
         self._stale: list[set[int]] = [set(range(len(values))) for _ in range(slots)]
@@ -101,8 +122,9 @@ class StoredObjects:
                 raise StructureChanged(f"{self.names[number]} is now a {type(new).__name__} with tensors or a mapping")
             data = pickled(self.names[number], new)
             if data != self._bytes[number]:
-                if len(data) > self.rooms[number] or (isinstance(new, Raw) and len(data) != self.rooms[number]):
-                    raise StructureChanged(f"{self.names[number]} does not fit its {self.rooms[number]} bytes")
+                room = self.rooms[number]
+                if not (new.fits(room) if isinstance(new, Raw) else len(data) <= room):
+                    raise StructureChanged(f"{self.names[number]} does not fit its {room} bytes")
                 changed.append((number, new, data))
         for number, new, data in changed:
             self._known[number] = new if _is_constant(new) else None
@@ -116,7 +138,8 @@ class StoredObjects:
         stale = self._stale[slot]
         for number in stale:
             place, data = places[number], self._bytes[number]
-            image[place.at : place.at + place.nbytes] = data.ljust(place.nbytes, b"\0")
+            room = place.nbytes
+            image[place.at : place.at + room] = data.filled(room) if isinstance(data, Raw) else data.ljust(room, b"\0")
         stale.clear()
 
 

@@ -89,7 +89,7 @@ def no_leaks(runtime: Path) -> Iterator[None]:
     before = _open_files(), {child.pid for child in process.children()}, _maps()
     threads = set(threading.enumerate())
     yield
-    dcp._close()
+    dcp._engines.close()
     _send_away(runtime)
     deadline = time.monotonic() + 5
     while True:

@@ -438,11 +438,8 @@ def _spawn(options: WorkerOptions, stderr: int) -> tuple[Connection, subprocess.
     deserted()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     arguments = asdict(options) | {"fd": theirs.fileno(), "trainer": os.getpid()}
-    # The same modules as here, found in the same order, whatever this process did to its path.
-    path = [os.path.abspath(entry) for entry in sys.path if entry and os.path.exists(entry)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
     # torch warns, with a stack, of each connection that breaks; we say it in a sentence.
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules()
     with theirs:
         try:
             process = subprocess.Popen(
@@ -460,6 +457,14 @@ def _spawn(options: WorkerOptions, stderr: int) -> tuple[Connection, subprocess.
             os.close(stderr)
             raise WorkerDiedError(f"the worker process did not start: {error}") from error
     return Connection(ours.detach()), process
+
+
+def same_modules() -> dict[str, str]:
+    """The environment for a Python that finds the same modules as this one, in the same order, whatever this process
+    did to its path.
+    """
+    path = [os.path.abspath(entry) for entry in sys.path if entry and os.path.exists(entry)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def command() -> list[str]:
