@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from asyncckpt.worker.priority import IO_CLASSES
 WhenBusy = Literal["wait", "skip", "latest"]
 Failure = Literal["raise", "warn"]
 
-_ENVIRONMENT_PREFIX = "ASYNCCKPT_"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """All there is to choose. Raises ``ValueError`` for what makes no sense.
 
-    Every field can also be set by an environment variable, ``ASYNCCKPT_SLOTS`` for ``slots``: see ``from_env``.
+    Every field but ``keep`` can also be set by an environment variable, ``ASYNC_CKPT_SLOTS`` for ``slots`` and so on.
+    Three are called as Megatron-LM calls its options: ``CKPT_ASSUME_CONSTANT_STRUCTURE``, ``ASYNC_CKPT_CPU_PRIORITY``
+    (``nice``) and ``ASYNC_CKPT_IO_PRIORITY`` (``io_class``).
     """
 
     slots: int | None = None
@@ -133,38 +134,37 @@ class Config:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Config:
-        """What the environment variables ``ASYNCCKPT_*`` say. Raises ``ValueError``, naming the variable."""
+        """What the environment variables say. Raises ``ValueError``, naming the variable."""
         return cls.from_args(argparse.Namespace(), environment)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Config:
-        """What ``add_arguments`` has put on the command line, else the environment, else the defaults."""
-        chosen = {}
-        for name, (_, parse) in _OPTIONS.items():
-            value = getattr(args, _destination(name), None)
-            variable = _ENVIRONMENT_PREFIX + name.upper()
-            if value is None and variable in environment:
-                try:
-                    value = parse(environment[variable])
-                except ValueError as error:
-                    raise ValueError(f"{variable}={environment[variable]!r}: {error}") from error
-            if value is not None:
-                chosen[name] = value
-        return cls(**chosen)
+        """What stands in ``args``, else in the environment, else the defaults.
+
+        ``args`` is what a parser with ``add_arguments`` has made, or Megatron-LM's own. Raises ``ValueError``.
+        """
+        found = {name: option.find(args, environment) for name, option in _OPTIONS.items()}
+        return cls(**{name: value for name, value in found.items() if value is not None})
+
+
+def is_switched_on(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``--async-ckpt-use-cpu-shm`` was given, or ``$ASYNC_CKPT_USE_CPU_SHM`` says so. Raises ``ValueError``."""
+    return bool(_SWITCH.find(args, environment))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the options of ``Config``, as ``--ckpt-slots`` and so on, for ``Config.from_args``."""
+    """Give ``parser`` the options of this package that it has not yet, for ``Config.from_args`` and ``wrap_save``.
+
+    What Megatron-LM has is called as there.
+    """
     group = parser.add_argument_group("asyncckpt", "checkpoints staged in CPU shared memory")
-    for name, (text, parse) in _OPTIONS.items():
-        flag = "--ckpt-" + name.replace("_", "-")
+    for option in (_SWITCH, *_OPTIONS.values()):
+        if option.help is None:
+            continue
         # A flag that is just given means yes.
-        bare: dict[str, Any] = {"nargs": "?", "const": True} if parse is _truth else {}
-        group.add_argument(flag, dest=_destination(name), type=parse, default=None, metavar="X", help=text, **bare)
-
-
-def _destination(name: str) -> str:
-    return f"ckpt_{name}"
+        bare: dict[str, Any] = {"nargs": "?", "const": True} if option.parse is _truth else {}
+        with contextlib.suppress(argparse.ArgumentError):  # it is there: this is Megatron-LM's parser
+            group.add_argument(option.flag, type=option.parse, default=None, metavar="X", help=option.help, **bare)
 
 
 def _truth(text: str) -> bool:
@@ -174,27 +174,77 @@ def _truth(text: str) -> bool:
     return words[text.lower()]
 
 
-_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "slots": ("images of the state in shared memory (default: 2, or 1 if memory is short)", int),
-    "when_busy": ("when all slots are being written: wait, skip or latest (default: wait)", str),
-    "overlap": ("yes: return before the tensors are copied (default: no)", _truth),
-    "keep_last": ("checkpoints to keep (default: all)", int),
-    "keep_every": ("keep those of each so many steps for good (default: none)", int),
-    "failure": ("when a save fails: raise at the next call, or warn and train on (default: raise)", str),
-    "linger": (
-        "seconds a worker keeps the state of a trainer that died for another (default: 600)",
-        float,
+def _io_class(text: str) -> str:
+    """By its name, or by its number, as ``ionice`` and Megatron-LM have it. Of real time we make our best effort."""
+    numbers = {"0": "none", "1": "best-effort", "2": "best-effort", "3": "idle"}
+    return numbers.get(text, text)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One thing to choose: on the command line, if it has a ``help`` there, and by the variable of the same name."""
+
+    flag: str
+    parse: Callable[[str], Any]
+    help: str | None = None
+
+    @property
+    def variable(self) -> str:
+        return self.flag.lstrip("-").replace("-", "_").upper()
+
+    def find(self, args: argparse.Namespace, environment: Mapping[str, str]) -> Any:
+        value = getattr(args, self.variable.lower(), None)
+        if value is not None:
+            return self.parse(str(value))
+        if self.variable not in environment:
+            return None
+        try:
+            return self.parse(environment[self.variable])
+        except ValueError as error:
+            raise ValueError(f"{self.variable}={environment[self.variable]!r}: {error}") from error
+
+
+_SWITCH = _Option(
+    "--async-ckpt-use-cpu-shm",
+    _truth,
+    "stage checkpoints in CPU shared memory and write them in another process, so that a save stops the training for"
+    " no longer than a copy and no handle of the device leaves the trainer; best together with"
+    " --ckpt-assume-constant-structure, as a first save of a structure (planning, taking memory) costs many times a"
+    " later one",
+)
+
+# By their names in ``Config``.
+_OPTIONS = {
+    "assume_constant_structure": _Option(
+        "--ckpt-assume-constant-structure",
+        _truth,
+        "the state keeps its structure from save to save: what was planned and taken for the first one is used for all,"
+        " and the ranks do not compare notes before each (default: no)",
     ),
-    "job_id": ("tells apart jobs that save to the same folder", str),
-    "timeout": ("seconds any wait may take (default: 600)", float),
-    "commit_timeout": ("seconds a save may take until it is committed on all ranks (default: 1800)", float),
-    "assume_constant_structure": ("yes: ranks do not compare notes before each save (default: no)", _truth),
-    "host": ("address of the first rank's host (default: $MASTER_ADDR, or its own name)", str),
-    "start_timeout": ("seconds the worker may take to start (default: 60)", float),
-    "worker_restarts": ("workers that may die in a row (default: 5)", int),
-    "restart_pause": ("seconds until another is started after the second death in a row (default: 1)", float),
-    "direct_io": ("no: write through the page cache (default: yes)", _truth),
-    "io_threads": ("threads that write (default: 2)", int),
-    "nice": ("niceness of the worker, 0 to 19 (default: 10)", int),
-    "io_class": ("I/O class of the worker: none, best-effort or idle (default: best-effort)", str),
+    "slots": _Option("--async-ckpt-slots", int, "images of the state in memory (default: 2, or 1 if memory is short)"),
+    "when_busy": _Option(
+        "--async-ckpt-when-busy", str, "when all slots are being written: wait, skip or latest (default: wait)"
+    ),
+    "overlap": _Option("--async-ckpt-overlap", _truth, "return before the tensors are copied (default: no)"),
+    "keep_last": _Option("--async-ckpt-keep-last", int, "checkpoints to keep (default: all)"),
+    "failure": _Option(
+        "--async-ckpt-failure", str, "when a save fails: raise at the next call, or warn and train on (default: raise)"
+    ),
+    "nice": _Option("--async-ckpt-cpu-priority", int, "niceness of the worker, 0 to 19 (default: 10)"),
+    "io_class": _Option(
+        "--async-ckpt-io-priority",
+        _io_class,
+        "I/O class of the worker: 0 or none, 2 or best-effort, 3 or idle (default: best-effort)",
+    ),
+    "keep_every": _Option("--async-ckpt-keep-every", int),
+    "linger": _Option("--async-ckpt-linger", float),
+    "job_id": _Option("--async-ckpt-job-id", str),
+    "timeout": _Option("--async-ckpt-timeout", float),
+    "commit_timeout": _Option("--async-ckpt-commit-timeout", float),
+    "host": _Option("--async-ckpt-host", str),
+    "start_timeout": _Option("--async-ckpt-start-timeout", float),
+    "worker_restarts": _Option("--async-ckpt-worker-restarts", int),
+    "restart_pause": _Option("--async-ckpt-restart-pause", float),
+    "direct_io": _Option("--async-ckpt-direct-io", _truth),
+    "io_threads": _Option("--async-ckpt-io-threads", int),
 }

@@ -54,7 +54,14 @@ def async_save(
     ``async_stager`` and ``use_collectives`` choose between ways that this one replaces, and do nothing. Raises as
     ``Engine.save`` does, ``ValueError`` for a ``storage_writer``.
     """
-    return _save(state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist).future
+    return begin_save(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    ).future
 
 
 def save(
@@ -68,8 +75,32 @@ def save(
     use_collectives: bool = True,
 ) -> Metadata:
     """As ``async_save``, and wait until it is durable. Returns DCP's metadata of it; also raises what went wrong."""
-    handle = _save(state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist)
+    handle = begin_save(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
     return reader.ImageReader(handle.result()).read_metadata()
+
+
+def begin_save(
+    state_dict: StateDict,
+    *,
+    checkpoint_id: Path_ | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    **_: Any,
+) -> Save:
+    """As ``async_save``, but returns our own handle."""
+    if storage_writer is not None:
+        raise ValueError("asyncckpt writes by itself: give it a checkpoint_id instead of a storage_writer")
+    engine = _engines.get(process_group, alone=no_dist)
+    return engine.save(_folder(checkpoint_id), state_dict, existing="replace", planner=planner)
 
 
 def load(
@@ -181,20 +212,6 @@ class EngineWriter(StorageWriter):
     def close(self) -> None:
         """End the worker, give the memory back. Raises as ``Engine.close`` does."""
         self._engine.close()
-
-
-def _save(
-    state_dict: StateDict,
-    checkpoint_id: Path_ | None,
-    storage_writer: StorageWriter | None,
-    planner: SavePlanner | None,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-) -> Save:
-    if storage_writer is not None:
-        raise ValueError("asyncckpt writes by itself: give it a checkpoint_id instead of a storage_writer")
-    engine = _engines.get(process_group, alone=no_dist)
-    return engine.save(_folder(checkpoint_id), state_dict, existing="replace", planner=planner)
 
 
 def _folder(checkpoint_id: Path_ | None) -> str:

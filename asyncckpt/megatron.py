@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from asyncckpt import nvrx
+from asyncckpt import nvrx as nvrx
 from asyncckpt.errors import CheckpointError
 
 _NVRX = "nvidia_resiliency_ext"
@@ -185,6 +185,26 @@ def _plan_for_core(
     """As megatron-core 0.16 has it: with what the caller keeps for the next save, which needs nothing of that."""
     planned = nvrx.save_state_dict_async_plan(state_dict, storage_writer, process_group, coordinator_rank, planner)
     return planned, None, None, False, False
+
+
+class MegatronSave:
+    """The handle of a save that Megatron-LM has made a request of."""
+
+    def __init__(self, queue: nvrx.AsyncCallsQueue, request: nvrx.AsyncRequest) -> None:
+        self._queue = queue
+        self._number = queue.schedule_async_request(request)
+
+    def done(self) -> bool:
+        """Whether it has ended, on all ranks; if so it is finalized. All ranks have to ask, and get the same answer.
+
+        Raises DCP's ``CheckpointException`` if it has failed.
+        """
+        self._queue.maybe_finalize_async_calls()
+        return self._number not in [request.call_idx for request, _ in self._queue.async_calls]
+
+    def result(self) -> None:
+        """Wait until the checkpoint is complete and durable, and finalized; on all ranks. Raises as ``done``."""
+        self._queue.maybe_finalize_async_calls(blocking=True)
 
 
 def main(arguments: list[str]) -> None:

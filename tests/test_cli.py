@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from conftest import small_state
 
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.config import Config, add_arguments
+from asyncckpt.config import _OPTIONS, Config, add_arguments, is_switched_on
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 
 
@@ -71,12 +72,37 @@ def test_help_shows_examples() -> None:
 def test_choices_from_a_command_line_and_the_environment() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parser.parse_args(["--ckpt-slots", "3", "--ckpt-when-busy", "skip", "--ckpt-direct-io", "no"])
-    config = Config.from_args(args, {"ASYNCCKPT_SLOTS": "1", "ASYNCCKPT_KEEP_LAST": "4"})
-    assert config == Config(slots=3, when_busy="skip", direct_io=False, keep_last=4)
+    given = ["--async-ckpt-slots", "3", "--async-ckpt-when-busy", "skip", "--async-ckpt-overlap", "no"]
+    args = parser.parse_args([*given, "--ckpt-assume-constant-structure", "--async-ckpt-io-priority", "3"])
+    environment = {"ASYNC_CKPT_SLOTS": "1", "ASYNC_CKPT_KEEP_LAST": "4", "ASYNC_CKPT_DIRECT_IO": "no"}
+    config = Config.from_args(args, environment)
+    chosen: dict[str, Any] = {"assume_constant_structure": True, "direct_io": False, "io_class": "idle"}
+    assert config == Config(slots=3, when_busy="skip", keep_last=4, **chosen)
     assert Config.from_env({}) == Config()
-    with pytest.raises(ValueError, match="ASYNCCKPT_SLOTS='many'"):
-        Config.from_env({"ASYNCCKPT_SLOTS": "many"})
+    with pytest.raises(ValueError, match="ASYNC_CKPT_SLOTS='many'"):
+        Config.from_env({"ASYNC_CKPT_SLOTS": "many"})
+    assert not is_switched_on(args, {}) and is_switched_on(args, {"ASYNC_CKPT_USE_CPU_SHM": "1"})
+    assert is_switched_on(parser.parse_args(["--async-ckpt-use-cpu-shm"]), {"ASYNC_CKPT_USE_CPU_SHM": "0"})
+
+
+def test_every_choice_has_a_variable() -> None:
+    names = {field.name for field in fields(Config)} - {"keep"}
+    values = {"when_busy": "latest", "failure": "warn", "io_class": "idle", "overlap": "yes", "direct_io": "no"}
+    values["assume_constant_structure"] = "on"
+    environment = {option.variable: values.get(name, "3") for name, option in _OPTIONS.items()}
+    assert set(_OPTIONS) == names and len(environment) == len(names)
+    unread = [name for name in names if getattr(Config.from_env(environment), name) == getattr(Config(), name)]
+    assert not unread
+
+
+def test_what_megatron_has_on_its_command_line_stays_as_it_is() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--async-ckpt-use-cpu-shm", action="store_true")
+    parser.add_argument("--async-ckpt-io-priority", type=int, default=3)
+    add_arguments(parser)
+    args = parser.parse_args(["--async-ckpt-use-cpu-shm"])
+    assert args.async_ckpt_use_cpu_shm is True and is_switched_on(args, {})
+    assert Config.from_args(args, {}) == Config(io_class="idle")
 
 
 WRONG = [{"slots": 0}, {"when_busy": "never"}, {"timeout": 0}, {"nice": 20}, {"keep_last": 0}]

@@ -87,7 +87,7 @@ def test_too_little_memory_says_how_much_and_what_to_do(tmp_path: Path) -> None:
 SMALL = """
 import os, sys, torch
 from asyncckpt.checkpointer import Checkpointer
-os.environ["ASYNCCKPT_RUNTIME_DIR"] = sys.argv[1] + "/runtime"
+os.environ["ASYNC_CKPT_RUNTIME_DIR"] = sys.argv[1] + "/runtime"
 state = {"w": torch.arange(50_000_000.0)}
 with Checkpointer(sys.argv[1]) as checkpointer:
     save = checkpointer.save(1, state)

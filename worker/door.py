@@ -25,7 +25,7 @@ from multiprocess.connection import Connection
 
 from asyncckpt.errors import JobTakenError
 
-FOLDER_VARIABLE = "ASYNCCKPT_RUNTIME_DIR"
+FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 
 _BACKLOG = 64
 _PAUSE_S = 0.1
@@ -37,7 +37,7 @@ def door_name(job: str, rank: int) -> str:
 
 
 def runtime_folder() -> str:
-    """Where the doors are: ``$ASYNCCKPT_RUNTIME_DIR``, else a folder of this user in that for temporary files.
+    """Where the doors are: ``$ASYNC_CKPT_RUNTIME_DIR``, else a folder of this user in that for temporary files.
 
     Not ``$XDG_RUNTIME_DIR``: that is removed when the user logs out, and a training goes on.
     """
