@@ -11,8 +11,6 @@ For code that has to go on calling DCP's ``save`` there are ``EnginePlanner`` an
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,16 +26,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from asyncckpt import reader
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
-from asyncckpt.errors import CheckpointError
+from asyncckpt.engines import shared_engine
 from asyncckpt.handle import Save
 from asyncckpt.plan import StateDict
 
-logger = logging.getLogger(__name__)
-
 Path_ = str | os.PathLike[str]
-
-# By the process group; None stands for the whole job, False for this process alone.
-_engines: dict[dist.ProcessGroup | None | bool, Engine] = {}
 
 
 def async_save(
@@ -198,22 +191,8 @@ def _save(
 ) -> Save:
     if storage_writer is not None:
         raise ValueError("asyncckpt writes by itself: give it a checkpoint_id instead of a storage_writer")
-    key = False if no_dist else process_group
-    if key not in _engines:
-        if not _engines:
-            atexit.register(_close)
-        _engines[key] = Engine(Config.from_env(), process_group, alone=no_dist)
-    return _engines[key].save(_folder(checkpoint_id), state_dict, overwrite=True, planner=planner)
-
-
-def _close() -> None:
-    atexit.unregister(_close)
-    while _engines:
-        _, engine = _engines.popitem()
-        try:
-            engine.close()
-        except CheckpointError as error:
-            logger.error("a checkpoint was lost at the end of the process: %s", error)
+    engine = shared_engine(process_group, alone=no_dist)
+    return engine.save(_folder(checkpoint_id), state_dict, overwrite=True, planner=planner)
 
 
 def _folder(checkpoint_id: Path_ | None) -> str:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from asyncckpt import dcp
+from asyncckpt import engines
 from asyncckpt.worker import client, door
 from asyncckpt.worker.visit import Visit
 
@@ -89,7 +89,7 @@ def no_leaks(runtime: Path) -> Iterator[None]:
     before = _open_files(), {child.pid for child in process.children()}, _maps()
     threads = set(threading.enumerate())
     yield
-    dcp._close()
+    engines.close_shared()
     _send_away(runtime)
     deadline = time.monotonic() + 5
     while True:
