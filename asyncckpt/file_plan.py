@@ -25,7 +25,7 @@ from asyncckpt.structure import StructureChanged
 from asyncckpt.worker.archive import header, lay_out, tail_room
 from asyncckpt.worker.messages import FileLayout, Region
 
-# What torch.save aligns storages to, where it has no setting for that (before 2.7).
+# What torch.save aligns storages to, where it has no setting for that (as torch 2.6).
 _ALIGNMENT = 64
 # From devices other than these, storages go through torch's own copy to the CPU.
 _STAGED = frozenset({"cpu", "cuda"})
@@ -46,7 +46,7 @@ class Contents:
             self.tensors = [_flat(storage) for storage in pickler.storages.values()]
         except Exception as error:  # whatever the object's own code raises
             raise UnsavableStateError(
-                f"the object, a {type(obj).__qualname__}, cannot be pickled: {type(error).__name__}: {error}"
+                f"the object, a {type(obj).__qualname__}, cannot be saved: {type(error).__name__}: {error}"
             ) from error
         self.pickle = buffer.getvalue()
         self.alignment = _storage_alignment()
@@ -172,6 +172,8 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _storage_alignment() -> int:
-    from torch.utils.serialization import config
-
+    try:
+        from torch.utils.serialization import config
+    except ImportError:
+        return _ALIGNMENT
     return getattr(config.save, "storage_alignment", _ALIGNMENT)

@@ -1,7 +1,7 @@
 """``torch.save``, asynchronously: one line to switch.
 
-    from asyncckpt.torch_file import torch_save     # was: torch.save(obj, path)
-    save = torch_save(obj, path)                    # returns when the tensors are copied
+    from asyncckpt import torch_save
+    save = torch_save(obj, path)        # was: torch.save(obj, path); returns when the tensors are copied
 
 The file is one that stock ``torch.load`` reads, by ``mmap`` too, and equal to what ``torch.save`` would have made but
 for the order of the records in it. One engine of this process serves all calls (see ``engines.py``).
@@ -30,8 +30,8 @@ def torch_save(
 ) -> Save:
     """Save ``obj`` to the file ``f``, as ``torch.save`` with the same arguments does, but in the background.
 
-    Returns when the tensors are copied to shared memory, so that the caller may change them; all else of ``obj`` is
-    pickled by then. The handle ends when the file is complete and durable; until then what had its name is there,
+    Returns when the tensors are copied to shared memory, so that the caller may change them (with
+    ``ASYNCCKPT_OVERLAP``: earlier, see ``Config``); all else of ``obj`` is pickled by then. The handle ends when the file is complete and durable; until then what had its name is there,
     whole, and at no instant is there half a file of that name. What was copied is written even if this process dies.
     Each process saves for itself, whatever ``torch.distributed`` knows of. Memory is kept for the next object whose
     storages have the same sizes.
