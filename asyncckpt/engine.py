@@ -476,15 +476,27 @@ class Engine:
         return self._settle(plan, client)
 
     def _settle(self, plan: Plan | FilePlan, client: WorkerClient) -> Home:
-        """Memory for ``plan``."""
+        """Memory for ``plan``; where there is too little, for one slot, or in the place of what was not used lately."""
         slots = self.config.slots or _DEFAULT_SLOTS
-        try:
-            return Home(plan, client, slots, self.config.timeout, self._spares)
-        except OutOfMemoryError as error:
-            if self.config.slots is not None:
-                raise
-            logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
-            return Home(plan, client, 1, self.config.timeout, self._spares)
+        while True:
+            try:
+                return Home(plan, client, slots, self.config.timeout, self._spares)
+            except OutOfMemoryError as error:
+                if self.config.slots is None and slots > 1:
+                    logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
+                    slots = 1
+                elif not self._give_back_oldest(client):
+                    raise
+
+    def _give_back_oldest(self, client: WorkerClient) -> bool:
+        """Give back the memory of the plan that was not used for longest; False if none has any."""
+        housed = [known for known in self._known if known.home is not None]
+        if not housed or housed[-1].home is None:
+            return False
+        client.wait_for(housed[-1].home.idle, self.config.timeout, "writing what is in memory that is needed")
+        housed[-1].home.close()
+        housed[-1].home = None
+        return True
 
     def _take_slot(self, group: Group, number: int, home: Home, save: Save) -> int | None:
         """A free slot, as ``when_busy`` says, which the first rank decides for all. None: the save was dropped."""

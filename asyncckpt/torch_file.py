@@ -30,11 +30,11 @@ def torch_save(
 ) -> Save:
     """Save ``obj`` to the file ``f``, as ``torch.save`` with the same arguments does, but in the background.
 
-    Returns when the tensors are copied to shared memory, so that the caller may change them (with
-    ``ASYNCCKPT_OVERLAP``: earlier, see ``Config``); all else of ``obj`` is pickled by then. The handle ends when the file is complete and durable; until then what had its name is there,
-    whole, and at no instant is there half a file of that name. What was copied is written even if this process dies.
-    Each process saves for itself, whatever ``torch.distributed`` knows of. Memory is kept for the next object whose
-    storages have the same sizes.
+    Returns when the tensors are copied to shared memory, so that the caller may change them (with ``Config.overlap``:
+    earlier); all else of ``obj`` is pickled by then. The handle ends when the file is complete and durable; until then
+    what had its name is there, whole, and at no instant is there half a file of that name. What was copied is written
+    even if this process dies. Each process saves for itself, whatever ``torch.distributed`` knows of. The memory is
+    kept for the next object whose storages have the same sizes.
 
     Where that cannot be done this is ``torch.save`` itself, and the handle has ended when it returns: for a file-like
     object or something other than a regular file (a pipe, a device), another ``pickle_module``, the older format, and

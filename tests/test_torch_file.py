@@ -26,9 +26,11 @@ from conftest import Faulty, same
 from asyncckpt import engines
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
-from asyncckpt.errors import SaveDroppedError, StorageError, UnsavableStateError, WorkerDiedError
+from asyncckpt.errors import OutOfMemoryError, SaveDroppedError, StorageError, UnsavableStateError, WorkerDiedError
+from asyncckpt.shm.segment import Segment
 from asyncckpt.torch_file import torch_save
 from asyncckpt.worker import archive, storage
+from asyncckpt.worker.client import WorkerClient
 
 
 class Thing:
@@ -235,6 +237,21 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
 def segment_inodes() -> set[int]:
     (engine,) = engines._engines.values()
     return {os.fstat(known.home.segment.fileno()).st_ino for known in engine._known if known.home is not None}
+
+
+def test_memory_that_is_short_goes_to_whoever_saves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(alone=True) as engine:
+        real = WorkerClient.allocate
+
+        def allocate(client: WorkerClient, nbytes: int, timeout: float) -> tuple[int, Segment]:
+            if any(known.home is not None for known in engine._known):
+                raise OutOfMemoryError("no memory for two plans (as the test wants)")
+            return real(client, nbytes, timeout)
+
+        monkeypatch.setattr(WorkerClient, "allocate", allocate)
+        for size in (10, 20, 10, 30):
+            engine.save_file(path, torch.ones(size)).result(60)
+            assert torch.load(path).shape == (size,)
 
 
 def test_one_file_again_and_again(path: Path) -> None:
