@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from asyncckpt.dcp import save as save
     from asyncckpt.errors import CheckpointError as CheckpointError
     from asyncckpt.handle import Save as Save
+    from asyncckpt.torch_file import torch_save as torch_save
 
 _HOMES = {
     "Checkpointer": "checkpointer",
@@ -32,6 +33,7 @@ _HOMES = {
     "async_save": "dcp",
     "load": "dcp",
     "save": "dcp",
+    "torch_save": "torch_file",
 }
 
 __all__ = sorted(_HOMES)

@@ -23,16 +23,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from asyncckpt import reader
+from asyncckpt import engines, reader
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
-from asyncckpt.engines import Engines
 from asyncckpt.handle import Save
 from asyncckpt.plan import StateDict
 
 Path_ = str | os.PathLike[str]
-
-_engines = Engines()
 
 
 def async_save(
@@ -94,12 +91,15 @@ def begin_save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    config: Config | None = None,
     **_: Any,
 ) -> Save:
-    """As ``async_save``, but returns our own handle."""
+    """As ``async_save``, but returns our own handle. ``config``: if it is the first save of these ranks (None: as the
+    environment says).
+    """
     if storage_writer is not None:
         raise ValueError("asyncckpt writes by itself: give it a checkpoint_id instead of a storage_writer")
-    engine = _engines.get(process_group, alone=no_dist)
+    engine = engines.shared.get(process_group, alone=no_dist, config=config)
     return engine.save(_folder(checkpoint_id), state_dict, existing="replace", planner=planner)
 
 

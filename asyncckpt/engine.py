@@ -1,4 +1,4 @@
-"""The engine: states go in, checkpoints come out. Between them the plans, the shared memory and the worker.
+"""The engine: states go in, checkpoints or single files come out. Between: plans, shared memory and the worker.
 
 It knows paths, not roots and steps to be loaded: those are the checkpointer's. One process may have several engines,
 each with a worker of its own.
@@ -7,6 +7,7 @@ each with a worker of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -37,6 +38,7 @@ from asyncckpt.errors import (
     UnsavableStateError,
     WorkerDiedError,
 )
+from asyncckpt.file_plan import Contents, FilePlan
 from asyncckpt.group import Group
 from asyncckpt.handle import Save
 from asyncckpt.home import Home, Spare
@@ -48,7 +50,7 @@ from asyncckpt.structure import StructureChanged
 from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Existing, Order
-from asyncckpt.worker.storage import attempt_folder, exists_error, fits
+from asyncckpt.worker.storage import attempt_folder, exists_error, fits, translated
 from asyncckpt.worker.visit import Visit
 
 logger = logging.getLogger(__name__)
@@ -148,26 +150,27 @@ class Engine:
         rank's save succeeds. What goes wrong later comes from the handle, on all ranks the same. (With
         ``Config.failure="warn"`` all but ``ClosedError`` comes from there.)
         """
-        final = os.path.abspath(os.fspath(path))
-        with self._lock:
-            self._check_usable()
-            group, number = self._ranks(), next(self._ids)
-            save = Save(final, step)
-            retention = _Retention(existing, keep_last, keep)
-            try:
-                self._raise_failure()
-                self._save(group, number, save, state_dict, planner, retention)
-            except BaseException as error:
-                group.fail(number, error, begun=save._begun_in_worker)
-                if not save._begun_in_worker:
-                    self.failures += 1  # else it is counted when it ends
-                if not self._is_passed_over(error):
-                    raise
-                logger.warning("not saved, and training goes on: %s", str(error))
-                save._reported = True
-                save._resolve(error)
-            save._timings["stall_s"] = time.perf_counter() - save._begun
-            return save
+        retention = _Retention(existing, keep_last, keep)
+
+        def carry_out(group: Group, number: int, save: Save) -> None:
+            self._save(group, number, save, state_dict, planner, retention)
+
+        return self._undertake(os.path.abspath(os.fspath(path)), step, carry_out)
+
+    def save_file(self, path: str | os.PathLike[str], obj: object, *, pickle_protocol: int = 2) -> Save:
+        """Save ``obj`` as the file ``path``, which ``torch.load`` reads, replacing a file that is there, in one step.
+
+        Of this process alone: raises ``ValueError`` in an engine for more. The folder must be there. Returns, and
+        raises, as ``save`` does.
+        """
+
+        def carry_out(group: Group, number: int, save: Save) -> None:
+            if not group.alone:
+                raise ValueError("a file is of one process: give it an Engine(alone=True)")
+            self._save_file(group, number, save, obj, pickle_protocol)
+
+        # Through a link to what it leads to, as whoever opens the file for writing does.
+        return self._undertake(os.path.realpath(os.fspath(path)), None, carry_out)
 
     def start(self) -> None:
         """Start the worker and meet the other ranks, as the first save does. Raises as ``save`` does."""
@@ -286,6 +289,27 @@ class Engine:
             self._group = Group(self.config, self._process_group, alone=self._alone)
         return self._group
 
+    def _undertake(self, final: str, step: int | None, carry_out: Callable[[Group, int, Save], None]) -> Save:
+        """A save at ``final``, until it is staged, which is what ``carry_out`` does. Raises as ``save`` does."""
+        with self._lock:
+            self._check_usable()
+            group, number = self._ranks(), next(self._ids)
+            save = Save(final, step)
+            try:
+                self._raise_failure()
+                carry_out(group, number, save)
+            except BaseException as error:
+                group.fail(number, error, begun=save._begun_in_worker)
+                if not save._begun_in_worker:
+                    self.failures += 1  # else it is counted when it ends
+                if not self._is_passed_over(error):
+                    raise
+                logger.warning("not saved, and training goes on: %s", str(error))
+                save._reported = True
+                save._resolve(error)
+            save._timings["stall_s"] = time.perf_counter() - save._begun
+            return save
+
     def _save(
         self,
         group: Group,
@@ -304,6 +328,35 @@ class Engine:
         state = stateful_to_dict(state_dict)
         client, found = self._agree(group, number, state, planner, check_place)
         home, tensors = found or self._plan_anew(group, number, state, planner, client)
+        self._send_off(group, number, save, home, tensors, retention)
+
+    def _save_file(self, group: Group, number: int, save: Save, obj: object, pickle_protocol: int) -> None:
+        final = os.fspath(save.path)
+        with translated("saving a file", final):
+            if os.path.isdir(final):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            os.stat(os.path.dirname(final))
+        contents = Contents(obj, pickle_protocol)
+        client = self._running_client(group)
+        found = self._find(contents.key, lambda plan: plan.capture(contents), client)
+        if found is None:
+            plan = FilePlan.of(contents, number)
+            home = self._house(contents.key, plan, client)
+            self._known.insert(0, _Known(contents.key, plan, home))
+            found = home, plan.capture(contents)
+        self._send_off(group, number, save, *found, _Retention("replace"), pickle_bytes=len(contents.pickle))
+
+    def _send_off(
+        self,
+        group: Group,
+        number: int,
+        save: Save,
+        home: Home,
+        tensors: Sequence[torch.Tensor],
+        retention: _Retention,
+        pickle_bytes: int = 0,
+    ) -> None:
+        """Take a slot, stage what was captured, and have the worker make of it what ``save`` is to be."""
         planned = time.perf_counter()
         slot = self._take_slot(group, number, home, save)
         if slot is None:
@@ -314,15 +367,16 @@ class Engine:
             save_id=number,
             segment=home.number,
             slot=slot,
-            path=final,
+            path=os.fspath(save.path),
             attempt=group.attempt(number),
-            step=step,
+            step=save.step,
             rank=group.rank,
             world_size=group.world_size,
             existing=retention.existing,
             keep_last=retention.keep_last,
             keep=group.rank == 0 and retention.keep is not None and retention.keep(),
             timeout=self.config.commit_timeout,
+            pickle_bytes=pickle_bytes,
         )
         self._stage(save, order, home, tensors)
 
@@ -365,9 +419,13 @@ class Engine:
         What ``check`` raises on any rank is raised on all. With constant structure no rank is asked.
         """
         found: tuple[Home, Sequence[torch.Tensor]] | None = None
+
+        def find() -> tuple[Home, Sequence[torch.Tensor]] | None:
+            return self._find(_planner_key(planner), lambda plan: plan.capture(state, planner), client)
+
         if group.alone or (self.config.assume_constant_structure and self._known):
             check()
-            found = self._find(state, planner, client)
+            found = find()
             if found is None and not group.alone:
                 self._check_new(state, planner)
             return found
@@ -375,7 +433,7 @@ class Engine:
         def local() -> int:
             nonlocal found
             check()
-            found = self._find(state, planner, client)
+            found = find()
             return found[0].plan.number if found is not None else 0
 
         def decide(plans: list[int]) -> list[bool]:
@@ -384,14 +442,14 @@ class Engine:
         return found if group.consult("agree", number, local, decide) else None
 
     def _find(
-        self, state: StateDict, planner: SavePlanner | None, client: WorkerClient
+        self, key: Any, capture: Callable[[Any], Sequence[torch.Tensor]], client: WorkerClient
     ) -> tuple[Home, Sequence[torch.Tensor]] | None:
-        key = _planner_key(planner)
+        """The home of the plan under ``key`` that can ``capture`` what is to be saved, and what it captured."""
         for known in self._known:
             if known.key != key:
                 continue
             try:
-                tensors = known.plan.capture(state, planner)
+                tensors = capture(known.plan)
             except StructureChanged as error:
                 logger.debug("not the structure of plan %d: %s", known.plan.number, error)
                 continue
@@ -416,18 +474,12 @@ class Engine:
         self, group: Group, number: int, state: StateDict, planner: SavePlanner | None, client: WorkerClient
     ) -> tuple[Home, Sequence[torch.Tensor]]:
         """Plan ``state`` with all ranks, in the place of a plan for the same names in another form."""
-        key, patience = _planner_key(planner), self.config.timeout
+        key = _planner_key(planner)
         plan = make_plan(state, self.config.slots or _DEFAULT_SLOTS, planner, group, number)
         homes: list[Home] = []
 
         def settle() -> int:
-            outdated = [entry for entry in self._known if entry.key == key and entry.plan.names == plan.names]
-            for entry in outdated or self._known[_MAX_PLANS - 1 :]:
-                if entry.home is not None:
-                    client.wait_for(entry.home.idle, patience, "writing the save before the structure changed")
-                    entry.home.close()
-                self._known.remove(entry)
-            homes.append(self._settle(plan, client))
+            homes.append(self._house(key, plan, client))
             return len(homes[0].pending)
 
         try:
@@ -443,16 +495,39 @@ class Engine:
         self._known.insert(0, _Known(key, plan, homes[0]))
         return homes[0], tensors
 
-    def _settle(self, plan: Plan, client: WorkerClient) -> Home:
-        """Memory for ``plan``."""
+    def _house(self, key: Any, plan: Plan | FilePlan, client: WorkerClient) -> Home:
+        """Memory for a new plan, which takes the place of one for the same names, or of the oldest of many."""
+        outdated = [entry for entry in self._known if entry.key == key and entry.plan.names == plan.names]
+        for entry in outdated or self._known[_MAX_PLANS - 1 :]:
+            if entry.home is not None:
+                doing = "writing the save before the structure changed"
+                client.wait_for(entry.home.idle, self.config.timeout, doing)
+                entry.home.close()
+            self._known.remove(entry)
+        return self._settle(plan, client)
+
+    def _settle(self, plan: Plan | FilePlan, client: WorkerClient) -> Home:
+        """Memory for ``plan``; where there is too little, for one slot, or in the place of what was not used lately."""
         slots = self.config.slots or _DEFAULT_SLOTS
-        try:
-            return Home(plan, client, slots, self.config.timeout, self._spares)
-        except OutOfMemoryError as error:
-            if self.config.slots is not None:
-                raise
-            logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
-            return Home(plan, client, 1, self.config.timeout, self._spares)
+        while True:
+            try:
+                return Home(plan, client, slots, self.config.timeout, self._spares)
+            except OutOfMemoryError as error:
+                if self.config.slots is None and slots > 1:
+                    logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
+                    slots = 1
+                elif not self._give_back_oldest(client):
+                    raise
+
+    def _give_back_oldest(self, client: WorkerClient) -> bool:
+        """Give back the memory of the plan that was not used for longest; False if none has any."""
+        housed = [known for known in self._known if known.home is not None]
+        if not housed or housed[-1].home is None:
+            return False
+        client.wait_for(housed[-1].home.idle, self.config.timeout, "writing what is in memory that is needed")
+        housed[-1].home.close()
+        housed[-1].home = None
+        return True
 
     def _take_slot(self, group: Group, number: int, home: Home, save: Save) -> int | None:
         """A free slot, as ``when_busy`` says, which the first rank decides for all. None: the save was dropped."""
@@ -689,16 +764,19 @@ class _Retention:
     """What is to become of what stands at the place of a save, and beside it."""
 
     existing: Existing
-    keep_last: int | None
-    keep: Callable[[], bool] | None
+    keep_last: int | None = None
+    keep: Callable[[], bool] | None = None
 
 
 @dataclass
 class _Known:
-    """A plan, and its memory while there is a worker that holds it. ``key``: of planners that plan alike."""
+    """A plan, and its memory while there is a worker that holds it.
+
+    ``key``: of planners that plan alike, or of files that are laid out alike.
+    """
 
     key: Any
-    plan: Plan
+    plan: Plan | FilePlan
     home: Home | None = None
 
 

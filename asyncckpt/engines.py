@@ -1,4 +1,8 @@
-"""Engines for calls that have no object of their own to keep one: one for each process group."""
+"""The engines that the calls of this process share: one for each group of ranks, started by the first save.
+
+For functions that are called in the place of stock ones, without an object to close: they are closed when the
+interpreter ends, after the last save is written.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engines:
-    """The engines of one kind of calls. Each is started by its first save, and closed when the interpreter ends, after
-    the last save is written.
-    """
+    """The engines of one kind of calls."""
 
     def __init__(self) -> None:
         # By the process group; None stands for the whole job, False for this process alone.
@@ -51,3 +53,7 @@ class Engines:
         atexit.unregister(self.close)
         while self._engines:
             self._engines.popitem()[1].abort()
+
+
+shared = Engines()
+"""Of all calls that have none of their own."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from asyncckpt.plan import Plan
+from asyncckpt.image import Image, Place
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, SlotTable, State
 from asyncckpt.staging import PinnedMemory, Ready, SlotStager
 from asyncckpt.worker.client import Pending, WorkerClient
-from asyncckpt.worker.messages import Held, Layout, Region
+from asyncckpt.worker.messages import FileLayout, Held, Layout, Region
 
 
 @dataclass
@@ -24,19 +25,49 @@ class Spare:
     """
 
     segment: Segment
-    layout: Layout
+    layout: Layout | FileLayout
     held: tuple[Held, ...] = ()
     number: int | None = None
+
+
+class Objects(Protocol):
+    """What of a state is not tensors."""
+
+    def forget_slots(self) -> None:
+        """The slots are in other memory now."""
+
+    def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
+        """Bring them up to date in the ``image`` of ``slot``."""
+
+
+class Housed(Protocol):
+    """A plan, as far as it is about memory."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def image(self) -> Image: ...
+
+    @property
+    def objects(self) -> Objects: ...
+
+    def constants(self) -> Mapping[str, bytes | memoryview]:
+        """Bytes that are the same in every save, by the name of their region in the layout."""
+
+    def layout(self, slots: tuple[int, ...], regions: dict[str, Region]) -> Layout | FileLayout:
+        """What the worker is told of a segment with images at ``slots``, and the constants in ``regions``."""
 
 
 class Home:
     """Where the states of one structure are staged.
 
-    The segment: the header page, the constant files (``.metadata``, index, spans), then one image a slot, each from a
-    page on. ``pending`` has, for each slot, the save that last took it. ``client`` is the worker whose memory it is.
+    The segment: the header page, the constants (of a checkpoint ``.metadata``, index, spans), then one image a slot,
+    each from a page on. ``pending`` has, for each slot, the save that last took it. ``client`` is the worker whose
+    memory it is.
     """
 
-    def __init__(self, plan: Plan, client: WorkerClient, slots: int, timeout: float, spares: list[Spare]) -> None:
+    def __init__(self, plan: Housed, client: WorkerClient, slots: int, timeout: float, spares: list[Spare]) -> None:
         """Take the one of ``spares`` that was for the same plan, or have ``client`` allocate the segment.
 
         ``client`` has adopted the spares; those that fit nothing are given back before memory is allocated. Writes all
@@ -47,11 +78,7 @@ class Home:
         self.pending: list[Pending | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
-        constants: dict[str, bytes | memoryview] = {
-            "metadata": plan.metadata,
-            "index_head": plan.index_head,
-            "spans": memoryview(plan.bounds).cast("B"),
-        }
+        constants = plan.constants()
         regions = {}
         end = HEADER_BYTES
         for name, data in constants.items():
@@ -59,7 +86,7 @@ class Home:
             end = round_up(end + len(data))
         offsets = tuple(end + number * plan.image.nbytes for number in range(slots))
         self._offsets = offsets
-        self.layout = Layout(plan.data_name, plan.image.nbytes, offsets, **regions)
+        self.layout = plan.layout(offsets, regions)
         spare = _fitting(spares, self.layout, constants)
         if spare is None or spare.number is None:
             while spares:
@@ -155,7 +182,9 @@ class Home:
         return save is None or save.slot_free
 
 
-def _fitting(spares: list[Spare], layout: Layout, constants: dict[str, bytes | memoryview]) -> Spare | None:
+def _fitting(
+    spares: list[Spare], layout: Layout | FileLayout, constants: Mapping[str, bytes | memoryview]
+) -> Spare | None:
     """The one that was for the same plan, down to the last constant byte."""
     for spare in spares:
         regions = {name: getattr(layout, name) for name in constants}

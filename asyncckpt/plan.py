@@ -33,6 +33,7 @@ from asyncckpt.image import Image, TensorSpec
 from asyncckpt.objects import Raw, StoredObjects
 from asyncckpt.structure import Structure, StructureChanged
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
+from asyncckpt.worker.messages import Layout, Region
 
 StateDict = Mapping[str, Any]
 
@@ -78,6 +79,15 @@ class Plan:
         self.fingerprint.check(tensors)
         self.objects.refresh(values)
         return tensors
+
+    def constants(self) -> dict[str, bytes | memoryview]:
+        """The files that are the same in every save, by the name of their region."""
+        bounds = memoryview(self.bounds).cast("B")
+        return {"metadata": self.metadata, "index_head": self.index_head, "spans": bounds}
+
+    def layout(self, slots: tuple[int, ...], regions: dict[str, Region]) -> Layout:
+        """Where all that stands in a segment with ``slots``, offsets in bytes."""
+        return Layout(self.data_name, self.image.nbytes, slots, **regions)
 
 
 def stateful_to_dict(state_dict: StateDict) -> StateDict:

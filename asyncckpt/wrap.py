@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from asyncckpt import dcp
-from asyncckpt.config import is_switched_on
+from asyncckpt.config import Config, is_switched_on
 from asyncckpt.torch_file import torch_save
 
 logger = logging.getLogger(__name__)
@@ -42,16 +42,17 @@ def wrap_save(save_fn: Callable[..., Any], args: argparse.Namespace | None = Non
     if not is_switched_on(args or argparse.Namespace()):
         return save_fn
     name = f"{getattr(save_fn, '__module__', '')}.{getattr(save_fn, '__qualname__', '')}"
+    config = Config.from_args(args or argparse.Namespace())
     if save_fn is torch.save or name.endswith(".TorchAsyncCheckpoint.async_save"):
-        return functools.wraps(torch.save)(torch_save)
-    if save_fn in (checkpoint.save, checkpoint.async_save):
-        return _wrap_dcp(save_fn)
+        return functools.partial(torch_save, config=config)
+    if save_fn in (state_dict_saver.save, state_dict_saver.async_save):
+        return _wrap_dcp(save_fn, config)
     if name == f"{_CORE}.save":
         return _wrap_megatron(save_fn)
     raise ValueError(f"asyncckpt does not know how to make {name} asynchronous; see wrap_save for what it knows")
 
 
-def _wrap_dcp(save_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_dcp(save_fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
     @functools.wraps(save_fn)
     def save(state_dict: dict[str, Any], *, storage_writer: Any = None, **options: Any) -> Any:
         if type(storage_writer) is FileSystemWriter:
@@ -59,7 +60,9 @@ def _wrap_dcp(save_fn: Callable[..., Any]) -> Callable[..., Any]:
         elif storage_writer is not None:
             logger.warning("saved as before: a %s does its own writing", type(storage_writer).__name__)
             return save_fn(state_dict, storage_writer=storage_writer, **options)
-        return dcp.begin_save(state_dict, **options)  # what else DCP takes chooses between ways that this one replaces
+        return dcp.begin_save(
+            state_dict, config=config, **options
+        )  # what else DCP takes chooses between ways that this one replaces
 
     return save
 

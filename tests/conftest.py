@@ -14,7 +14,8 @@ import psutil
 import pytest
 import torch
 
-from asyncckpt import dcp
+from asyncckpt import engines
+from asyncckpt.nvrx import runtime as runtime_of_nvrx
 from asyncckpt.worker import client, door
 from asyncckpt.worker.visit import Visit
 
@@ -89,7 +90,8 @@ def no_leaks(runtime: Path) -> Iterator[None]:
     before = _open_files(), {child.pid for child in process.children()}, _maps()
     threads = set(threading.enumerate())
     yield
-    dcp._engines.close()
+    engines.shared.close()
+    runtime_of_nvrx.close()
     _send_away(runtime)
     deadline = time.monotonic() + 5
     while True:

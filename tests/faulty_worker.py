@@ -81,6 +81,15 @@ class FaultyStorage(storage.LocalStorage):
         super().publish(folder, final, **options)
         reach("published", final)
 
+    def begin_file(self, final: str, *args: Any) -> str:
+        reach("begin", final)
+        return super().begin_file(final, *args)
+
+    def publish_file(self, path: str, final: str) -> None:
+        reach("publish", final)
+        super().publish_file(path, final)
+        reach("published", final)
+
 
 class FaultyRounds(rounds.Rounds):
     reported: defaultdict[str, threading.Event] = defaultdict(threading.Event)

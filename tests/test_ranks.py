@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import asyncckpt
-from asyncckpt import Checkpointer, Config, dcp
+from asyncckpt import Checkpointer, Config, dcp, engines
 from asyncckpt.catalog import indexes, read_manifest
 from asyncckpt.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StructureChangedError
@@ -204,7 +204,7 @@ def _save_apart(root: str) -> None:
     dcp.load(into, checkpoint_id=f"{root}/{mine}", process_group=groups[mine])
     assert equal(into, replicas(mine + 1))
     dcp.async_save({"rank": torch.tensor(dist.get_rank())}, checkpoint_id=f"{root}/own{dist.get_rank()}", no_dist=True)
-    dcp._engines.close()
+    engines.shared.close()
 
 
 def test_groups_save_apart(tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def _shrinking(root: str) -> None:
     state = {f"of{dist.get_rank()}": torch.full((10,), float(dist.get_rank())), "both": torch.ones(3)}
     dcp.async_save(state, checkpoint_id=f"{root}/two").result(60)
     dcp.async_save(state, checkpoint_id=f"{root}/one{dist.get_rank()}", no_dist=True).result(60)
-    dcp._engines.close()
+    engines.shared.close()
 
 
 def test_a_smaller_world_has_only_its_own_tensors(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from asyncckpt.worker.messages import (
     Committed,
     Describe,
     Failed,
+    FileLayout,
     FromTrainer,
     FromWorker,
     Held,
@@ -171,7 +172,7 @@ class WorkerClient:
         """Have the worker commit together with those of the other ranks."""
         self._send(Join(meeting, timeout))
 
-    def describe(self, segment: int, layout: Layout) -> None:
+    def describe(self, segment: int, layout: Layout | FileLayout) -> None:
         """Tell what stands where in a segment. All that is constant must be written by now."""
         self._send(Describe(segment, layout))
 

@@ -24,7 +24,7 @@ from asyncckpt.worker.storage import LocalStorage, translated
 from asyncckpt.worker.writer import write_image, write_small
 
 # How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
-_ORPHAN_S = 60.0
+ORPHAN_S = 60.0
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Attempt:
         bounds = self._region(layout.spans).cast("Q")
         total = layout.data_bytes + layout.metadata.nbytes + layout.index_head.nbytes + layout.spans.nbytes
         # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
-        orphan_s = None if order.rank > 0 else order.timeout if order.world_size > 1 else _ORPHAN_S
+        orphan_s = None if order.rank > 0 else order.timeout if order.world_size > 1 else ORPHAN_S
         self._folder = self.storage.begin(order.path, order.attempt, total, orphan_s)
         checksums, self.direct = write_image(self.storage, pool, self._path(layout.data_name), image, bounds)
         self._index_tail = Index.tail(checksums)

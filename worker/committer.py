@@ -18,6 +18,7 @@ from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.worker.commit import Attempt, published
+from asyncckpt.worker.file_attempt import FileAttempt
 from asyncckpt.worker.messages import Committed, Failed, Meeting, Order
 from asyncckpt.worker.rounds import Rounds, SoloRounds, grace, round_name
 from asyncckpt.worker.steps import prune
@@ -47,7 +48,7 @@ class Committer:
         self._waiting: Rounds | SoloRounds = SoloRounds()
         self._reporting: Rounds | SoloRounds = self._waiting
         self._lock = threading.Lock()
-        self._open: dict[int, Attempt | None] = {}
+        self._open: dict[int, Attempt | FileAttempt | None] = {}
         self._queue: SimpleQueue[tuple[Order, float] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="asyncckpt-committer")
         self._thread.start()
@@ -75,7 +76,7 @@ class Committer:
         with self._lock:
             return not self._open
 
-    def written(self, attempt: Attempt, report: bytes) -> None:
+    def written(self, attempt: Attempt | FileAttempt, report: bytes) -> None:
         """This rank's part of a save is durable."""
         order = attempt.order
         with self._lock:
@@ -90,7 +91,7 @@ class Committer:
         except CheckpointError as error:
             self.failed(order, error)
 
-    def failed(self, order: Order, error: CheckpointError, attempt: Attempt | None = None) -> None:
+    def failed(self, order: Order, error: CheckpointError, attempt: Attempt | FileAttempt | None = None) -> None:
         """This rank's part of a save came to nothing: so it is for all ranks. ``attempt``: what is to be removed."""
         with self._lock:
             if order.rank == 0 and order.save_id in self._open:
@@ -193,7 +194,7 @@ class Committer:
         finally:
             rounds.close()
 
-    def _reported(self, order: Order) -> Attempt:
+    def _reported(self, order: Order) -> Attempt | FileAttempt:
         with self._lock:
             attempt = self._open[order.save_id]
         if attempt is None:
@@ -211,7 +212,7 @@ class Committer:
                 attempt.release()
         self._send(Failed(order.save_id, error))
 
-    def _take(self, order: Order) -> Attempt | None:
+    def _take(self, order: Order) -> Attempt | FileAttempt | None:
         """What is written of a save, which is nobody else's business from here on."""
         with self._lock:
             return self._open.pop(order.save_id, None)

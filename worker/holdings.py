@@ -23,7 +23,7 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker.door import Door
 from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.messages import Busy, Held, Holding, Layout, Look, Order, Region, Retire, Take
+from asyncckpt.worker.messages import Busy, FileLayout, Held, Holding, Layout, Look, Order, Region, Retire, Take
 from asyncckpt.worker.visit import is_leaving
 from asyncckpt.worker.wire import receive, send
 
@@ -41,10 +41,10 @@ class Room:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.slots = SlotTable(segment.view)
-        self.layout: Layout | None = None
+        self.layout: Layout | FileLayout | None = None
         self.constants: tuple[int, ...] = ()
 
-    def describe(self, layout: Layout) -> None:
+    def describe(self, layout: Layout | FileLayout) -> None:
         """What its bytes are; the constant ones are in place."""
         self.layout = layout
         self.constants = tuple(checksum(self.region(region)) for region in layout.constants())
@@ -132,9 +132,9 @@ class Holdings:
             self._images.pop((order.segment, order.slot), None)
 
     def staged(self, order: Order) -> None:
-        """An image is whole."""
+        """An image is whole. Those of single files are not held: nobody looks for them here."""
         layout = self._rooms[order.segment].layout
-        if layout is not None:
+        if isinstance(layout, Layout):
             with self._lock:
                 self._images[order.segment, order.slot] = _Image(order, layout)
 

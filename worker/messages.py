@@ -70,6 +70,24 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class FileLayout:
+    """Where in a segment a single file stands, an archive (see ``archive.py``): in ``data_bytes`` (a multiple of the
+    page) at each of ``slots`` (offsets in bytes).
+
+    ``sizes`` holds unsigned 64-bit numbers: the alignment of its records, the room of the pickle, and the size of each
+    storage, in bytes.
+    """
+
+    data_bytes: int
+    slots: tuple[int, ...]
+    sizes: Region
+
+    def constants(self) -> tuple[Region, ...]:
+        """What stays the same from save to save."""
+        return (self.sizes,)
+
+
+@dataclass(frozen=True)
 class Meeting:
     """Where the ranks of a job meet: a store at ``address``, ``port``, its keys prefixed by ``token``.
 
@@ -92,9 +110,10 @@ one step; or the save's files are put beside those of others in that folder, DCP
 
 @dataclass(frozen=True)
 class Order:
-    """What to make of one staged slot: its part of the checkpoint at ``path`` (absolute).
+    """What to make of one staged slot: its part of the checkpoint at ``path`` (absolute), or the file there.
 
     ``save_id`` and ``attempt`` are the same on all ranks. ``timeout``: seconds until it has to be committed.
+    ``pickle_bytes``: of a file, how long its pickle is this time.
     """
 
     save_id: int
@@ -109,6 +128,7 @@ class Order:
     keep_last: int | None
     keep: bool
     timeout: float
+    pickle_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,7 +184,7 @@ class Adopt:
 @dataclass(frozen=True)
 class Describe:
     segment: int
-    layout: Layout
+    layout: Layout | FileLayout
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import State
 from asyncckpt.worker.commit import Attempt
 from asyncckpt.worker.committer import Committer, told
+from asyncckpt.worker.file_attempt import FileAttempt
 from asyncckpt.worker.holdings import Holdings, Room
 from asyncckpt.worker.messages import (
     Adopt,
@@ -41,6 +42,7 @@ from asyncckpt.worker.messages import (
     Committed,
     Describe,
     Failed,
+    FileLayout,
     FromTrainer,
     FromWorker,
     Host,
@@ -275,12 +277,15 @@ class Server:
         if not self._committer.wanted(order):
             self._free(room, order)
             return
-        attempt: Attempt | None = None
+        attempt: Attempt | FileAttempt | None = None
         freed = False
         try:
             if room.layout is None:
                 raise CheckpointError("the trainer never described this segment")
-            attempt = Attempt(self._storage, order, room.layout, room.segment, timings)
+            if isinstance(room.layout, FileLayout):
+                attempt = FileAttempt(self._storage, order, room.layout, room.segment)
+            else:
+                attempt = Attempt(self._storage, order, room.layout, room.segment, timings)
             self._holdings.written(order, attempt.write(pool))
             self._free(room, order)
             freed = True

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Sequence
 
@@ -29,6 +30,8 @@ PARTIAL_SUFFIX = ".partial"
 TRASH_SUFFIX = ".asyncckpt-trash"
 OLD_SUFFIX = ".asyncckpt-old"
 _ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
+
+_FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
 
 _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.01
@@ -102,6 +105,11 @@ class OutputFile:
         self.direct = False
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
+    def truncate(self, nbytes: int) -> None:
+        """Cut off what is behind ``nbytes``: direct writes are of whole pages."""
+        with translated("writing", self.path):
+            os.ftruncate(self._fd, nbytes)
+
     def sync(self) -> None:
         """Return when all that was written is on storage; what went through the page cache leaves it."""
         with translated("flushing to storage", self.path):
@@ -143,14 +151,11 @@ class LocalStorage:
             if orphan_s is not None:
                 sweep(parent, os.fstat(fd).st_mtime - orphan_s)
             space = os.statvfs(folder)
-        free = space.f_bavail * space.f_frsize
-        if free < nbytes:
+        try:
+            _require_space(final, "checkpoint", nbytes, space.f_bavail * space.f_frsize)
+        except StorageError:
             self.discard(folder, ())
-            raise StorageError(
-                f"the checkpoint needs {nbytes:,} bytes and the file system has {free:,} left;"
-                " free space there, or choose another place",
-                path=final,
-            )
+            raise
         return folder
 
     def create(self, path: str, *, large: bool) -> OutputFile:
@@ -211,6 +216,43 @@ class LocalStorage:
         if fd >= 0:
             os.close(fd)
 
+    # And for a single file, whose attempt is no folder but a file: ``begin_file``, ``create``, ``hold``, then
+    # ``publish_file`` or ``discard_file``.
+
+    def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> str:
+        """Where an attempt at the file ``final`` of ``nbytes`` is to be written: beside it, in a folder that is there.
+
+        What dead workers left in that folder ``orphan_s`` seconds ago, or earlier, is removed first.
+        """
+        parent = os.path.dirname(final)
+        with translated("looking at the folder", parent):
+            _sweep_files(parent, time.time() - orphan_s)
+            space = os.statvfs(parent)
+        _require_space(final, "file", nbytes, space.f_bavail * space.f_frsize)
+        return attempt_folder(final, attempt)
+
+    def hold(self, path: str) -> None:
+        """Lock the attempt at a file, which is there by now, until it is published or discarded."""
+        with translated("locking a file", path):
+            fd = self._locks[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            _lock_shared(fd)
+
+    def publish_file(self, path: str, final: str) -> None:
+        """Give the file ``path``, which must be synced, its final name, durably. A file that has it is replaced."""
+        with translated("publishing the file", final):
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(path, stat.S_IMODE(os.stat(final).st_mode))
+            os.rename(path, final)
+        parent = os.path.dirname(final)
+        with translated("flushing a folder", parent):
+            sync_folder(parent)
+
+    def discard_file(self, path: str) -> None:
+        """Remove an attempt at a file, as far as storage lets us."""
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        self.release(path)
+
     def _replace(self, folder: str, final: str) -> None:
         """Put ``folder`` in the place of the checkpoint ``final`` and remove that."""
         with translated("replacing the checkpoint", final):
@@ -236,6 +278,15 @@ class LocalStorage:
             if not os.path.isdir(path):
                 raise NotADirectoryError(errno.ENOTDIR, "it is a file", path)
             sync_folder(parent)
+
+
+def _require_space(final: str, kind: str, nbytes: int, free: int) -> None:
+    if free < nbytes:
+        raise StorageError(
+            f"the {kind} needs {nbytes:,} bytes and the file system has {free:,} left;"
+            " free space there, or choose another place",
+            path=final,
+        )
 
 
 def replaceable(path: str) -> bool:
@@ -367,6 +418,33 @@ def _is_orphan(folder: str, before: float) -> bool:
         return max([os.fstat(fd).st_mtime, *changed]) <= before
 
 
+def _sweep_files(folder: str, before: float) -> None:
+    """Remove attempts at single files that killed workers left in ``folder``, known as ``sweep`` knows those there."""
+    with os.scandir(folder) as entries:
+        paths = [entry.path for entry in entries if _FILE_ATTEMPT.fullmatch(entry.name)]
+    for path in paths:
+        try:
+            if _is_orphaned_file(path, before):
+                logger.warning("removing %s, which a worker left that was killed", path)
+                os.unlink(path)
+        except OSError as error:
+            logger.info("%s stays: %s", path, error)
+
+
+def _is_orphaned_file(path: str, before: float) -> bool:
+    facts = os.lstat(path)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+        return False
+    with _opened(path, 0) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # no locks here
+            before -= _NO_LOCKS_S
+        return os.fstat(fd).st_mtime <= before
+
+
 def sync_folder(path: str) -> None:
     """Make the entries of a folder durable. Raises ``OSError``."""
     with _opened(path) as fd:
@@ -378,8 +456,8 @@ def sync_folder(path: str) -> None:
 
 
 @contextlib.contextmanager
-def _opened(folder: str) -> Iterator[int]:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _opened(path: str, flags: int = os.O_DIRECTORY) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         yield fd
     finally:

@@ -1,0 +1,485 @@
+"""``torch.save``'s files, written in the background: stock ``torch.load`` reads them as it reads torch.save's own."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import Faulty, same
+
+from asyncckpt import engines
+from asyncckpt.config import Config
+from asyncckpt.engine import Engine
+from asyncckpt.errors import OutOfMemoryError, SaveDroppedError, StorageError, UnsavableStateError, WorkerDiedError
+from asyncckpt.shm.segment import Segment
+from asyncckpt.torch_file import torch_save
+from asyncckpt.worker import archive, storage
+from asyncckpt.worker.client import WorkerClient
+
+
+class Thing:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.name = "thing"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.pt"
+
+
+def check(obj: Any, path: Path, **how: Any) -> Any:
+    """Save ``obj``, and see that it loads, in all ways, as what torch.save has made of it; returns it loaded."""
+    stock = path.with_name("stock.pt")
+    torch.save(obj, stock)
+    assert torch_save(obj, path).result(60) == path
+    with zipfile.ZipFile(path) as ours, zipfile.ZipFile(stock) as theirs:
+        assert ours.testzip() is None
+        contents = [{name.split("/", 1)[1]: file.read(name) for name in file.namelist()} for file in (ours, theirs)]
+    for content in contents:
+        for about_itself in (".data/serialization_id", ".format_version", ".storage_alignment"):
+            content.pop(about_itself, None)  # older torch says less
+    assert contents[0] == contents[1]  # the pickle, and each storage, to the byte
+    assert not list(path.parent.glob(".*"))
+    for mapped in (False, True):
+        expected = torch.load(stock, mmap=mapped, **how)
+        loaded = torch.load(path, mmap=mapped, **how)
+        assert how or same(loaded, expected)
+    return loaded
+
+
+def storages(value: Any) -> list[int]:
+    """Which storage each tensor is a view of."""
+    return [tensor.untyped_storage().data_ptr() for tensor in value]
+
+
+def test_a_dict_of_tensors(path: Path) -> None:
+    raw = torch.randint(0, 255, (1000,), dtype=torch.uint8)
+    dtypes = [torch.bfloat16, torch.complex64, torch.float64, torch.int16, torch.float8_e4m3fn, torch.uint16]
+    check(
+        {
+            "all": {str(dtype): raw.clone().view(dtype) for dtype in dtypes},
+            "bool": torch.tensor([True, False]),
+            "none of it": torch.empty(0),
+            "nor": torch.empty(3, 0, 2),
+            "scalar": torch.tensor(3.0),
+            "large": torch.randn(1 << 20),
+            "list": [torch.ones(2), (3, "text", None), {"deep": torch.zeros(1)}],
+            "parameter": torch.nn.Parameter(torch.randn(5)),
+        },
+        path,
+    )
+
+
+def test_the_state_of_a_training(path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 20)).sum().backward()
+    optimizer.step()
+    loaded = check({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+    assert type(loaded["model"]) is OrderedDict
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+def test_views_share_their_storage(path: Path) -> None:
+    base = torch.randn(40, 30)
+    other = torch.randn(3)
+    loaded = check([base, base.t(), base[3:5, ::2], base.reshape(-1)[7:], other, other], path)
+    assert len(set(storages(loaded[:4]))) == 1 and len(set(storages(loaded))) == 2
+    assert [(each.stride(), each.storage_offset()) for each in loaded[1:4]] == [((1, 30), 0), ((30, 2), 90), ((1,), 7)]
+    loaded[0][3, 0] = 77.0
+    assert loaded[2][0, 0] == 77.0
+    with zipfile.ZipFile(path) as file:
+        assert len([name for name in file.namelist() if "/data/" in name]) == 2
+
+
+def test_what_else_a_tensor_has(path: Path) -> None:
+    needed = torch.ones(2, requires_grad=True)
+    conjugated, other = (torch.randn(4, dtype=torch.complex64).conj() for _ in range(2))
+    obj = [torch.nn.Parameter(torch.ones(3)), needed, needed.detach(), conjugated, other.imag.resolve_conj()]
+    loaded = check(obj, path)
+    assert type(loaded[0]) is torch.nn.Parameter and [each.requires_grad for each in loaded[:3]] == [True, True, False]
+    assert loaded[3].is_conj() and loaded[4].is_neg()
+
+
+def test_tensors_without_plain_bytes(path: Path) -> None:
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    quantised = torch.quantize_per_tensor(torch.randn(8), 0.1, 3, torch.qint8)
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    loaded = check([dense.to_sparse(), dense.to_sparse_csr(), quantised], path)
+    assert loaded[0].is_sparse and loaded[2].is_quantized
+    check([torch.empty(3, device="meta"), jagged], path, weights_only=False)
+    storage = torch.randn(4).untyped_storage()
+    assert bytes(check(storage, path, weights_only=False)) == bytes(storage)
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)  # type: ignore[no-untyped-call]
+    assert bytes(check(typed, path, weights_only=False)._untyped_storage) == bytes(storage)
+
+
+def test_objects_of_any_class(path: Path) -> None:
+    tensor = torch.arange(5.0)
+    obj = {"thing": Thing(tensor), "tensor": tensor, "array": np.arange(3), "set": {1}, "module": torch.nn.Linear(2, 2)}
+    loaded = check(obj, path, weights_only=False)
+    assert loaded["thing"].name == "thing" and torch.equal(loaded["thing"].tensor, tensor)
+    assert len(set(storages([loaded["thing"].tensor, loaded["tensor"]]))) == 1
+    assert loaded["array"].tolist() == [0, 1, 2]
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path)
+
+
+@pytest.mark.parametrize("obj", [None, 3, "text", [], {}, torch.empty(0), torch.ones(3)], ids=repr)
+def test_little_of_anything(obj: Any, path: Path) -> None:
+    check(obj, path)
+
+
+def test_map_location_and_protocol(path: Path) -> None:
+    torch_save({"a": torch.ones(3)}, path).result(60)
+    assert torch.load(path, map_location="meta")["a"].device.type == "meta"
+    assert torch.load(path, map_location=lambda storage, location: storage)["a"].tolist() == [1, 1, 1]
+    torch_save({"a": torch.ones(3)}, path, pickle_protocol=4).result(60)
+    assert torch.load(path, weights_only=False)["a"].tolist() == [1, 1, 1]
+    with zipfile.ZipFile(path) as file:
+        assert file.read("archive/data.pkl")[:2] == b"\x80\x04"
+
+
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_records_are_where_torch_would_calculate_them(
+    alignment: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = pytest.importorskip("torch.utils.serialization.config")
+    if not hasattr(config.save, "storage_alignment"):
+        pytest.skip("this torch calculates nothing")
+    state = {str(number): torch.randn(random.Random(number).randrange(3000)) for number in range(200)}
+    state["empty"] = torch.empty(0)
+    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")  # it looks too, and compares
+    with config.patch({"save.storage_alignment": alignment, "load.calculate_storage_offsets": True}):
+        torch_save(state, path).result(60)
+        assert same(torch.load(path, mmap=True), state)
+    with zipfile.ZipFile(path) as file:
+        assert all(data_at(path, entry.header_offset) % alignment == 0 for entry in file.infolist())
+
+
+def data_at(path: Path, header_at: int) -> int:
+    with path.open("rb") as file:
+        file.seek(header_at + 26)
+        lengths = file.read(4)
+    return header_at + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+
+@pytest.mark.skipif(shutil.which("unzip") is None, reason="no unzip")
+def test_unzip_finds_no_fault(path: Path) -> None:
+    torch_save({"a": torch.randn(1000), "b": torch.empty(0)}, path).result(60)
+    done = subprocess.run(["unzip", "-t", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done
+
+
+@pytest.mark.cuda
+def test_from_a_device(path: Path) -> None:
+    base = torch.randn(1 << 20, device="cuda:0")
+    obj = {"base": base, "view": base[::2], "small": torch.ones(3, device="cuda:0"), "cpu": torch.ones(3)}
+    assert same(check(obj, path, map_location="cpu"), {name: tensor.cpu() for name, tensor in obj.items()})
+    loaded = torch.load(path)
+    assert [str(each.device) for each in loaded.values()] == ["cuda:0", "cuda:0", "cuda:0", "cpu"]
+    assert len(set(storages(loaded.values()))) == 3
+    save = torch_save({"base": base, "view": base[::2], "cpu": torch.ones(3)}, path)
+    expected = base.cpu()
+    base.zero_()
+    assert torch.equal(torch.load(save.result(60), map_location="cpu")["base"], expected)
+
+
+def test_tensors_may_change_after_the_call(path: Path) -> None:
+    state: dict[str, Any] = {"large": torch.ones(1 << 18), "small": torch.ones(3), "list": [1]}
+    save = torch_save(state, path)
+    state["large"].zero_(), state["small"].zero_(), state["list"].append(2)
+    save.result(60)
+    assert same(torch.load(path), {"large": torch.ones(1 << 18), "small": torch.ones(3), "list": [1]})
+
+
+def test_memory_is_used_again(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a": torch.randn(1000), "b": torch.randn(100_000), "history": []}
+    saves, segments = [], set()
+    expected = []
+    for number in range(6):  # several files in turn, and the pickle grows
+        state["a"].add_(1)
+        state["history"].append(number)
+        saves.append(torch_save(state, tmp_path / f"{number}.pt"))
+        expected.append({"a": state["a"].clone(), "b": state["b"].clone(), "history": list(range(number + 1))})
+        segments.update(segment_inodes())
+    assert len(segments) == 1
+    for number, save in enumerate(saves):
+        assert same(torch.load(save.result(60)), expected[number])
+    state["history"] = list(range(10_000))  # outgrows its room: other memory, in the place of the first
+    torch_save(state, tmp_path / "0.pt").result(60)
+    assert same(torch.load(tmp_path / "0.pt"), state)
+    assert len(segment_inodes()) == 1 and not segments & segment_inodes()
+    state["b"] = torch.randn(7)
+    torch_save(state, tmp_path / "0.pt").result(60)
+    assert same(torch.load(tmp_path / "0.pt"), state)
+    assert len(segment_inodes()) == 2
+
+
+def segment_inodes() -> set[int]:
+    (engine,) = engines.shared._engines.values()
+    return {os.fstat(known.home.segment.fileno()).st_ino for known in engine._known if known.home is not None}
+
+
+def test_memory_that_is_short_goes_to_whoever_saves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(alone=True) as engine:
+        real = WorkerClient.allocate
+
+        def allocate(client: WorkerClient, nbytes: int, timeout: float) -> tuple[int, Segment]:
+            if any(known.home is not None for known in engine._known):
+                raise OutOfMemoryError("no memory for two plans (as the test wants)")
+            return real(client, nbytes, timeout)
+
+        monkeypatch.setattr(WorkerClient, "allocate", allocate)
+        for size in (10, 20, 10, 30):
+            engine.save_file(path, torch.ones(size)).result(60)
+            assert torch.load(path).shape == (size,)
+
+
+def test_one_file_again_and_again(path: Path) -> None:
+    saves = [torch_save(torch.full((1000,), float(number)), path) for number in range(8)]
+    assert [save.result(60) for save in saves] == [path] * 8
+    assert torch.load(path)[0] == 7 and [each.name for each in path.parent.iterdir()] == ["model.pt"]
+
+
+def test_an_engine_of_ones_own(path: Path) -> None:
+    with Engine(Config(overlap=True, slots=1), alone=True) as engine:
+        first, state = torch.ones(1 << 18), {"a": torch.ones(100)}
+        save = engine.save_file(path, first)
+        save.wait_staged(60)
+        first.zero_()
+        engine.save(path.with_name("checkpoint"), state)
+        engine.save_file(str(path.with_name("other.pt")), state)
+        engine.wait(60)
+        assert torch.equal(torch.load(path), torch.ones(1 << 18))
+        assert same(torch.load(path.with_name("other.pt")), state)
+
+
+def test_where_it_is_torch_save_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        Pickler, dumps, load, Unpickler = pickle.Pickler, pickle.dumps, pickle.load, pickle.Unpickler
+        __name__ = "other"
+
+    state = {"a": torch.ones(3)}
+    buffer = io.BytesIO()
+    save = torch_save(state, buffer)
+    assert save.done() and save.staged() and save.failure is None
+    buffer.seek(0)
+    assert same(torch.load(buffer), state)
+    with path.open("wb") as file:
+        assert torch_save(state, file).result() == path
+    assert same(torch.load(path), state)
+    for how in ({"_use_new_zipfile_serialization": False}, {"pickle_module": Other}):
+        assert torch_save(state, path, **how).done()
+        assert same(torch.load(path), state)
+    assert torch_save(state, "/dev/null").done()
+    with torch.serialization.skip_data():
+        assert torch_save(state, path).done()
+    assert torch.load(path)["a"].shape == (3,)
+    assert not engines.shared._engines
+
+
+def test_what_torch_save_refuses(path: Path) -> None:
+    raw = torch.zeros(4)
+    for obj in (lambda: None, [raw, raw.view(torch.int32)]):
+        with pytest.raises((pickle.PicklingError, AttributeError, RuntimeError)):
+            torch.save(obj, path)
+        path.unlink(missing_ok=True)
+        with pytest.raises(UnsavableStateError):
+            torch_save(obj, path)
+    with pytest.raises(StorageError, match="No such file"):
+        torch_save(raw, path.parent / "missing" / "model.pt")
+    with pytest.raises(StorageError, match="directory"):
+        torch_save(raw, path.parent)
+    torch_save(raw, path).result(60)  # and all goes on
+    assert [each.name for each in path.parent.iterdir()] == ["model.pt"]
+
+
+def test_a_link_and_the_mode_of_a_file_stay(path: Path) -> None:
+    path.touch()
+    path.chmod(0o600)
+    link = path.with_name("latest.pt")
+    link.symlink_to(path.name)
+    torch_save(torch.ones(3), link).result(60)
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600
+    assert torch.load(path).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("point", ["begin", "create", "write", "sync", "publish"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_failure_harms_nothing(point: str, existing: bool, path: Path, faulty_worker: Faulty) -> None:
+    faulty_worker(f"{point}:enospc")
+    if existing:
+        torch.save("what was there", path)
+    with pytest.raises(StorageError, match="No space left"):
+        torch_save(torch.ones(1000), path).result(60)
+    assert [each.name for each in path.parent.iterdir()] == (["model.pt"] if existing else [])
+    assert not existing or torch.load(path) == "what was there"
+    torch_save(torch.ones(1000), path).result(60)
+    assert torch.equal(torch.load(path), torch.ones(1000))
+
+
+@pytest.mark.parametrize("point", ["create", "write", "sync", "publish"])
+def test_a_worker_that_is_killed(point: str, path: Path, faulty_worker: Faulty) -> None:
+    faulty_worker(f"{point}:kill")
+    torch.save("what was there", path)
+    state = {"a": torch.randn(1000)}
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        torch_save(state, path).result(60)
+    assert torch.load(path) == "what was there"
+    left = [each for each in path.parent.iterdir() if each != path]
+    assert len(left) == (point != "create") and all(each.name.startswith(".model.pt.") for each in left)
+    for each in left:
+        os.utime(each, (0, 0))  # long ago
+    faulty_worker("")
+    inodes = segment_inodes()
+    torch_save(state, path).result(60)
+    assert same(torch.load(path), state) and segment_inodes() == inodes  # also in the memory of the dead one
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_others_write_is_not_removed(path: Path) -> None:
+    store = storage.LocalStorage()
+    attempt = Path(store.begin_file(str(path), "0123456789ab-1", 1, 60.0))
+    attempt.touch()
+    store.hold(str(attempt))
+    recent = path.with_name(".new.pt.0123456789ab-2.partial")
+    recent.touch()
+    os.utime(attempt, (0, 0))
+    torch_save(torch.ones(3), path).result(60)
+    assert attempt.exists() and recent.exists()
+    store.close()
+    torch_save(torch.ones(3), path).result(60)
+    assert not attempt.exists() and recent.exists()
+
+
+def test_a_full_disk_is_seen_before_writing(path: Path) -> None:
+    with pytest.raises(StorageError, match="the file needs .* and the file system has"):
+        storage.LocalStorage().begin_file(str(path), "0123456789ab-1", 1 << 60, 60.0)
+
+
+def test_one_that_is_skipped(
+    path: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("write:hold")
+    with Engine(Config(when_busy="skip", slots=1), alone=True) as engine:
+        first = engine.save_file(path, torch.ones(1000))
+        second = engine.save_file(path, torch.zeros(1000))
+        with pytest.raises(SaveDroppedError):
+            second.result(60)
+        (tmp_path / "gate").touch()
+        first.result(60)
+        assert torch.load(path)[0] == 1
+
+
+TRAINER = """
+import os, signal, sys, torch
+from asyncckpt import engines, torch_save
+from asyncckpt.worker import client
+real = client.command
+client.command = lambda: [real()[0], sys.argv[2], "begin:hold"]
+state = {"w": torch.arange(100_000), "list": [torch.ones(3)]}
+torch_save(state, sys.argv[1])
+state["w"].zero_()
+(engine,) = engines.shared._engines.values()
+print(engine._client.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_trainer_that_is_killed_when_it_has_staged(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
+    script = str(Path(__file__).with_name("faulty_worker.py"))
+    trainer = subprocess.run(
+        [sys.executable, "-c", TRAINER, str(path), script], stdout=subprocess.PIPE, timeout=60, cwd="/", check=False
+    )
+    assert trainer.returncode == -signal.SIGKILL and not path.exists()
+    worker = psutil.Process(int(trainer.stdout))
+    gate.touch()
+    worker.wait(60)
+    assert same(torch.load(path), {"w": torch.arange(100_000), "list": [torch.ones(3)]})
+
+
+FORGETFUL = """
+import sys, torch
+from asyncckpt.torch_file import torch_save
+torch_save({"w": torch.arange(1000)}, sys.argv[1])
+"""
+
+
+def test_the_end_of_the_process_waits_for_it(path: Path) -> None:
+    subprocess.run([sys.executable, "-c", FORGETFUL, str(path)], timeout=60, cwd="/", check=True)
+    assert same(torch.load(path), {"w": torch.arange(1000)})
+
+
+def test_zip64(path: Path) -> None:
+    """In a file with holes in it: a storage of 5 GiB, one that begins behind that, and a pickle to go with them."""
+    large = 5 << 30
+    last = torch.arange(1000.0)
+    sizes = [large, last.nbytes]
+    buffer = io.BytesIO()
+    torch.save([torch.empty(0), last], buffer)
+    with zipfile.ZipFile(buffer) as file:
+        data = file.read("archive/data.pkl")
+    # The empty storage is told to be of that size; its tensor is of no elements all the same.
+    first = data.index(b"cpuq") if b"cpuq" in data else data.index(b"cpu")
+    at = data.index(b"K\x00", first)
+    data = data[:at] + pickle.dumps(large // 4, protocol=2)[2:-1] + data[at + 2 :]
+    *records, pickled = archive.lay_out(64, len(data), *sizes)
+    with path.open("w+b") as file_:
+        file_.truncate(pickled.end + archive.tail_room(64, 2))
+        with mmap.mmap(file_.fileno(), 0) as map_:
+            image = memoryview(map_)
+            for record in (*records, pickled):
+                head = archive.header(record)
+                image[record.at : record.at + len(head)] = head
+            image[records[1].payload_at : records[1].payload_at + last.nbytes] = last.numpy().tobytes()
+            image[pickled.payload_at : pickled.payload_at + len(data)] = data
+            made = archive.Archive(image)
+            made.close(records[0], large, 0)  # of which nobody asks the checksum here
+            for record, nbytes in ((records[1], last.nbytes), (pickled, len(data))):
+                made.close(record, nbytes, zlib.crc32(image[record.payload_at : record.payload_at + nbytes]))
+            made.finish(64)
+            end = made.end
+            del made
+            image.release()
+        file_.truncate(end)
+    with zipfile.ZipFile(path) as file:
+        entries = file.infolist()
+        assert [(entry.file_size, entry.header_offset) for entry in entries[:2]] == [(large, 0), (4000, records[1].at)]
+        for entry in entries[1:]:
+            assert file.read(entry)  # and its checksum is right
+    loaded = torch.load(path, mmap=True)
+    assert loaded[0].untyped_storage().nbytes() == large and torch.equal(loaded[1], last)
+
+
+def test_tail_room_is_enough() -> None:
+    for count in (0, 1, 10, 11, 1000):
+        for alignment in (1, 64, 4096):
+            *_, pickled = archive.lay_out(alignment, 1, *[1] * count)
+            image = memoryview(bytearray(pickled.end + archive.tail_room(alignment, count)))
+            before = len(image)
+            end = archive.complete(image, alignment, 1, [1] * count, 1, lambda _: None)
+            assert end <= before
