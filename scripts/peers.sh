@@ -1,0 +1,23 @@
+# Sourced after venv.sh: unpacks into $VENV/peers what the package is plugged into and measured beside, each in a folder
+# of its own, to be put on the path of a process of its own. Several versions can so stand side by side, some of which
+# ask for a newer platform than this one; what is used of them is pure Python.
+# shellcheck shell=bash
+
+asyncckpt_peer() {
+    local folder="$VENV/peers/$1" python=$2 platform=$3 what=$4
+    if [ -d "$folder" ]; then
+        return
+    fi
+    echo "Unpacking $what into $folder" >&2
+    rm -rf "$folder.partial"
+    # What cannot be had is left out: its tests and its part of the benches are skipped.
+    if "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+        --implementation cp --python-version "$python" --platform "$platform" --target "$folder.partial" "$what"; then
+        mv "$folder.partial" "$folder"
+    fi
+}
+
+asyncckpt_peer nvrx-0.4.1 3.11 manylinux_2_31_x86_64 nvidia-resiliency-ext==0.4.1
+asyncckpt_peer nvrx-0.6.0 3.12 manylinux_2_39_x86_64 nvidia-resiliency-ext==0.6.0
+asyncckpt_peer nvrx-0.7.0 3.12 manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0
+asyncckpt_peer megatron-core-0.16.1 3.11 manylinux_2_28_x86_64 megatron-core==0.16.1
