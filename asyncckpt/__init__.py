@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import CheckpointError as CheckpointError
     from asyncckpt.handle import Save as Save
     from asyncckpt.torch_file import torch_save as torch_save
+    from asyncckpt.wrap import wrap_save as wrap_save
 
 _HOMES = {
     "Checkpointer": "checkpointer",
@@ -34,6 +35,7 @@ _HOMES = {
     "load": "dcp",
     "save": "dcp",
     "torch_save": "torch_file",
+    "wrap_save": "wrap",
 }
 
 __all__ = sorted(_HOMES)

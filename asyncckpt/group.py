@@ -37,6 +37,10 @@ _OWN_PATIENCE_S = 1.0
 _PATIENCE_S = 10.0
 # How long the first rank may take to conclude a save that this one has failed.
 _VERDICT_S = 5.0
+# How many questions there are between two looks at where the others are, and how many of those they may be behind. What
+# is further behind than that may be cleared away (see ``Rounds.clear``).
+_STRIDE = 16
+_STRIDES_BEHIND = 2
 
 # What trainers ask each other in a save, one after the other.
 KINDS = ("agree", "plan", "layout", "memory", "busy")
@@ -167,6 +171,7 @@ class Group:
         try:
             if mine and self.rank > 0:
                 asking.say(_YES)
+            self._keep_abreast(asking, number)
             return self._follow_first(asking, "any", number, lambda: mine or asking.is_said(_YES))
         except CheckpointError as error:
             logger.warning("the ranks could not be asked: %s", str(error))
@@ -180,10 +185,26 @@ class Group:
         if self._asking is None:
             return mine
         try:
+            self._keep_abreast(self._asking, number)
             return self._follow_first(self._asking, "first", number, lambda: mine)
         except CheckpointError as error:
             logger.warning("the first rank could not be asked: %s", str(error))
             return mine
+
+    def _keep_abreast(self, rounds: Rounds, number: int) -> None:
+        """Questions that the first rank answers without waiting for the others must not be asked in so many that their
+        answers are cleared away before all have read them: every few it waits for those that are far behind.
+        """
+        stride, turn = divmod(number, _STRIDE)
+        if turn:
+            return
+        if self.rank > 0:
+            rounds.report(round_name("abreast", stride), b"")
+        elif (behind := stride - _STRIDES_BEHIND) > 0:
+            name = round_name("abreast", behind)
+            rounds.report(name, b"")
+            rounds.collect(name, self._config.timeout)
+            self._clear(rounds, "abreast", behind)
 
     def _follow_first(self, rounds: Rounds, kind: str, number: int, decide: Callable[[], T]) -> T:
         name = round_name(kind, number)

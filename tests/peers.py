@@ -29,8 +29,7 @@ def python(code: str, *names: str, arguments: tuple[str, ...] = (), limit_s: flo
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=limit_s,
     )

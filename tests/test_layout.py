@@ -13,6 +13,8 @@ import asyncckpt
 
 HERE = Path(__file__).parent.parent
 ROOMS = {"shm": HERE / "shm", "worker": HERE / "worker", "asyncckpt": HERE / "asyncckpt"}
+# Folders within a room.
+SUITES: dict[str, set[str]] = {"shm": set(), "worker": set(), "asyncckpt": {"nvrx"}}
 LOWER = {"shm": set(), "worker": {"shm"}, "asyncckpt": {"shm", "worker"}}
 
 
@@ -29,8 +31,10 @@ def _imports(file: Path) -> set[str]:
 
 
 def _modules(room: str) -> dict[str, set[str]]:
+    folder = ROOMS[room]
     prefix = "asyncckpt" if room == "asyncckpt" else f"asyncckpt.{room}"
-    return {f"{prefix}.{file.stem}": _imports(file) for file in ROOMS[room].glob("*.py")}
+    files = [*folder.glob("*.py"), *(file for name in SUITES[room] for file in (folder / name).glob("*.py"))]
+    return {".".join([prefix, *file.relative_to(folder).with_suffix("").parts]): _imports(file) for file in files}
 
 
 def test_imports_go_one_way() -> None:
@@ -103,9 +107,10 @@ def test_packages_are_the_folders() -> None:
     config = configparser.ConfigParser()
     config.read(HERE / "setup.cfg")
     packages = set(config["options"]["packages"].split())
-    assert packages == {"asyncckpt", "asyncckpt.shm", "asyncckpt.worker"}
-    for room in ROOMS.values():
-        assert not [path for path in room.iterdir() if path.is_dir() and not path.is_symlink() and path.name[0] != "_"]
+    assert packages == {"asyncckpt", "asyncckpt.nvrx", "asyncckpt.shm", "asyncckpt.worker"}
+    for name, room in ROOMS.items():
+        folders = {path.name for path in room.iterdir() if path.is_dir() and not path.is_symlink()}
+        assert {folder for folder in folders if folder[0] != "_"} == SUITES[name]
     assert (HERE / "asyncckpt/worker").resolve() == HERE / "worker"
     assert (HERE / "asyncckpt/shm").resolve() == HERE / "shm"
 
