@@ -3,15 +3,19 @@
 
     scripts/bench_save.py --gib 1 --tensors 400 --saves 5 --peers dcp-thread,dcp-process,dcp-save,torch-save
     scripts/bench_save.py --tensors 8000 --tensor-kb 50 --objects 5000 --changing 50
+    scripts/bench_save.py --peers nvrx,asyncckpt-nvrx          # nvrx 0.7.0, as scripts/peers.sh unpacks it
 
 All take turns in one run: each round measures every limit and every contestant once. The first round is the cold one
-and given apart. *Stall*: how long the call blocks. *Durable*: from the call until data and metadata are synced.
+and given apart. *Stall*: how long the trainer is blocked, by the call, and by what it has to do itself when the data is
+written. *Durable*: from the call until data and metadata are synced.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
+import importlib
 import json
 import os
 import shutil
@@ -21,7 +25,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -37,11 +43,22 @@ except ImportError:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parent.parent))
     import asyncckpt
 
+from asyncckpt.nvrx.calls import _SaveCall
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.storage import OutputFile
 
 State = dict[str, Any]
 PIECE_BYTES = 16 << 20
+
+
+@dataclass
+class Pending:
+    """A save under way."""
+
+    wait: Callable[[], object] = lambda: None
+    """Waits until it is durable, or as far as it gets without the trainer."""
+    finish: Callable[[], object] = lambda: None
+    """What the trainer has left to do then; most have nothing."""
 
 
 class Contestant(Protocol):
@@ -50,8 +67,8 @@ class Contestant(Protocol):
     def prepare(self, state: State) -> None:
         """Whatever it can do before its first save."""
 
-    def save(self, folder: str, state: State) -> Callable[[], object]:
-        """Save into ``folder``; returns when the caller may change ``state``, with what waits until it is durable."""
+    def save(self, folder: str, state: State) -> Pending:
+        """Save into ``folder``; returns when the caller may change ``state``."""
 
     def close(self) -> None:
         """End all that it has started."""
@@ -67,12 +84,21 @@ class Ours:
     def prepare(self, state: State) -> None:
         self._checkpointer.prepare(state)
 
-    def save(self, folder: str, state: State) -> Callable[[], object]:
+    def save(self, folder: str, state: State) -> Pending:
         self._step += 1
-        return self._checkpointer.save(self._step, state).result
+        return Pending(self._checkpointer.save(self._step, state).result)
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+def be_a_job() -> None:
+    """Some only save in a job of ranks: this is one of one rank."""
+    if not dist.is_initialized():
+        store = tempfile.mkdtemp()
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        atexit.register(shutil.rmtree, store, ignore_errors=True)
+        atexit.register(dist.destroy_process_group)
 
 
 class ThreadPlanner(DefaultSavePlanner):
@@ -101,16 +127,14 @@ class DcpAsync:
             )
         )
         self._planner = ProcessPlanner if process else ThreadPlanner
-        self._store = ""
         if process:
             os.environ.setdefault("LOCAL_RANK", "0")
-            self._store = tempfile.mkdtemp()
-            dist.init_process_group("gloo", init_method=f"file://{self._store}/store", rank=0, world_size=1)
+            be_a_job()
 
     def prepare(self, state: State) -> None:
         """It has nothing of the kind."""
 
-    def save(self, folder: str, state: State) -> Callable[[], object]:
+    def save(self, folder: str, state: State) -> Pending:
         answer: Any = async_save(
             state,
             storage_writer=FileSystemWriter(folder),
@@ -119,13 +143,10 @@ class DcpAsync:
             async_stager=self._stager,
             no_dist=not dist.is_initialized(),
         )
-        return lambda: getattr(answer, "upload_completion", answer).result()
+        return Pending(getattr(answer, "upload_completion", answer).result)
 
     def close(self) -> None:
         self._stager.close()
-        if self._store:
-            dist.destroy_process_group()
-            shutil.rmtree(self._store)
 
 
 class DcpSave:
@@ -134,9 +155,9 @@ class DcpSave:
     def prepare(self, state: State) -> None:
         """It has nothing of the kind."""
 
-    def save(self, folder: str, state: State) -> Callable[[], object]:
+    def save(self, folder: str, state: State) -> Pending:
         save(state, storage_writer=FileSystemWriter(folder), no_dist=not dist.is_initialized())
-        return lambda: None
+        return Pending()
 
     def close(self) -> None:
         """Nothing is left."""
@@ -145,13 +166,79 @@ class DcpSave:
 class TorchSave(DcpSave):
     """``torch.save`` into a file, synced."""
 
-    def save(self, folder: str, state: State) -> Callable[[], object]:
+    def save(self, folder: str, state: State) -> Pending:
         os.makedirs(folder)
         with open(f"{folder}/state.pt", "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        return lambda: None
+        return Pending()
+
+
+class Nvrx:
+    """nvrx's way, as Megatron-LM goes it: a warm worker, plan and structure cached, staging in CPU shared memory."""
+
+    def __init__(self, names: Any) -> None:
+        """``names``: whose classes and functions to use."""
+        self._names = names
+        self._queue = names.AsyncCallsQueue(persistent=True, cpu_shm_mode=True)
+        self._cache = names.CheckpointMetadataCache()
+
+    @classmethod
+    def own(cls) -> Nvrx:
+        """That of nvrx 0.7.0 itself."""
+        folder = Path(sys.prefix, "peers", "nvrx-0.7.0")
+        if not folder.is_dir():
+            raise FileNotFoundError(f"it is not in {folder}; scripts/peers.sh unpacks it")
+        sys.path.append(str(folder))
+        # It asks for a device where all it needs is one that the process group knows.
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+        be_a_job()
+        homes = ("core", "filesystem_async", "state_dict_saver")
+        names: dict[str, Any] = {}
+        for home in homes:
+            names |= vars(importlib.import_module(f"nvidia_resiliency_ext.checkpointing.async_ckpt.{home}"))
+        return cls(SimpleNamespace(**names))
+
+    @classmethod
+    def ours(cls) -> Nvrx:
+        """The same calls on our engine."""
+        from asyncckpt import nvrx
+
+        return cls(nvrx)
+
+    def prepare(self, state: State) -> None:
+        self._names.AsyncCallsQueue.warmup_persistent_caller(0, cpu_shm_mode=True)
+
+    def save(self, folder: str, state: State) -> Pending:
+        names = self._names
+        os.makedirs(folder)
+        writer = names.FileSystemWriterAsync(
+            folder, thread_count=2, use_cached_data_structure=True, use_cpu_shm_for_gpu_tensors=True
+        )
+        planned = names.save_state_dict_async_plan(
+            state, writer, None, 0, enable_cache=True, metadata_cache=self._cache
+        )
+        function, preload, arguments = writer.get_save_function_and_args()
+
+        def finalize() -> None:
+            names.save_state_dict_async_finalize(*planned)
+
+        request = names.AsyncRequest(function, arguments, [finalize], preload_fn=preload)
+        self._queue.schedule_async_request(request)
+        return Pending(self._wait, lambda: self._queue.maybe_finalize_async_calls(blocking=True))
+
+    def _wait(self) -> None:
+        call = self._queue.async_calls[0]
+        if isinstance(call[1], _SaveCall):
+            call[1].failures(alone=True)  # ours
+            return
+        # nvrx's own: its worker says that it is done into this queue, from where finalizing takes it.
+        while call.async_caller.comp_q.empty():
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self._queue.close()
 
 
 PEERS: dict[str, Callable[[], Contestant]] = {
@@ -159,8 +246,10 @@ PEERS: dict[str, Callable[[], Contestant]] = {
     "dcp-process": lambda: DcpAsync("process"),
     "dcp-save": DcpSave,
     "torch-save": TorchSave,
+    "nvrx": Nvrx.own,
+    "asyncckpt-nvrx": Nvrx.ours,
 }
-ASYNC_PEERS = ("dcp-thread", "dcp-process")
+ASYNC_PEERS = ("dcp-thread", "dcp-process", "nvrx")
 
 
 class Limits:
@@ -211,10 +300,13 @@ def change(state: State, changing: int, save_number: int) -> None:
 def measure(contestant: Contestant, folder: str, state: State) -> tuple[float, float]:
     """Seconds of stall, and until durable."""
     begun = time.perf_counter()
-    wait = contestant.save(folder, state)
+    pending = contestant.save(folder, state)
     stall = time.perf_counter() - begun
-    wait()
-    return stall, time.perf_counter() - begun
+    pending.wait()
+    waited = time.perf_counter()
+    pending.finish()
+    ended = time.perf_counter()
+    return stall + ended - waited, ended - begun
 
 
 def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -289,6 +381,10 @@ def report(found: dict[str, Any]) -> str:
     headers = ["", "stall ms", "/ memcpy", "durable s", "/ (memcpy + write)", "first stall / later"]
     lines = [tabulate(rows, headers=headers, floatfmt=("", ".1f", ".2f", ".3f", ".2f", ".2f"))]
     others = [(medians[name], name) for name in ASYNC_PEERS if name in medians]
+    if {"nvrx", "asyncckpt-nvrx"} <= found["results"].keys():
+        theirs, ours = (found["results"][name] for name in ("nvrx", "asyncckpt-nvrx"))
+        ratios = [statistics.median(theirs[kind]) / statistics.median(ours[kind]) for kind in ("durable_s", "stall_s")]
+        lines.append(f"in nvrx's place durable {ratios[0]:.1f} times sooner, and {ratios[1]:.1f} times less stall")
     if others:
         best, name = min(others)
         lines.append(f"durable {best / medians['asyncckpt']:.1f} times sooner than the best asynchronous peer ({name})")
