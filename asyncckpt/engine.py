@@ -623,7 +623,6 @@ class Engine:
             self._has_visited = True
             if self._visit is not None:
                 self._memory = Memory(self._job, self._visit.segments, self._visit.images)
-                self._memory.map_newest()  # it is about to be loaded, or saved over
 
     def _drop_homes(self) -> list[Spare]:
         """Let go of the memory, which has lost its worker."""

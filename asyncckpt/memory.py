@@ -30,13 +30,6 @@ class Memory:
         self._segments = segments
         self.images = list(images)
 
-    def map_newest(self) -> None:
-        """Get ready, in the background, for reading the newest image."""
-        if self.images:
-            held = max(self.images, key=lambda each: each.order.save_id)
-            layout = held.layout
-            self._segments[held.order.segment].map_ahead(layout.slots[held.order.slot], layout.data_bytes)
-
     def is_closed(self) -> bool:
         """Whether some of it was given back meanwhile."""
         return any(segment.closed for segment in self._segments.values())

@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +78,6 @@ def load_from_memory(folder: str, state: State) -> float:
     return elapsed
 
 
-def load_mapped(folder: str, state: State) -> float:
-    """By one that has asked what there is, and got its model ready meanwhile."""
-    with asyncckpt.Checkpointer(f"{folder}/ours") as checkpointer:
-        checkpointer.latest()
-        make_state(100, 1 << 20, seed=0)
-        time.sleep(0.2)
-        begun = time.perf_counter()
-        checkpointer.load(state)
-        return time.perf_counter() - begun
-
-
 def load_from_storage(folder: str, state: State) -> float:
     with asyncckpt.Checkpointer(f"{folder}/ours") as checkpointer:
         begun = time.perf_counter()
@@ -114,11 +104,7 @@ def load_by_torch(folder: str, state: State) -> float:
 Load = Callable[[str, State], float]
 """Fills the state, and returns the seconds that took."""
 
-OURS: dict[str, Load] = {
-    "asyncckpt, memory": load_from_memory,
-    "asyncckpt, memory, asked before": load_mapped,
-    "asyncckpt, storage": load_from_storage,
-}
+OURS: dict[str, Load] = {"asyncckpt, memory": load_from_memory, "asyncckpt, storage": load_from_storage}
 PEERS: dict[str, Load] = {"dcp-load": load_by_dcp, "torch-load": load_by_torch}
 
 
@@ -188,24 +174,22 @@ def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     if trainer.exitcode != -signal.SIGKILL:
         raise RuntimeError(f"the trainer that was to save ended with {trainer.exitcode}")
     limits = Limits(args.tensors * tensor_bytes, f"{folder}/ours/step-{STEP:08d}/__0_0.distcp")
-    contestants = OURS | {name: PEERS[name] for name in args.peers}
-    memcpy: list[float] = []
-    direct: list[float] = []
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    loads = OURS | {name: PEERS[name] for name in args.peers}
+    turns: dict[str, Callable[[], float]] = {"memcpy": limits.memcpy, "direct read": limits.direct_read} | {
+        name: partial(measure, load, folder, state, expected) for name, load in loads.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
     for round_number in range(args.loads + 1):
-        time.sleep(args.pause)
-        memcpy.append(limits.memcpy())
-        direct.append(limits.direct_read())
-        names = list(contestants)
+        names = list(turns)
         for name in names[round_number % len(names) :] + names[: round_number % len(names)]:
             time.sleep(args.pause)
-            seconds[name].append(measure(contestants[name], folder, state, expected))
+            seconds[name].append(turns[name]())
     limits.close()
     return {
         "settings": {name: value for name, value in vars(args).items() if name not in ("json", "folder")}
         | {"bytes": args.tensors * tensor_bytes, "torch": torch.__version__},
-        "limits": {"memcpy_s": memcpy[1:], "direct_read_s": direct[1:]},
-        "results": {name: {"load_s": each[1:], "first_load_s": each[0]} for name, each in seconds.items()},
+        "limits": {"memcpy_s": seconds["memcpy"][1:], "direct_read_s": seconds["direct read"][1:]},
+        "results": {name: {"load_s": seconds[name][1:], "first_load_s": seconds[name][0]} for name in loads},
     }
 
 

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
 from types import TracebackType
 
 PAGE = mmap.PAGESIZE
@@ -21,14 +20,11 @@ _F_ADD_SEALS = 1033
 _F_SEAL_SHRINK = 2
 _F_SEAL_GROW = 4
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
 # Through ctypes, in pieces: mmap.madvise would hold Python's lock for all the seconds that fresh memory takes.
 _libc = ctypes.CDLL(None, use_errno=True)
 _TOUCH_BYTES = 64 << 20
-# Little enough that whoever waits for the thread that does it does not wait long.
-_MAP_BYTES = 4 << 20
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
@@ -110,24 +106,6 @@ class Segment:
             # Before Linux 5.14: one write a page does the same, slowly.
             for page in range(offset, offset + nbytes, PAGE):
                 self.view[page] = self.view[page]
-
-    def map_ahead(self, offset: int, nbytes: int) -> None:
-        """Have a thread map the pages there, for somebody who is about to read them.
-
-        In a mapping that was just attached, the kernel takes longer to map a page on its first use than to copy it.
-        """
-        view = self.view[offset : offset + nbytes]  # keeps the mapping while the thread runs
-        address = self.address + offset // PAGE * PAGE
-        thread = threading.Thread(target=self._map_pages, args=(view, address), name="asyncckpt-map", daemon=True)
-        thread.start()
-
-    def _map_pages(self, view: memoryview, address: int) -> None:
-        with view:
-            for offset in range(0, len(view), _MAP_BYTES):
-                size = ctypes.c_size_t(min(_MAP_BYTES, round_up(len(view) - offset)))
-                # Before Linux 5.14 the kernel knows no such advice.
-                if self.closed or _libc.madvise(ctypes.c_void_p(address + offset), size, _MADV_POPULATE_READ) != 0:
-                    return
 
     def close(self) -> None:
         """Unmap, and give the descriptor back. Safe to call twice, and after a half-finished ``__init__``.
