@@ -43,10 +43,10 @@ from asyncckpt.group import Group
 from asyncckpt.handle import Save
 from asyncckpt.home import Home, Spare
 from asyncckpt.memory import Memory
-from asyncckpt.plan import Plan, StateDict, flat_names, make_plan, stateful_to_dict
+from asyncckpt.plan import Plan, StateDict, flat_names, make_plan
 from asyncckpt.shm.slots import State
 from asyncckpt.staging import Ready, copy_pool, ready_events
-from asyncckpt.structure import StructureChanged
+from asyncckpt.structure import StructureChanged, stateful_to_dict
 from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Existing, Order

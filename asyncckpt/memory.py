@@ -97,11 +97,15 @@ class MemorySource:
     def __init__(self, memory: Memory, held: Held, metadata: bytes) -> None:
         self._memory, self._held = memory, held
         self._metadata = metadata
-        self._visits: list[Visit] = []
+        self._visits: dict[int, Visit] = {}
 
     def metadata(self) -> bytes:
         """DCP's ``.metadata``."""
         return self._metadata
+
+    def data_files(self) -> list[str]:
+        """One a rank."""
+        return [data_name(rank) for rank in range(self._held.order.world_size)]
 
     def open(self, name: str) -> SpanFile:
         """The data file ``name``, to be closed. Raises ``CheckpointNotFoundError`` where it is out of reach."""
@@ -119,18 +123,20 @@ class MemorySource:
 
     def close(self) -> None:
         """End the visits to other ranks' workers."""
-        for visit in self._visits:
+        for visit in self._visits.values():
             visit.close()
         self._visits.clear()
 
     def _of_other(self, rank: int) -> SpanFile | None:
-        try:
-            visit = Visit.pay(door_name(self._memory.job, rank), _VISIT_S)
-        except CheckpointError:  # it has a trainer, or is stopped
-            return None
+        visit = self._visits.get(rank)
         if visit is None:
-            return None
-        self._visits.append(visit)
+            try:
+                visit = Visit.pay(door_name(self._memory.job, rank), _VISIT_S)
+            except CheckpointError:  # it has a trainer, or is stopped
+                return None
+            if visit is None:
+                return None
+            self._visits[rank] = visit
         for held in visit.images:
             if held.order.attempt == self._held.order.attempt:
                 return Memory(self._memory.job, visit.segments, visit.images).file(held)

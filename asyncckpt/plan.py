@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
@@ -31,18 +29,13 @@ from asyncckpt.fingerprint import Fingerprint, alias_key
 from asyncckpt.group import Group
 from asyncckpt.image import Image, TensorSpec
 from asyncckpt.objects import Raw, StoredObjects
-from asyncckpt.structure import Structure, StructureChanged
+from asyncckpt.structure import PLAIN, Structure, StructureChanged
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
 from asyncckpt.worker.messages import Layout, Region
 
 StateDict = Mapping[str, Any]
 
 _spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")
-
-# Of these types, a strided tensor is nothing but its bytes. A subclass may be anything, and is pickled.
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-# The types of most values at the top of a state dict: no need to ask whether they are ``Stateful``.
-_STATELESS = _PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool, str, bytes, type(None)}
 
 
 class _Source(Protocol):
@@ -88,18 +81,6 @@ class Plan:
     def layout(self, slots: tuple[int, ...], regions: dict[str, Region]) -> Layout:
         """Where all that stands in a segment with ``slots``, offsets in bytes."""
         return Layout(self.data_name, self.image.nbytes, slots, **regions)
-
-
-def stateful_to_dict(state_dict: StateDict) -> StateDict:
-    """``state_dict`` with what each ``Stateful`` value at its top says its state is, as DCP does it."""
-    if set(map(type, state_dict.values())) <= _STATELESS:
-        return state_dict
-    # A protocol's isinstance takes microseconds: one value of each type speaks for all.
-    examples = dict(zip(map(type, state_dict.values()), state_dict.values(), strict=True))
-    kinds = {kind for kind, example in examples.items() if isinstance(example, Stateful)}
-    if not kinds:
-        return state_dict
-    return {key: value.state_dict() if type(value) in kinds else value for key, value in state_dict.items()}
 
 
 def make_plan(state_dict: StateDict, slots: int, planner: SavePlanner | None, group: Group, number: int) -> Plan:
@@ -377,7 +358,7 @@ def _is_opaque(value: object) -> bool:
     """Whether ``value`` is a tensor that has no plain bytes of its own: sparse, quantised, a subclass, without data."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return False
-    return type(value) not in _PLAIN or _has_no_bytes(value)
+    return type(value) not in PLAIN or _has_no_bytes(value)
 
 
 def _has_no_bytes(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Loading: DCP's planner says which bytes go where, and they are read in large runs, checked, and copied into place."""
+"""Loading: straight into place where that will do (``direct.py``); else DCP's planner says which bytes go where."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import io
 import logging
 import os
 import warnings
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -29,11 +27,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from asyncckpt.catalog import is_ours, read_manifest
+from asyncckpt.direct import draft, left_out, some, warn_left_out
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
 from asyncckpt.source import FolderSource, Source
-from asyncckpt.spans import SpanFile, raise_damage, read_pool
+from asyncckpt.spans import read_pool
+from asyncckpt.structure import stateful_types
 from asyncckpt.trust import load_metadata, load_object
-from asyncckpt.worker.manifest import METADATA_NAME, Index, Item
+from asyncckpt.wanted import Wanted, read_wanted, want_box, want_object
+from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage import reading, translated
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ def load(
     """Load the checkpoint ``path`` into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
     Tensors are filled where they are, other values replaced, ``Stateful`` ones told; keys of the checkpoint that
-    ``state_dict`` has not are left alone. Also reads what stock DCP wrote. With ``verify`` the bytes are checked before
-    they are copied, tensor by tensor: after an error part of ``state_dict`` may be loaded.
+    ``state_dict`` has not are left alone. Also reads what stock DCP wrote. With ``verify`` all bytes are checked while
+    they are copied: after an error part of ``state_dict`` may be loaded, also with bad bytes.
 
     With ``weights_only`` no value may run code while it is unpickled, see ``trust.py``. ``source``: where to read from
     (None: the folder ``path``).
@@ -68,24 +69,49 @@ def load(
     ``StorageError``.
     """
     path = os.path.abspath(path)
+    ranks = False if no_dist else process_group
+    keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
+    kinds = stateful_types(state_dict)
+    states = {key: state_dict[key].state_dict() if type(state_dict[key]) in kinds else state_dict[key] for key in keys}
+    with contextlib.ExitStack() as held, _without_gc(), _unwrapped():
+        found = on_all(lambda: source or _find(path, held), ranks)
+        drafted = None if planner is not None or found is None else draft(states, found, path, held)
+        if all(gather(drafted is not None, ranks)) and drafted is not None:
+            with _wrapped():
+                on_all(partial(drafted.read, verify=verify, weights_only=weights_only), ranks)
+        else:
+            reader = on_all(lambda: _reader(path, found, verify=verify, weights_only=weights_only), ranks)
+            planner = planner or _CheckingPlanner(path, weights_only=weights_only)
+            load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
+    for key in keys:
+        if type(state_dict[key]) in kinds:
+            state_dict[key].load_state_dict(states[key])
+        else:
+            state_dict[key] = states[key]
 
-    def open_reader() -> StorageReader:
-        return _open(path, source, held, verify=verify, weights_only=weights_only)
 
-    with contextlib.ExitStack() as held, _without_gc():
-        reader = open_reader() if no_dist else on_all(open_reader, process_group)
-        planner = planner or _CheckingPlanner(path, weights_only=weights_only)
-        try:
-            load_by_dcp(
-                state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist
-            )
-        except CheckpointException as error:
-            # DCP wraps what each rank raised; ours go through as they are.
-            for failure in error.failures.values():
-                cause = failure[0] if isinstance(failure, tuple) else failure
-                if isinstance(cause, CheckpointError):
-                    raise cause from None
-            raise
+@contextlib.contextmanager
+def _wrapped() -> Iterator[None]:
+    """What a value's own code raises, as DCP would raise it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointException("read", {0: _wrap_exception(error)}) from error
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Our errors as they are: DCP wraps what each rank raised."""
+    try:
+        yield
+    except CheckpointException as error:
+        for failure in error.failures.values():
+            cause = failure[0] if isinstance(failure, tuple) else failure
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+        raise
 
 
 def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool, **options: Any) -> None:
@@ -113,17 +139,21 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _open(
-    path: str, source: Source | None, held: contextlib.ExitStack, *, verify: bool, weights_only: bool
-) -> StorageReader:
-    """The reader for ``path``, which is ``held`` against removal."""
-    if source is None:
-        if not os.path.isdir(path):
-            raise CheckpointNotFoundError("there is no checkpoint here", path=path)
-        with translated("opening", path):
-            held.enter_context(reading(path))
+def _find(path: str, held: contextlib.ExitStack) -> Source | None:
+    """The checkpoint ``path``, which is ``held`` against removal; None: stock DCP wrote it."""
+    if not os.path.isdir(path):
+        raise CheckpointNotFoundError("there is no checkpoint here", path=path)
+    with translated("opening", path):
+        held.enter_context(reading(path))
+    if os.path.exists(os.path.join(path, METADATA_NAME)) and not is_ours(path):
+        return None
+    return FolderSource(path, read_manifest(path))
+
+
+def _reader(path: str, source: Source | None, *, verify: bool, weights_only: bool) -> StorageReader:
+    """For DCP."""
     reader: StorageReader
-    if source is None and os.path.exists(os.path.join(path, METADATA_NAME)) and not is_ours(path):
+    if source is None:
         reader = _StockReader(path, weights_only=weights_only)
     else:
         reader = ImageReader(path, verify=verify, weights_only=weights_only, source=source)
@@ -132,7 +162,10 @@ def _open(
 
 
 def on_all(do: Callable[[], T], process_group: Any = None) -> T:
-    """What ``do`` returns, unless it raises a ``CheckpointError`` on some rank; then all raise the first of them."""
+    """What ``do`` returns, unless it raises a ``CheckpointError`` on some rank; then all raise the first of them.
+
+    Here and below ``process_group`` is None for the whole job, False for this process alone.
+    """
     failure: CheckpointError | None = None
     try:
         result = do()
@@ -178,7 +211,9 @@ def gather(value: T, process_group: Any = None) -> list[T]:
 
 
 def _many(process_group: Any) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
+    if process_group is False or not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size(process_group) > 1
 
 
 class _StockReader(FileSystemReader):
@@ -257,11 +292,27 @@ class ImageReader(StorageReader):
     ) -> None:
         file = self._source.open(name)
         try:
-            stored = _Stored(file.index, file.path)
-            wanted = sorted((stored.want(item, at, planner) for item, at in requests), key=lambda want: want.stored.at)
-            # Values whose bytes must be brought together first are read a batch at a time, to bound that memory.
-            for batch in _batches(wanted):
-                _read_batch(file, batch, planner, pool, self._verify)
+            stored = {item.at: item for item in file.index.items}
+            filled: list[tuple[ReadItem, torch.Tensor]] = []
+            wanted: list[Wanted] = []
+            for item, at in requests:
+                if at not in stored:
+                    raise DamagedCheckpointError(f"the index has nothing at {at:,}, and .metadata has", path=file.path)
+                if item.type == LoadItemType.BYTE_IO:
+                    wanted.append(want_object(stored[at], partial(_load_bytes, planner, item)))
+                    continue
+                tensor = planner.resolve_tensor(item).detach()
+                if tuple(tensor.shape) != tuple(item.lengths):
+                    raise MismatchError(
+                        f"{item.dest_index.fqn!r} has the shape {tuple(tensor.shape)} and {tuple(item.lengths)} is"
+                        " stored",
+                        path=file.path,
+                    )
+                filled.append((item, tensor))
+                wanted.append(want_box(tensor, stored[at], item.storage_offsets, item.lengths))
+            read_wanted(file, wanted, pool, verify=self._verify)
+            for item, tensor in filled:
+                planner.commit_tensor(item, tensor)
         finally:
             file.close()
 
@@ -270,156 +321,8 @@ class ImageReader(StorageReader):
         return True
 
 
-# Bytes that are brought together before they can be copied to where they belong, at most, but for one larger tensor.
-_BATCH_BYTES = 256 << 20
-# Copies of so many bytes let go of Python's lock, so that several threads copy.
-_COPY_ALONE_BYTES = 256 << 10
-
-
-@dataclass
-class _Want:
-    """Bytes of the file that are wanted, from ``begin`` to ``end``, and the memory they go to.
-
-    ``target`` is that of the destination itself where it is just these bytes in a row, else a buffer, out of which
-    ``finish`` copies.
-    """
-
-    item: ReadItem
-    stored: Item
-    begin: int
-    end: int
-    target: memoryview | None = None
-    destination: torch.Tensor | None = None
-
-    @property
-    def buffered(self) -> int:
-        return 0 if self.target is not None else self.end - self.begin
-
-
-class _Stored:
-    """The items of a data file by where they begin."""
-
-    def __init__(self, index: Index, path: str) -> None:
-        self.path = path
-        self._items = {item.at: item for item in index.items}
-
-    def want(self, item: ReadItem, at: int, planner: LoadPlanner) -> _Want:
-        stored = self._items.get(at)
-        if stored is None:
-            raise DamagedCheckpointError(f"the index has nothing at {at:,}, and .metadata has", path=self.path)
-        if item.type == LoadItemType.BYTE_IO:
-            return _Want(item, stored, stored.at, stored.at + stored.nbytes)
-        destination = planner.resolve_tensor(item).detach()
-        if tuple(destination.shape) != tuple(item.lengths):
-            raise MismatchError(
-                f"{item.dest_index.fqn!r} has the shape {tuple(destination.shape)} and {tuple(item.lengths)} is stored",
-                path=self.path,
-            )
-        first, count = _extent(stored.shape, item.storage_offsets, item.lengths)
-        itemsize = _dtype(stored).itemsize
-        begin = stored.payload_at + first * itemsize
-        want = _Want(item, stored, begin, begin + count * itemsize, destination=destination)
-        plain = (
-            destination.is_cpu
-            and type(destination) in (torch.Tensor, torch.nn.Parameter)
-            and destination.layout == torch.strided
-            and destination.is_contiguous()
-            and destination.dtype == _dtype(stored)
-            and destination.numel() == count
-            and not (destination.is_conj() or destination.is_neg())
-        )
-        if plain:
-            want.target = _bytes_of(destination)
-        return want
-
-
-def _batches(wanted: Sequence[_Want]) -> list[list[_Want]]:
-    batches: list[list[_Want]] = []
-    size = 0
-    for want in wanted:
-        if not batches or size + want.buffered > _BATCH_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(want)
-        size += want.buffered
-    return batches
-
-
-def _read_batch(
-    file: SpanFile, batch: Sequence[_Want], planner: LoadPlanner, pool: ThreadPoolExecutor, verify: bool
-) -> None:
-    places = [
-        (want.begin, want.end, memoryview(bytearray(want.end - want.begin)) if want.target is None else want.target)
-        for want in batch
-    ]
-    starts = [want.stored.at for want in batch]
-
-    def scatter(begin: int, data: memoryview) -> None:
-        end = begin + len(data)
-        # Stored values do not overlap: the first of these bytes are of the last value that starts at or before them.
-        last_before = bisect_right(starts, begin) - 1
-        number = bisect_left(starts, starts[last_before]) if last_before >= 0 else 0
-        while number < len(places) and starts[number] < end:
-            first, last, target = places[number]
-            low, high = max(first, begin), min(last, end)
-            if low < high:
-                _copy(target[low - first : high - first], data[low - begin : high - begin])
-            number += 1
-
-    file.read(
-        [(begin, end) for begin, end, _ in places if begin < end], scatter, pool, raise_damage if verify else None
-    )
-    for want, (_, _, data) in zip(batch, places, strict=True):
-        _finish(want, data, planner)
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    if len(source) < _COPY_ALONE_BYTES:
-        target[:] = source
-    else:
-        numpy.copyto(numpy.asarray(target), numpy.asarray(source))
-
-
-def _finish(want: _Want, data: memoryview, planner: LoadPlanner) -> None:
-    if want.destination is None:
-        planner.load_bytes(want.item, io.BytesIO(data))
-        return
-    if want.target is None and want.destination.numel() > 0:
-        source = torch.frombuffer(data, dtype=torch.uint8).view(_dtype(want.stored))
-        box = source.as_strided(tuple(want.item.lengths), _strides(want.stored.shape))
-        with torch.no_grad():
-            want.destination.copy_(box)
-    planner.commit_tensor(want.item, want.destination)
-
-
-def _extent(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-    """The first element of a box in a contiguous tensor, and how many there are up to its last one."""
-    if 0 in lengths:
-        return 0, 0
-    strides = _strides(shape)
-    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    return first, sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.insert(0, step)
-        step *= max(length, 1)
-    return tuple(strides)
-
-
-def _dtype(item: Item) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, item.dtype)
-    return dtype
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def _load_bytes(planner: LoadPlanner, item: ReadItem, data: memoryview) -> None:
+    planner.load_bytes(item, io.BytesIO(data))
 
 
 class _CheckingPlanner(DefaultLoadPlanner):
@@ -443,20 +346,10 @@ class _CheckingPlanner(DefaultLoadPlanner):
         missing = [name for name in self.state_dict if name not in known]
         if missing:
             raise MismatchError(
-                f"the checkpoint has no {_some(missing)}; leave them out of the state dict to load the others",
+                f"the checkpoint has no {some(missing)}; leave them out of the state dict to load the others",
                 path=self._path,
             )
-        asked = {name.partition(".")[0] for name in self.state_dict}
-        left = [name for name in known if name not in self.state_dict and name.partition(".")[0] in asked]
-        if left:
-            # A fresh optimizer has no state yet, so none is asked for, and DCP loses its moments in silence.
-            logger.warning(
-                "%d values of %s were not asked for, and not loaded: %s; if they belong to an optimizer, give it its"
-                " state before loading (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does)",
-                len(left),
-                self._path,
-                _some(left),
-            )
+        warn_left_out(left_out(self.state_dict, known), self._path)
         wrong = [
             f"{name!r} is {tuple(value.size())} and {tuple(stored.size)} is stored"
             for name, value in self.state_dict.items()
@@ -467,8 +360,3 @@ class _CheckingPlanner(DefaultLoadPlanner):
         if wrong:
             raise MismatchError(f"shapes do not fit: {'; '.join(wrong[:5])}", path=self._path)
         return super().create_local_plan()
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more

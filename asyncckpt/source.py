@@ -16,6 +16,9 @@ class Source(Protocol):
     def metadata(self) -> bytes:
         """DCP's ``.metadata``, checked."""
 
+    def data_files(self) -> list[str]:
+        """The names of its data files."""
+
     def open(self, name: str) -> SpanFile:
         """The data file ``name``, to be closed."""
 
@@ -30,6 +33,10 @@ class FolderSource:
     def metadata(self) -> bytes:
         """Raises ``DamagedCheckpointError``, ``StorageError``."""
         return read_checked(self.path, self._manifest, METADATA_NAME)
+
+    def data_files(self) -> list[str]:
+        """As its manifest says."""
+        return list(self._manifest.data_files())
 
     def open(self, name: str) -> SpanFile:
         """Raises ``DamagedCheckpointError``, ``StorageError``."""

@@ -8,22 +8,25 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+
+from xxhash import xxh3_64
 
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.shm.segment import PAGE, round_up
-from asyncckpt.worker.manifest import Index, checksum
+from asyncckpt.worker.manifest import Index
 from asyncckpt.worker.storage import translated
 
-# Read at once: enough to keep a disk busy with a few threads, little enough to stay in cache for the checksum and the
-# copy.
+# Read at once: enough to keep a disk busy with a few threads.
 RUN_BYTES = 8 << 20
+# Checked and consumed at once: little enough to stay in a core's own cache in between.
+_PIECE_BYTES = 1 << 20
 READ_THREADS = max(2, min(8, os.cpu_count() or 1))
 
 Consume = Callable[[int, memoryview], None]
-"""Called with an offset in the file and the good bytes from there on, which are gone when it returns. On any thread."""
-
+"""Called with an offset in the file and the bytes from there on, which are gone when it returns. On any thread."""
 
 OnDamage = Callable[[DamagedCheckpointError], None]
 
@@ -35,6 +38,9 @@ def raise_damage(damage: DamagedCheckpointError) -> None:
 
 class SpanFile(ABC):
     """A data file, wherever its bytes are. ``path`` is for errors."""
+
+    run_bytes = RUN_BYTES
+    """How much is fetched at once, if no span is longer."""
 
     def __init__(self, path: str, index: Index, bounds: Sequence[int]) -> None:
         self.path = path
@@ -48,24 +54,32 @@ class SpanFile(ABC):
         pool: ThreadPoolExecutor,
         on_damage: OnDamage | None = raise_damage,
     ) -> None:
-        """Read the spans that the byte ``ranges`` (begin, end) touch, and ``consume`` them as they come in.
+        """Read the spans that the byte ``ranges`` (begin, end) touch, and ``consume`` them piece by piece.
 
-        Each is checked first; a bad one goes to ``on_damage``, which raises, or else the bytes are consumed all the
-        same. None: nothing is checked. Raises ``DamagedCheckpointError``, ``StorageError``.
+        They are good if this returns: a bad span goes to ``on_damage``, once it is consumed, or in part, and that
+        raises, or else reading goes on. None: nothing is checked. Raises ``DamagedCheckpointError``, ``StorageError``.
         """
-        tasks = [
-            pool.submit(self._read_run, first, last, consume, on_damage)
-            for first, last in self._runs(self._wanted(ranges))
-        ]
+        runs = deque(self._runs(self._wanted(ranges)))
+
+        def read_some() -> None:
+            try:
+                while True:
+                    try:
+                        first, last = runs.popleft()
+                    except IndexError:
+                        return
+                    self._read_run(first, last, consume, on_damage)
+            except BaseException:
+                runs.clear()  # so that the other threads end
+                raise
+
+        tasks = [pool.submit(read_some) for _ in range(min(READ_THREADS, len(runs)))]
         try:
-            for task in tasks:
-                task.result()
+            wait(tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            for task in tasks:
-                if not task.cancelled():
-                    task.exception()
+            runs.clear()
+        for task in tasks:
+            task.result()
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +89,10 @@ class SpanFile(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what is held."""
+
+    def in_place(self, begin: int, end: int) -> memoryview | None:
+        """The bytes from ``begin`` to ``end``, good until this is closed; None where they have to be read."""
+        return None
 
     @abstractmethod
     def _fetch(self, begin: int, end: int) -> memoryview:
@@ -90,10 +108,10 @@ class SpanFile(ABC):
         return sorted(wanted)
 
     def _runs(self, spans: Sequence[int]) -> list[tuple[int, int]]:
-        """``spans`` as runs of neighbours, (first, last + 1), of up to ``RUN_BYTES``, if no span is longer."""
+        """``spans`` as runs of neighbours, (first, last + 1), of up to ``run_bytes``, if no span is longer."""
         runs: list[tuple[int, int]] = []
         for span in spans:
-            if runs and runs[-1][1] == span and self._bounds[span + 1] - self._bounds[runs[-1][0]] <= RUN_BYTES:
+            if runs and runs[-1][1] == span and self._bounds[span + 1] - self._bounds[runs[-1][0]] <= self.run_bytes:
                 runs[-1] = (runs[-1][0], span + 1)
             else:
                 runs.append((span, span + 1))
@@ -104,13 +122,20 @@ class SpanFile(ABC):
         data = self._fetch(begin, end)
         if len(data) < end - begin:
             raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
+        consumed = begin
         for span in range(first, last):
-            if on_damage is None:
-                break
             at, stop = self._bounds[span], self._bounds[span + 1]
-            if checksum(data[at - begin : stop - begin]) != self.index.checksums[span]:
+            digest = xxh3_64()
+            for piece in range(at, stop, _PIECE_BYTES):
+                piece_end = min(piece + _PIECE_BYTES, stop)
+                if on_damage is not None:
+                    digest.update(data[piece - begin : piece_end - begin])
+                # Small spans are consumed together.
+                if piece_end - consumed >= _PIECE_BYTES or piece_end == end:
+                    consume(consumed, data[consumed - begin : piece_end - begin])
+                    consumed = piece_end
+            if on_damage is not None and digest.intdigest() != self.index.checksums[span]:
                 on_damage(self._damage(at, stop))
-        consume(begin, data)
 
     def _damage(self, begin: int, end: int) -> DamagedCheckpointError:
         names = ", ".join(map(repr, self.index.names_at(begin, end)))
@@ -161,12 +186,17 @@ class DataFile(SpanFile):
 class MemoryFile(SpanFile):
     """One that is still in memory."""
 
+    run_bytes = _PIECE_BYTES
+
     def __init__(self, path: str, index: Index, data: memoryview, bounds: Sequence[int]) -> None:
         super().__init__(path, index, bounds)
         self._data = data
 
     def close(self) -> None:
         pass
+
+    def in_place(self, begin: int, end: int) -> memoryview:
+        return self._data[begin:end]
 
     def _fetch(self, begin: int, end: int) -> memoryview:
         return self._data[begin:end]

@@ -20,6 +20,7 @@ from operator import attrgetter, itemgetter
 import torch
 
 from asyncckpt.image import Image, TensorSpec
+from asyncckpt.memcpy import memcpy, memcpy_holding
 from asyncckpt.shm.segment import PAGE, Segment
 
 logger = logging.getLogger(__name__)
@@ -44,13 +45,6 @@ _CUDA_SUCCESS, _CUDA_ALREADY_REGISTERED = 0, 712
 
 _device = attrgetter("device")
 _is_contiguous, _is_neg, _is_conj = torch.Tensor.is_contiguous, torch.Tensor.is_neg, torch.Tensor.is_conj
-# Not ctypes.memmove, which makes an int of the pointer it returns. Other threads run meanwhile.
-_memcpy = ctypes.CDLL(None).memcpy
-# Holding Python's lock, for small copies: else each of them would have to win it back.
-_memcpy_holding = ctypes.PyDLL(None).memcpy
-for _function in (_memcpy, _memcpy_holding):
-    _function.restype = None
-    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 # Small copies in a row that hold Python's lock: some tens of milliseconds at the most.
 _HOLDING_COPIES = 512
 
@@ -85,9 +79,9 @@ class _Group:
             return
         addresses, sources, sizes = self._addresses, list(map(torch.Tensor.data_ptr, mine)), self._sizes
         for begin in range(0, len(sources), _HOLDING_COPIES):
-            _memcpy(addresses[begin], sources[begin], sizes[begin])  # whoever waits for the lock gets it here
+            memcpy(addresses[begin], sources[begin], sizes[begin])  # whoever waits for the lock gets it here
             rest = slice(begin + 1, begin + _HOLDING_COPIES)
-            deque(map(_memcpy_holding, addresses[rest], sources[rest], sizes[rest]), maxlen=0)
+            deque(map(memcpy_holding, addresses[rest], sources[rest], sizes[rest]), maxlen=0)
 
     def copy(self, tensors: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
         """Copy those of ``tensors`` that are of this group."""
@@ -204,7 +198,7 @@ class SlotStager:
 def _move(moves: Sequence[tuple[int, int, int]]) -> None:
     """Copy bytes: each move is (to, from, how many)."""
     for target, source, nbytes in moves:
-        _memcpy(target, source, nbytes)
+        memcpy(target, source, nbytes)
 
 
 def _is_grouped(spec: TensorSpec) -> bool:

@@ -6,10 +6,18 @@ whether the containers still have the same keys, which for a flat dict of any si
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+# Of these types, a strided tensor is nothing but its bytes. A subclass may be anything.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+# The types of most values at the top of a state dict: no need to ask whether they are ``Stateful``.
+_STATELESS = PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool, str, bytes, type(None)}
 
 
 class StructureChanged(Exception):
@@ -26,6 +34,23 @@ def is_leaf(value: object) -> bool:
     if isinstance(value, list):
         return all(is_leaf(entry) and not isinstance(entry, torch.Tensor) for entry in value)
     return True
+
+
+def stateful_types(state_dict: Mapping[str, Any]) -> set[type]:
+    """The types of those values at the top of ``state_dict`` that are ``Stateful``."""
+    if set(map(type, state_dict.values())) <= _STATELESS:
+        return set()
+    # A protocol's isinstance takes microseconds: one value of each type speaks for all.
+    examples = dict(zip(map(type, state_dict.values()), state_dict.values(), strict=True))
+    return {kind for kind, example in examples.items() if isinstance(example, Stateful)}
+
+
+def stateful_to_dict(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``state_dict`` with what each ``Stateful`` value at its top says its state is, as DCP does it."""
+    kinds = stateful_types(state_dict)
+    if not kinds:
+        return state_dict
+    return {key: value.state_dict() if type(value) in kinds else value for key, value in state_dict.items()}
 
 
 class Structure:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import asyncckpt
-from asyncckpt import Checkpointer, Config, dcp, engines
+from asyncckpt import Checkpointer, Config, dcp, engines, reader
 from asyncckpt.catalog import indexes, read_manifest
 from asyncckpt.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StructureChangedError
@@ -584,3 +584,56 @@ def _loads_nothing(root: str) -> str:
 
 def test_nothing_to_load_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
     assert run(2, _loads_nothing, str(tmp_path / "root"), folder=tmp_path) == ["CheckpointNotFoundError"] * 2
+
+
+def _save_one(root: str) -> None:
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.save(1, replicas(1)).result(60)
+
+
+def _load_replicas(root: str, by_dcp_on: int | None) -> tuple[bool, bool]:
+    """Whether all is there, and whether DCP was asked; ``by_dcp_on``: a rank that has to."""
+    if dist.get_rank() == by_dcp_on:
+        vars(reader)["draft"] = lambda *_: None
+    asked = []
+    load_by_dcp = reader.load_by_dcp
+
+    def ask(*args: Any, **options: Any) -> None:
+        asked.append(True)
+        load_by_dcp(*args, **options)
+
+    vars(reader)["load_by_dcp"] = ask
+    into = replicas(99)
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.load(into)
+    return equal(into, replicas(1)), bool(asked)
+
+
+def _load_in_vain(root: str, misfit_on: int | None) -> str:
+    """The error; ``misfit_on``: a rank that asks for another shape."""
+    into = replicas(99)
+    if dist.get_rank() == misfit_on:
+        into["model"]["w0"] = torch.zeros(3)
+    with Checkpointer(root, QUICK) as checkpointer:
+        try:
+            checkpointer.load(into)
+        except CheckpointError as error:
+            return f"{type(error).__name__} {error.message}"
+    return ""
+
+
+def test_replicas_are_loaded_without_dcp_where_all_ranks_can(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    run(2, _save_one, root, folder=tmp_path)
+    assert len(list((tmp_path / "root/step-00000001").glob("*.distcp"))) == 2
+    assert run(2, _load_replicas, root, None, folder=tmp_path) == [(True, False)] * 2
+    assert run(3, _load_replicas, root, 1, folder=tmp_path) == [(True, True)] * 3
+    wrong = run(2, _load_in_vain, root, 1, folder=tmp_path)
+    assert wrong[0] == wrong[1] and "MismatchError" in wrong[0] and "'model.w0'" in wrong[0]
+    path = tmp_path / "root/step-00000001"
+    index = list(indexes(str(path), read_manifest(str(path))))[1]
+    data = bytearray((path / index.data).read_bytes())
+    data[index.items[0].payload_at] ^= 1
+    (path / index.data).write_bytes(data)
+    bad = run(2, _load_in_vain, root, None, folder=tmp_path)
+    assert bad[0] == bad[1] and "DamagedCheckpointError" in bad[0] and index.items[0].name in bad[0]

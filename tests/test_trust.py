@@ -16,7 +16,7 @@ from conftest import same, small_state, zeros_like
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from asyncckpt import cli
+from asyncckpt import cli, reader
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine import Engine
 from asyncckpt.errors import UntrustedValueError
@@ -46,7 +46,22 @@ def _forge_metadata(folder: Path, data: bytes) -> None:
     name.write_bytes(dataclasses.replace(manifest, files=files).encode())
 
 
-def test_metadata_runs_nothing(tmp_path: Path) -> None:
+@pytest.fixture
+def by_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads go through DCP, for which its ``.metadata`` is unpickled."""
+    monkeypatch.setattr(reader, "draft", lambda *_: None)
+
+
+def test_metadata_is_left_alone_where_it_is_not_needed(tmp_path: Path) -> None:
+    folder, proof = tmp_path / "a", tmp_path / "proof"
+    with Engine() as engine:
+        engine.save(folder, state := small_state()).result(60)
+    _forge_metadata(folder, pickle.dumps(Attack(proof)))
+    load(into := zeros_like(state), str(folder))
+    assert same(into, state) and not proof.exists()
+
+
+def test_metadata_runs_nothing(tmp_path: Path, by_dcp: None) -> None:
     folder, proof = tmp_path / "a", tmp_path / "proof"
     with Engine() as engine:
         engine.save(folder, state := small_state()).result(60)
@@ -62,7 +77,7 @@ def test_metadata_runs_nothing(tmp_path: Path) -> None:
     "name",
     ["os.system", "torch.serialization.load", "builtins.eval", "torch.load", f"{METADATA}.dataclass", f"{METADATA}.os"],
 )
-def test_nor_by_names_that_sound_harmless(tmp_path: Path, name: str) -> None:
+def test_nor_by_names_that_sound_harmless(tmp_path: Path, by_dcp: None, name: str) -> None:
     folder = tmp_path / "a"
     with Engine() as engine:
         engine.save(folder, state := small_state()).result(60)
@@ -76,7 +91,7 @@ def test_nor_by_names_that_sound_harmless(tmp_path: Path, name: str) -> None:
         load(zeros_like(state), str(folder))
 
 
-def test_nor_does_it_change_classes(tmp_path: Path) -> None:
+def test_nor_does_it_change_classes(tmp_path: Path, by_dcp: None) -> None:
     """With the opcode that sets the state of an object, on a class: so a dataclass could be made to run text."""
     folder = tmp_path / "a"
     with Engine() as engine:
