@@ -4,9 +4,9 @@ Points: ``start``, ``begin``, ``create``, ``write``, ``sync``, ``report`` (to th
 where another rank does it, when this one has reported), ``published`` (after it).
 
 Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
-other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). Every time: ``hold`` (wait
-until the file ``$ASYNCCKPT_TEST_GATE`` exists; one of that name with ``.reached`` says that it waits). At ``start``:
-``nobody`` (give up root), ``poor`` (too little memory, at the first look).
+other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). From the NTH time on:
+``hold`` (wait until the file ``$ASYNCCKPT_TEST_GATE`` exists; one of that name with ``.reached`` says that it waits).
+At ``start``: ``nobody`` (give up root), ``poor`` (too little memory, at the first look).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reach(here: str, path: str) -> None:
     if here != point:
         return
     seen += 1
-    if seen != int(nth) and action != "hold":
+    if seen < int(nth) or (seen > int(nth) and action != "hold"):
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -247,3 +247,18 @@ def test_a_fork_cannot_use_it(root: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         checkpointer.save(3, small_state()).result(60)
         assert checkpointer.steps() == [1, 3]
+
+
+def test_a_segment_given_back_while_its_save_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty
+) -> None:
+    """A slot is free as soon as its image is written; what else there is to write is taken from the segment later."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("create:hold:2")
+    with Engine(alone=True) as engine:
+        first = engine.save(tmp_path / "1", {"w": torch.zeros(10)})
+        while not (tmp_path / "gate.reached").exists():
+            time.sleep(0.005)
+        second = engine.save(tmp_path / "2", {"w": torch.zeros(20)})  # in the place of the other structure
+        (tmp_path / "gate").touch()
+        assert first.result(60).exists() and second.result(60).exists()

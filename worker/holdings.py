@@ -9,10 +9,12 @@ door. So at any instant one of the two holds what is staged, and can be found.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from multiprocess.connection import Connection
@@ -39,6 +41,10 @@ class Room:
     """A segment with what is known of it."""
 
     def __init__(self, segment: Segment) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closing = False
+        self.closed = threading.Event()
         self.segment = segment
         self.slots = SlotTable(segment.view)
         self.layout: Layout | FileLayout | None = None
@@ -53,10 +59,32 @@ class Room:
         """Some of its bytes."""
         return self.segment.view[region.offset : region.offset + region.nbytes]
 
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Keep the memory, even if the room is closed meanwhile."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                last = self._closing and not self._users
+            if last:
+                self._drop()
+
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory, as soon as nobody uses it."""
+        with self._lock:
+            self._closing = True
+            if self._users:
+                return
+        self._drop()
+
+    def _drop(self) -> None:
         self.slots.close()
         self.segment.close()
+        self.closed.set()
 
 
 @dataclass
@@ -80,6 +108,7 @@ class Holdings:
         self._rooms: dict[int, Room] = {}
         self._next = 1
         self._images: dict[tuple[int, int], _Image] = {}  # by segment and slot
+        self._given_back: Room | None = None
         self._orphaned = False
         self._visitors = 0
         self._last_visit = 0.0
@@ -124,7 +153,14 @@ class Holdings:
         with self._lock:
             for place in [place for place in self._images if place[0] == number]:
                 del self._images[place]
-            self._rooms.pop(number).close()
+            room = self._rooms.pop(number)
+            room.close()
+            self._given_back = room
+
+    def wait_given_back(self, timeout: float) -> None:
+        """Wait until the memory that was given back last is free, ``timeout`` seconds at most."""
+        if self._given_back is not None:
+            self._given_back.closed.wait(timeout)
 
     def taken(self, order: Order) -> None:
         """A slot is being staged: what was in it is gone."""

@@ -11,6 +11,7 @@ with what it holds, for a trainer that comes back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -220,16 +221,16 @@ class Server:
             send(self._connection, Allocated(number))
             send_handle(self._connection, segment.fileno(), os.getppid())
 
-    @staticmethod
-    def _require(nbytes: int) -> None:
+    def _require(self, nbytes: int) -> None:
         hint = "use fewer slots, or leave more memory to them (each holds one image of the state)"
-        try:
-            budget.require(nbytes, "staging", hint)
-        except OutOfMemoryError:
-            # What is held for trainers that may never come back must not stand in the way of one that is here.
-            if not make_room(_MAKE_ROOM_S):
-                raise
-            budget.require(nbytes, "staging", hint)
+        # Before it is refused: what was given back may be free in a moment, and what is held for trainers that may
+        # never come back must not stand in the way of one that is here.
+        for make_way in (self._holdings.wait_given_back, make_room):
+            with contextlib.suppress(OutOfMemoryError):
+                budget.require(nbytes, "staging", hint)
+                return
+            make_way(_MAKE_ROOM_S)
+        budget.require(nbytes, "staging", hint)
 
     def _cancel(self, save_id: int, reason: CheckpointError) -> None:
         with self._changed:
@@ -274,6 +275,10 @@ class Server:
 
     def _run(self, order: Order, timings: dict[str, float], pool: ThreadPoolExecutor) -> None:
         room = self._holdings.room(order.segment)
+        with room.used():  # as soon as the slot is free, the trainer may give the segment back
+            self._carry_out(order, room, timings, pool)
+
+    def _carry_out(self, order: Order, room: Room, timings: dict[str, float], pool: ThreadPoolExecutor) -> None:
         if not self._committer.wanted(order):
             self._free(room, order)
             return
