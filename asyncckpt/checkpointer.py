@@ -131,10 +131,11 @@ class Checkpointer:
         (``memory=False``: never), be it written or not. Else from storage; then this waits first, up to
         ``Config.timeout`` seconds, for saves under way in this root.
 
-        Every byte is checked before it is used, unless ``verify`` is false. With ``fallback``, the next older
-        checkpoint is tried when one is damaged or cannot be read, and an error is logged; the damaged one is renamed to
-        ``step-00000100.damaged-1``, and its step can be saved again. With ``weights_only`` nothing
-        is loaded that could run code; see ``torch.serialization.add_safe_globals`` for classes of your own.
+        Every byte is checked as it is copied, unless ``verify`` is false: after an error part of the state may be
+        loaded, and what is bad with it. With ``fallback``, the next older checkpoint is tried when one is damaged or
+        cannot be read, and an error is logged; the damaged one is renamed to ``step-00000100.damaged-1``, and its step
+        can be saved again. With ``weights_only`` nothing is loaded that could run code; see
+        ``torch.serialization.add_safe_globals`` for classes of your own.
 
         Raises ``CheckpointNotFoundError`` if there is none, ``DamagedCheckpointError``, ``MismatchError``,
         ``UntrustedValueError``, ``StorageError``.
