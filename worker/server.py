@@ -11,7 +11,6 @@ with what it holds, for a trainer that comes back.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -223,14 +222,14 @@ class Server:
 
     def _require(self, nbytes: int) -> None:
         hint = "use fewer slots, or leave more memory to them (each holds one image of the state)"
-        # Before it is refused: what was given back may be free in a moment, and what is held for trainers that may
-        # never come back must not stand in the way of one that is here.
-        for make_way in (self._holdings.wait_given_back, make_room):
-            with contextlib.suppress(OutOfMemoryError):
-                budget.require(nbytes, "staging", hint)
-                return
-            make_way(_MAKE_ROOM_S)
-        budget.require(nbytes, "staging", hint)
+        self._holdings.wait_given_back(_MAKE_ROOM_S)
+        try:
+            budget.require(nbytes, "staging", hint)
+        except OutOfMemoryError:
+            # What is held for trainers that may never come back must not stand in the way of one that is here.
+            if not make_room(_MAKE_ROOM_S):
+                raise
+            budget.require(nbytes, "staging", hint)
 
     def _cancel(self, save_id: int, reason: CheckpointError) -> None:
         with self._changed:
