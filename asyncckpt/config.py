@@ -161,10 +161,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in (_SWITCH, *_OPTIONS.values()):
         if option.help is None:
             continue
-        # A flag that is just given means yes.
-        bare: dict[str, Any] = {"nargs": "?", "const": True} if option.parse is _truth else {}
+        kind: dict[str, Any] = {"type": option.parse, "metavar": "X"}
+        if option.parse is _truth:
+            kind = {"action": argparse.BooleanOptionalAction}
         with contextlib.suppress(argparse.ArgumentError):  # it is there: this is Megatron-LM's parser
-            group.add_argument(option.flag, type=option.parse, default=None, metavar="X", help=option.help, **bare)
+            group.add_argument(option.flag, default=None, help=option.help, **kind)
 
 
 def _truth(text: str) -> bool:

@@ -28,6 +28,7 @@ from asyncckpt.config import Config
 from asyncckpt.engine import Engine
 from asyncckpt.handle import Save
 from asyncckpt.plan import StateDict
+from asyncckpt.worker.messages import Existing
 
 Path_ = str | os.PathLike[str]
 
@@ -92,15 +93,18 @@ def begin_save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     config: Config | None = None,
+    existing: Existing = "replace",
     **_: Any,
 ) -> Save:
-    """As ``async_save``, but returns our own handle. ``config``: if it is the first save of these ranks (None: as the
-    environment says).
+    """As ``async_save``, but returns our own handle.
+
+    ``existing``: what becomes of what is there, see ``Order``. ``config``: if it is the first save of these ranks
+    (None: as the environment says).
     """
     if storage_writer is not None:
         raise ValueError("asyncckpt writes by itself: give it a checkpoint_id instead of a storage_writer")
     engine = engines.shared.get(process_group, alone=no_dist, config=config)
-    return engine.save(_folder(checkpoint_id), state_dict, existing="replace", planner=planner)
+    return engine.save(os.path.realpath(_folder(checkpoint_id)), state_dict, existing=existing, planner=planner)
 
 
 def load(

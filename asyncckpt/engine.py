@@ -11,7 +11,6 @@ import errno
 import itertools
 import logging
 import os
-import shutil
 import threading
 import time
 import warnings
@@ -50,7 +49,7 @@ from asyncckpt.structure import StructureChanged, stateful_to_dict
 from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Existing, Order
-from asyncckpt.worker.storage import attempt_folder, exists_error, fits, translated
+from asyncckpt.worker.storage import exists_error, fits, remove_attempt, translated
 from asyncckpt.worker.visit import Visit
 
 logger = logging.getLogger(__name__)
@@ -179,11 +178,14 @@ class Engine:
             self._running_client(self._ranks())
 
     def warm_up(self) -> None:
-        """Start the worker of this rank alone, which the first save then need not. Raises as ``save`` does."""
+        """Start the worker of this rank alone, which the first save then need not. Raises as ``save`` does.
+
+        ``torch.distributed`` may be initialised later: the ranks do not meet here.
+        """
         with self._lock:
             self._check_usable()
             if self._client is None:
-                self._client = self._start_worker(self._ranks())
+                self._client = self._start_worker(Group(self.config, self._process_group, alone=self._alone))
 
     def any_says(self, mine: bool) -> bool:
         """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it.
@@ -196,11 +198,6 @@ class Engine:
                 with contextlib.suppress(CheckpointError):  # the next save says what is wrong
                     self._running_client(group)
             return group.any_says(next(self._questions), mine)
-
-    def as_first_says(self, mine: bool) -> bool:
-        """``mine`` as the first rank has it, or, while that one's worker is gone, as this one has."""
-        with self._lock:
-            return self._ranks().as_first_says(next(self._questions), mine)
 
     def held(self) -> Memory | None:
         """What the worker of this rank's trainer before this one still holds; None when that is nothing, or when this
@@ -259,11 +256,15 @@ class Engine:
                 self._client.kill()
             for number, save in given_up:
                 save._reported = True
-                if group is not None:
-                    shutil.rmtree(attempt_folder(os.fspath(save.path), group.attempt(number)), ignore_errors=True)
+                if group is not None and group.rank == 0:
+                    # Its worker, which would have published, is dead. Only so may anybody remove what is of all ranks.
+                    remove_attempt(os.fspath(save.path), group.attempt(number))
             if group is not None:
                 group.close()
-            self.close()
+            try:
+                self.close()
+            except CheckpointError as error:
+                logger.error("given up: %s", str(error))
 
     def __enter__(self) -> Engine:
         return self
@@ -285,6 +286,11 @@ class Engine:
             raise ClosedError("this checkpointer is closed; make a new one")
 
     def _ranks(self) -> Group:
+        if self._group is not None and self._group.is_outdated():
+            raise CheckpointError(
+                "torch.distributed was initialised after the first save, which was of one process; close this engine"
+                " or checkpointer, and make a new one"
+            )
         if self._group is None:
             self._group = Group(self.config, self._process_group, alone=self._alone)
         return self._group
@@ -623,21 +629,30 @@ class Engine:
         """On whatever thread learned of it. First the books, then the handle, on which somebody may be waiting."""
         self._under_way.pop(order.save_id, None)
         failure = outcome.exception()
+        try:
+            failure = self._verdict(order, failure)
+            if failure is not None and not isinstance(failure, SaveDroppedError):
+                logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
+                self._failed = [save for save in self._failed if not save._reported] + [save]
+                self.failures += 1
+            if failure is None:
+                self._deaths = 0
+        finally:
+            save._end(failure, outcome.result() if outcome.exception() is None else None)
+
+    def _verdict(self, order: Order, failure: BaseException | None) -> BaseException | None:
+        """How a save has ended on all ranks, of which this rank's worker says ``failure``, or can say nothing."""
+        group = self._group
         silent = isinstance(failure, (WorkerDiedError, SaveTimeoutError)) and failure.rank == order.rank
-        if failure is not None and silent and self._group is not None:
-            if order.rank > 0:
-                self._group.fail(order.save_id, failure, begun=True)
-            if self._group.is_committed(order.save_id, order.path, order.attempt):
-                failure = None  # its part was done, and it could not say so any more
-            elif order.rank == 0 and isinstance(failure, WorkerDiedError):
-                self._group.fail(order.save_id, failure, begun=True)
-        if failure is not None and not isinstance(failure, SaveDroppedError):
-            logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
-            self._failed = [save for save in self._failed if not save._reported] + [save]
-            self.failures += 1
-        if failure is None:
-            self._deaths = 0
-        save._end(failure, outcome.result() if outcome.exception() is None else None)
+        if failure is None or not silent or group is None:
+            return failure
+        if order.rank > 0:
+            group.fail(order.save_id, failure, begun=True)
+        if group.is_committed(order.save_id, order.path, order.attempt):
+            return None  # its part was done, and it could not say so any more
+        if order.rank == 0 and isinstance(failure, WorkerDiedError):
+            group.fail(order.save_id, failure, begun=True)
+        return failure
 
     def _is_passed_over(self, error: BaseException) -> bool:
         passed = isinstance(error, CheckpointError) and not isinstance(error, ClosedError)

@@ -35,13 +35,8 @@ _YES = "yes"
 _OWN_PATIENCE_S = 1.0
 # How long another rank looks for the store, which the first may just be bringing back.
 _PATIENCE_S = 10.0
-# How long the first rank may take to conclude a save that this one has failed.
-_VERDICT_S = 5.0
-# How many questions there are between two looks at where the others are, and how many of those they may be behind. What
-# is further behind than that may be cleared away (see ``Rounds.clear``).
-_STRIDE = 16
-_STRIDES_BEHIND = 2
-
+# How long the first rank may take to conclude a save that this one has failed, if it is just publishing it.
+_VERDICT_S = 30.0
 # What trainers ask each other in a save, one after the other.
 KINDS = ("agree", "plan", "layout", "memory", "busy")
 
@@ -58,7 +53,8 @@ class Group:
     def __init__(self, config: Config, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self._config = config
         self._process_group = process_group
-        joined = not alone and dist.is_available() and dist.is_initialized()
+        self._may_join = not alone and dist.is_available()
+        self._joined = joined = self._may_join and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if joined else 0
         self.world_size = dist.get_world_size(process_group) if joined else 1
         if self.rank < 0:
@@ -73,6 +69,10 @@ class Group:
         # And what nobody waits for, and what nobody may have to wait for.
         self._later: Rounds | None = None
         self._asking: Rounds | None = None
+
+    def is_outdated(self) -> bool:
+        """Whether this was made for one process that has become one of many since."""
+        return self._may_join and not self._joined and dist.is_initialized() and dist.get_world_size() > 1
 
     @property
     def alone(self) -> bool:
@@ -171,40 +171,10 @@ class Group:
         try:
             if mine and self.rank > 0:
                 asking.say(_YES)
-            self._keep_abreast(asking, number)
             return self._follow_first(asking, "any", number, lambda: mine or asking.is_said(_YES))
         except CheckpointError as error:
             logger.warning("the ranks could not be asked: %s", str(error))
             return False
-
-    def as_first_says(self, number: int, mine: bool) -> bool:
-        """``mine`` as the first rank has it, the same answer for question ``number`` on all ranks.
-
-        What this one has, while the worker is gone that brings them together.
-        """
-        if self._asking is None:
-            return mine
-        try:
-            self._keep_abreast(self._asking, number)
-            return self._follow_first(self._asking, "first", number, lambda: mine)
-        except CheckpointError as error:
-            logger.warning("the first rank could not be asked: %s", str(error))
-            return mine
-
-    def _keep_abreast(self, rounds: Rounds, number: int) -> None:
-        """Questions that the first rank answers without waiting for the others must not be asked in so many that their
-        answers are cleared away before all have read them: every few it waits for those that are far behind.
-        """
-        stride, turn = divmod(number, _STRIDE)
-        if turn:
-            return
-        if self.rank > 0:
-            rounds.report(round_name("abreast", stride), b"")
-        elif (behind := stride - _STRIDES_BEHIND) > 0:
-            name = round_name("abreast", behind)
-            rounds.report(name, b"")
-            rounds.collect(name, self._config.timeout)
-            self._clear(rounds, "abreast", behind)
 
     def _follow_first(self, rounds: Rounds, kind: str, number: int, decide: Callable[[], T]) -> T:
         name = round_name(kind, number)
@@ -249,7 +219,7 @@ class Group:
         """Whether save ``number`` is committed although this rank's worker, which had a part in it, is dead or stopped.
 
         It may be, if that part was reported. Ranks but the first ask the first, whose word is the same for all, and
-        have failed the save before they ask: so the answer comes at once.
+        have failed the save before they ask: so the answer comes at once, unless that one is just publishing.
         """
         if self.rank > 0 and self._meeting is not None:
             rounds = Rounds(self._meeting, _VERDICT_S, _OWN_PATIENCE_S)

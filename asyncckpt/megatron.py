@@ -4,7 +4,7 @@
 
 or, before anything of Megatron-LM is imported, ``asyncckpt.megatron.install()``.
 
-Two ways of wiring are known. Newer trees take eight names from nvidia-resiliency-ext, in ``get_async_strategy``, each
+Two ways of wiring are known. Newer trees take nine names from nvidia-resiliency-ext, in ``get_async_strategy``, each
 time they are needed: those names are replaced in its modules, or, where it is not installed, there are modules that
 have nothing but these. megatron-core 0.16 has code of its own for the same: there the names are replaced where they are
 used.
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from asyncckpt import nvrx as nvrx
+from asyncckpt import nvrx
 from asyncckpt.errors import CheckpointError
 
 _NVRX = "nvidia_resiliency_ext"
@@ -168,8 +168,8 @@ def _install_in_core(torch_strategy: ModuleType) -> None:
     torch_strategy.save_state_dict_async_plan = _plan_for_core  # type: ignore[attr-defined]
     torch_strategy.save_state_dict_async_finalize = nvrx.save_state_dict_async_finalize  # type: ignore[attr-defined]
     own_queue = requests.AsyncCallsQueue
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("megatron.") and getattr(module, "AsyncCallsQueue", None) is own_queue:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and getattr(module, "AsyncCallsQueue", None) is own_queue:
             module.AsyncCallsQueue = nvrx.AsyncCallsQueue  # type: ignore[attr-defined]
 
 
@@ -188,23 +188,36 @@ def _plan_for_core(
 
 
 class MegatronSave:
-    """The handle of a save that Megatron-LM has made a request of."""
+    """The handle of a save that Megatron-LM has made a request of.
 
-    def __init__(self, queue: nvrx.AsyncCallsQueue, request: nvrx.AsyncRequest) -> None:
+    What it asks of the queue is for all ranks to ask alike. ``failed`` is shared by the handles of one queue: how saves
+    have ended that another handle was the first to hear of.
+    """
+
+    def __init__(
+        self, queue: nvrx.AsyncCallsQueue, request: nvrx.AsyncRequest, failed: dict[int, BaseException]
+    ) -> None:
         self._queue = queue
+        self._failed = failed
         self._number = queue.schedule_async_request(request)
 
     def done(self) -> bool:
-        """Whether it has ended, on all ranks; if so it is finalized. All ranks have to ask, and get the same answer.
-
-        Raises DCP's ``CheckpointException`` if it has failed.
-        """
-        self._queue.maybe_finalize_async_calls()
+        """Whether it has ended, on all ranks; if so it is finalized. The same answer on all ranks."""
+        self._finalize(blocking=False)
         return self._number not in [request.call_idx for request, _ in self._queue.async_calls]
 
     def result(self) -> None:
-        """Wait until the checkpoint is complete and durable, and finalized; on all ranks. Raises as ``done``."""
-        self._queue.maybe_finalize_async_calls(blocking=True)
+        """Wait until the checkpoint is complete and durable, and finalized; on all ranks.
+
+        Raises DCP's ``CheckpointException`` if it has failed.
+        """
+        self._finalize(blocking=True)
+        if self._number in self._failed:
+            raise self._failed[self._number]
+
+    def _finalize(self, *, blocking: bool) -> None:
+        _, failed = self._queue.finalize(blocking=blocking)
+        self._failed.update(failed)
 
 
 def main(arguments: list[str]) -> None:

@@ -75,7 +75,8 @@ def load(
     states = {key: state_dict[key].state_dict() if type(state_dict[key]) in kinds else state_dict[key] for key in keys}
     with contextlib.ExitStack() as held, _without_gc(), _unwrapped():
         found = on_all(lambda: source or _find(path, held), ranks)
-        drafted = None if planner is not None or found is None else draft(states, found, path, held)
+        plain = planner is None and found is not None
+        drafted = on_all(lambda: draft(states, found, path, held) if plain and found is not None else None, ranks)
         if all(gather(drafted is not None, ranks)) and drafted is not None:
             with _wrapped():
                 on_all(partial(drafted.read, verify=verify, weights_only=weights_only), ranks)

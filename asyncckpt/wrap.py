@@ -17,9 +17,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from asyncckpt import dcp
 from asyncckpt.config import Config, is_switched_on
 from asyncckpt.torch_file import torch_save
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage import replaceable
 
 logger = logging.getLogger(__name__)
 
+# What DCP calls the format that it writes unless asked for another.
+_PLAIN = "torch_save"
 _CORE = "megatron.core.dist_checkpointing.serialization"
 
 
@@ -32,7 +36,8 @@ def wrap_save(save_fn: Callable[..., Any], args: argparse.Namespace | None = Non
 
     - ``torch.save``: the file is one that ``torch.load`` reads;
     - ``torch.distributed.checkpoint.save`` and ``async_save``: a folder that DCP's ``load`` reads. A ``storage_writer``
-      that is DCP's ``FileSystemWriter`` says where to; with any other the call is made as it is;
+      that is DCP's ``FileSystemWriter`` says where to, and whether to overwrite; with any other, and with extensions or
+      another format, the call is made as it is;
     - ``TorchAsyncCheckpoint.async_save``, bound, of any nvidia-resiliency-ext;
     - ``megatron.core.dist_checkpointing.save``: what has to be done in the trainer at the end, on all ranks, is done by
       the handle's ``result``, which therefore has to be called, on all ranks.
@@ -48,30 +53,43 @@ def wrap_save(save_fn: Callable[..., Any], args: argparse.Namespace | None = Non
     if save_fn in (state_dict_saver.save, state_dict_saver.async_save):
         return _wrap_dcp(save_fn, config)
     if name == f"{_CORE}.save":
-        return _wrap_megatron(save_fn)
+        return _wrap_megatron(save_fn, config)
     raise ValueError(f"asyncckpt does not know how to make {name} asynchronous; see wrap_save for what it knows")
 
 
 def _wrap_dcp(save_fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
     @functools.wraps(save_fn)
     def save(state_dict: dict[str, Any], *, storage_writer: Any = None, **options: Any) -> Any:
-        if type(storage_writer) is FileSystemWriter:
+        existing: Existing = "replace"
+        if storage_writer is not None:
+            if not _writes_plainly(storage_writer):
+                logger.warning("saved as before: this %s does its own writing", type(storage_writer).__name__)
+                return save_fn(state_dict, storage_writer=storage_writer, **options)
             options["checkpoint_id"] = options.get("checkpoint_id") or os.fspath(storage_writer.path)
-        elif storage_writer is not None:
-            logger.warning("saved as before: a %s does its own writing", type(storage_writer).__name__)
-            return save_fn(state_dict, storage_writer=storage_writer, **options)
-        return dcp.begin_save(
-            state_dict, config=config, **options
-        )  # what else DCP takes chooses between ways that this one replaces
+            existing = "replace" if storage_writer.overwrite else "refuse"
+        if existing == "replace" and not replaceable(os.fspath(options["checkpoint_id"])):
+            existing = "join"  # there are files of others: DCP puts its own beside them
+        return dcp.begin_save(state_dict, config=config, existing=existing, **options)
 
     return save
 
 
-def _wrap_megatron(save_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _writes_plainly(writer: Any) -> bool:
+    """Whether ``writer`` is DCP's own, and asked for nothing but DCP's plain format."""
+    if type(writer) is not FileSystemWriter:
+        return False
+    extensions = getattr(getattr(writer, "transforms", None), "extensions", ())
+    return not extensions and getattr(getattr(writer, "serialization_format", None), "value", _PLAIN) == _PLAIN
+
+
+def _wrap_megatron(save_fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
     from asyncckpt import megatron
+    from asyncckpt.nvrx import AsyncCallsQueue, runtime
 
     megatron.install()
-    queue = megatron.nvrx.AsyncCallsQueue()
+    queue = AsyncCallsQueue()
+    runtime.configure(config)
+    failed: dict[int, BaseException] = {}
     # Newer trees ask which implementation to take, and theirs for nvrx is ours now.
     chosen: dict[str, Any] = {"async_sharded_save": True}
     if "async_strategy" in inspect.signature(save_fn).parameters:
@@ -79,6 +97,6 @@ def _wrap_megatron(save_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(save_fn)
     def save(*arguments: Any, **options: Any) -> megatron.MegatronSave:
-        return megatron.MegatronSave(queue, save_fn(*arguments, **(options | chosen)))
+        return megatron.MegatronSave(queue, save_fn(*arguments, **(options | chosen)), failed)
 
     return save

@@ -72,7 +72,7 @@ def test_help_shows_examples() -> None:
 def test_choices_from_a_command_line_and_the_environment() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    given = ["--async-ckpt-slots", "3", "--async-ckpt-when-busy", "skip", "--async-ckpt-overlap", "no"]
+    given = ["--async-ckpt-slots", "3", "--async-ckpt-when-busy", "skip", "--no-async-ckpt-overlap"]
     args = parser.parse_args([*given, "--ckpt-assume-constant-structure", "--async-ckpt-io-priority", "3"])
     environment = {"ASYNC_CKPT_SLOTS": "1", "ASYNC_CKPT_KEEP_LAST": "4", "ASYNC_CKPT_DIRECT_IO": "no"}
     config = Config.from_args(args, environment)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from asyncckpt import Save, add_arguments, engines, wrap_save
+from asyncckpt.errors import CheckpointExistsError
 
 
 def options(*given: str) -> argparse.Namespace:
@@ -30,7 +31,7 @@ FUNCTIONS = [torch.save, state_dict_saver.save, state_dict_saver.async_save, pri
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_switched_off_it_is_the_function_itself(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrap_save(function) is function and wrap_save(function, options()) is function
-    assert wrap_save(function, options(*ON, "no")) is function
+    assert wrap_save(function, options("--no-async-ckpt-use-cpu-shm")) is function
     monkeypatch.setenv("ASYNC_CKPT_USE_CPU_SHM", "no")
     assert wrap_save(function) is function
 
@@ -66,9 +67,21 @@ def test_a_writer_of_another_kind_does_its_own_writing(tmp_path: Path, caplog: p
     save = wrap_save(state_dict_saver.save, options(*ON))
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         save(state := small_state(), storage_writer=Writer(tmp_path / "it"))
-    assert "saved as before: a Writer" in caplog.text
+    assert "saved as before: this Writer" in caplog.text
     stock_load(into := zeros_like(state), tmp_path / "it")
     assert same(into, state)
+
+
+def test_what_stands_there_is_dealt_with_as_dcp_does(tmp_path: Path) -> None:
+    save = wrap_save(state_dict_saver.save, options(*ON))
+    save({"a": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path / "it")).result(60)
+    with pytest.raises(CheckpointExistsError):
+        save({"a": torch.zeros(2)}, storage_writer=FileSystemWriter(tmp_path / "it", overwrite=False))
+    (tmp_path / "it/config.json").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "it")
+    save({"a": torch.zeros(2)}, checkpoint_id=tmp_path / "link").result(60)
+    stock_load(into := {"a": torch.ones(2)}, tmp_path / "it")
+    assert not into["a"].any() and (tmp_path / "it/config.json").exists() and (tmp_path / "link").is_symlink()
 
 
 def test_what_is_not_known_is_refused() -> None:

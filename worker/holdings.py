@@ -108,7 +108,7 @@ class Holdings:
         self._rooms: dict[int, Room] = {}
         self._next = 1
         self._images: dict[tuple[int, int], _Image] = {}  # by segment and slot
-        self._given_back: Room | None = None
+        self._given_back: list[Room] = []
         self._orphaned = False
         self._visitors = 0
         self._last_visit = 0.0
@@ -155,12 +155,12 @@ class Holdings:
                 del self._images[place]
             room = self._rooms.pop(number)
             room.close()
-            self._given_back = room
+            self._given_back = [each for each in self._given_back if not each.closed.is_set()] + [room]
 
-    def wait_given_back(self, timeout: float) -> None:
-        """Wait until the memory that was given back last is free, ``timeout`` seconds at most."""
-        if self._given_back is not None:
-            self._given_back.closed.wait(timeout)
+    def wait_given_back(self, timeout: float) -> bool:
+        """Wait until memory that was given back is free, ``timeout`` seconds at most; False where there is none."""
+        waiting = [room for room in self._given_back if not room.closed.is_set()]
+        return any([room.closed.wait(timeout) for room in waiting])
 
     def taken(self, order: Order) -> None:
         """A slot is being staged: what was in it is gone."""

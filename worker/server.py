@@ -222,14 +222,15 @@ class Server:
 
     def _require(self, nbytes: int) -> None:
         hint = "use fewer slots, or leave more memory to them (each holds one image of the state)"
-        self._holdings.wait_given_back(_MAKE_ROOM_S)
         try:
             budget.require(nbytes, "staging", hint)
+            return
         except OutOfMemoryError:
-            # What is held for trainers that may never come back must not stand in the way of one that is here.
-            if not make_room(_MAKE_ROOM_S):
+            # Something may have been given back that is free in a moment. Nor must what is held for trainers that may
+            # never come back stand in the way of one that is here.
+            if not (self._holdings.wait_given_back(_MAKE_ROOM_S) or make_room(_MAKE_ROOM_S)):
                 raise
-            budget.require(nbytes, "staging", hint)
+        budget.require(nbytes, "staging", hint)
 
     def _cancel(self, save_id: int, reason: CheckpointError) -> None:
         with self._changed:

@@ -68,6 +68,14 @@ def attempt_folder(final: str, attempt: str) -> str:
     return os.path.join(parent, f".{name}.{attempt}{PARTIAL_SUFFIX}")
 
 
+def remove_attempt(final: str, attempt: str) -> None:
+    """Remove what there is of an ``attempt`` at ``final``, which nobody is going to publish any more."""
+    path = attempt_folder(final, attempt)
+    with contextlib.suppress(OSError):
+        os.unlink(path)  # at a file
+    shutil.rmtree(path, ignore_errors=True)
+
+
 class OutputFile:
     """A file being written, past the page cache where the file system allows."""
 
@@ -170,22 +178,17 @@ class LocalStorage:
         """
         with translated("flushing a folder", folder):
             sync_folder(folder)
-        if existing == "join" and os.path.isdir(final):
-            with translated("publishing the checkpoint", final):
-                _join(folder, final)
-            return
-        taken = False
+        taken = existing == "join" and os.path.isdir(final)
         with translated("publishing the checkpoint", final):
             try:
-                os.rename(folder, final)
+                if not taken:
+                    os.rename(folder, final)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 taken = True
         if taken:
-            if existing != "replace" or not replaceable(final):
-                raise exists_error(final, existing)
-            self._replace(folder, final)
+            self._settle(folder, final, existing)
         parent = os.path.dirname(final)
         with translated("flushing a folder", parent):
             sync_folder(parent)
@@ -252,6 +255,16 @@ class LocalStorage:
         with contextlib.suppress(OSError):
             os.unlink(path)
         self.release(path)
+
+    def _settle(self, folder: str, final: str, existing: Existing) -> None:
+        """Publish ``folder`` where something stands."""
+        if existing == "join" and os.path.isdir(final):
+            with translated("publishing the checkpoint", final):
+                _join(folder, final)
+        elif existing == "replace" and replaceable(final):
+            self._replace(folder, final)
+        else:
+            raise exists_error(final, existing)
 
     def _replace(self, folder: str, final: str) -> None:
         """Put ``folder`` in the place of the checkpoint ``final`` and remove that."""
@@ -332,6 +345,8 @@ def _join(folder: str, final: str) -> None:
 
     A checkpoint that stands there is none from the first moment on: its files have the names of these.
     """
+    if os.stat(folder).st_dev != os.stat(final).st_dev:
+        raise OSError(errno.EXDEV, "it is on another file system than the folder it is in; save into a folder of it")
     last = [METADATA_NAME, MANIFEST_NAME]
     for name in reversed(last):
         with contextlib.suppress(FileNotFoundError):
@@ -342,7 +357,8 @@ def _join(folder: str, final: str) -> None:
         for name in names:
             os.rename(os.path.join(folder, name), os.path.join(final, name))
         sync_folder(final)
-    os.rmdir(folder)
+    with contextlib.suppress(OSError):  # it is published all the same
+        os.rmdir(folder)
 
 
 @contextlib.contextmanager

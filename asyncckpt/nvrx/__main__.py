@@ -42,18 +42,23 @@ def _receive(connection: Connection, queue: SimpleQueue[tuple[int, Any] | None])
             queue.put(receive_and_unpack(connection))
     except (EOFError, OSError):
         pass
-    queue.put(None)
+    finally:
+        queue.put(None)
 
 
 def _run(value: Any) -> str | None:
     """Returns what went wrong."""
+    pid = os.getpid()
     try:
-        if isinstance(value, Exception):
+        if isinstance(value, BaseException):
             raise value
         function, arguments, keywords = value
         function(*arguments, **keywords)
     except BaseException as error:
-        return f"the request failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        return f"the request failed: {''.join(traceback.format_exception_only(error))}\n{traceback.format_exc()}"
+    finally:
+        if os.getpid() != pid:  # a fork that the function has made, and that has come back from it
+            os._exit(0)
     return None
 
 

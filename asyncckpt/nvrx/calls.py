@@ -6,18 +6,23 @@ the queue waits for their handles. Any other function is run by a helper process
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.errors import CheckpointError, RankFailedError
 from asyncckpt.nvrx import runtime
 from asyncckpt.nvrx.helper import Helper, Task
 from asyncckpt.nvrx.writer import StagedWrite, write_exception
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncRequest(NamedTuple):
@@ -137,19 +142,35 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests that are done on all ranks (``no_dist``: on this one), and return their numbers.
 
-        ``blocking``: wait for all of them. Raises DCP's ``CheckpointException`` if what was to be done has failed; on
-        all ranks the same, unless ``no_dist``. Then its finalize functions are not called.
+        ``blocking``: wait for all of them. Raises DCP's ``CheckpointException`` (which is no ``Exception``) if what was
+        to be done has failed, of several the first, when the others are finalized; on all ranks the same, unless
+        ``no_dist``. The finalize functions of what has failed are not called. Raises ``RankFailedError`` where the
+        ranks have scheduled different requests, or one of them is gone.
         """
+        finalized, failed = self.finalize(blocking=blocking, alone=no_dist)
+        for error in failed.values():
+            raise error
+        return finalized
+
+    def finalize(
+        self, *, blocking: bool = False, alone: bool = False
+    ) -> tuple[list[int], dict[int, CheckpointException]]:
+        """The same, but what has failed is returned too: the errors, by the numbers of the requests."""
         finalized = []
+        failed: dict[int, CheckpointException] = {}
         while self.async_calls:
             request, call = self.async_calls[0]
-            if not call.is_done(request.call_idx, blocking=blocking, alone=no_dist):
+            if blocking:
+                call.wait()
+            if not _is_done(request.call_idx, call, alone=alone):
                 break
             self.async_calls.popleft()
-            if failures := call.failures(alone=no_dist):
-                raise write_exception(failures)
-            finalized.append(request.execute_finalize_fns())
-        return finalized
+            if failures := call.failures(alone=alone):
+                logger.error("call %d has failed: %s", request.call_idx, str(next(iter(failures.values()))))
+                failed[request.call_idx] = write_exception(failures)
+            else:
+                finalized.append(request.execute_finalize_fns())
+        return finalized, failed
 
     def get_num_unfinalized_calls(self) -> int:
         """How many requests are not finalized yet."""
@@ -158,7 +179,8 @@ class AsyncCallsQueue:
     def close(self, abort: bool = False) -> None:
         """Finalize all requests, end the workers and give their memory back; another request starts them anew.
 
-        ``abort``: at once, and nothing is finalized: what is under way is lost, and nothing of it is left.
+        ``abort``: at once, and nothing is finalized: what is under way is lost, in other queues too, as they share the
+        worker. Another rank may still publish what all had written; what else is left is removed by a later save.
         """
         try:
             if abort:
@@ -183,27 +205,31 @@ class AsyncCallsQueue:
 class _Call(Protocol):
     """A request under way."""
 
-    def is_done(self, number: int, *, blocking: bool, alone: bool) -> bool:
-        """Whether it has ended, well or badly, on all ranks (``alone``: on this one)."""
+    group: dist.ProcessGroup | None
+    """The ranks it is of."""
+
+    def wait(self) -> None:
+        """Wait until it has ended on this rank, well or badly."""
+
+    def done(self) -> bool:
+        """Whether it has."""
 
     def failures(self, *, alone: bool) -> dict[int, Exception]:
         """By their ranks, how it failed."""
 
 
 class _SaveCall:
-    """A checkpoint: it ends on all ranks alike, so that one of them can say for all that it has."""
+    """A checkpoint: it ends on all ranks alike."""
 
     def __init__(self, write: StagedWrite) -> None:
         self._save = write.save
-        self._group = write.process_group
+        self.group = write.process_group
 
-    def is_done(self, number: int, *, blocking: bool, alone: bool) -> bool:
-        if not blocking:
-            done = self._save.done()
-            if not (done if alone else runtime.engine(self._group).as_first_says(done)):
-                return False
-        self.failures(alone=alone)
-        return True
+    def wait(self) -> None:
+        futures.wait([self._save.future])
+
+    def done(self) -> bool:
+        return self._save.done()
 
     def failures(self, *, alone: bool) -> dict[int, Exception]:
         try:
@@ -218,28 +244,22 @@ class _TaskCall:
 
     def __init__(self, task: Task | None) -> None:
         self._task = task
+        self.group: dist.ProcessGroup | None = None
 
-    def is_done(self, number: int, *, blocking: bool, alone: bool) -> bool:
-        if self._task is not None and blocking:
+    def wait(self) -> None:
+        if self._task is not None:
             self._task.wait()
-        done = self._task is None or self._task.done()
-        if alone or _world_size() == 1:
-            return done
-        least, most = _extremes([number, int(done)])
-        if least[0] != most[0]:
-            raise RankFailedError(
-                f"the ranks have scheduled different requests: one finalizes call {least[0]}, another {most[0]}",
-                rank=dist.get_rank(),
-            )
-        return bool(least[1])
+
+    def done(self) -> bool:
+        return self._task is None or self._task.done()
 
     def failures(self, *, alone: bool) -> dict[int, Exception]:
         error = self._task.error if self._task is not None else None
         rank = dist.get_rank() if dist.is_initialized() else 0
         mine = {} if error is None else {rank: error}
-        if alone or _world_size() == 1 or not _extremes([int(bool(mine))])[1][0]:
+        if alone or _world_size(None) == 1 or not _extremes([int(bool(mine))], None)[1][0]:
             return mine
-        everywhere: list[Any] = [None] * _world_size()
+        everywhere: list[Any] = [None] * _world_size(None)
         dist.all_gather_object(everywhere, mine)
         return {rank: error for failures in everywhere for rank, error in failures.items()}
 
@@ -257,15 +277,34 @@ def _arguments(request: AsyncRequest) -> list[Any]:
     return arguments
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _is_done(number: int, call: _Call, *, alone: bool) -> bool:
+    """Whether call ``number`` has ended on all ranks (``alone``: on this one)."""
+    if alone or _world_size(call.group) == 1:
+        return call.done()
+    least, most = _extremes([number, int(call.done())], call.group)
+    if least[0] != most[0]:
+        raise RankFailedError(
+            f"the ranks have scheduled different requests: one finalizes call {least[0]}, another {most[0]}",
+            rank=dist.get_rank(),
+        )
+    return bool(least[1])
 
 
-def _extremes(values: list[int]) -> tuple[list[int], list[int]]:
-    """The least and the greatest of each of ``values`` among all ranks."""
-    on_cpu = "cpu" in str(dist.get_backend_config())
+def _world_size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def _extremes(values: list[int], group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
+    """The least and the greatest of each of ``values`` among the ranks, by one collective, on the CPU if possible."""
+    on_cpu = "cpu" in str(dist.get_backend_config(group))
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    try:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        raise RankFailedError(
+            f"asking the other ranks failed: {str(error).splitlines()[0]}; one of them may have died",
+            rank=dist.get_rank(),
+        ) from error
     most, least = both[: len(values)].tolist(), (-both[len(values) :]).tolist()
     return least, most

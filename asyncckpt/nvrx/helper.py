@@ -79,6 +79,7 @@ class Helper:
         try:
             pack_and_send(self._connection, self._process.pid, number, (function, list(arguments), dict(keywords)))
         except OSError as error:
+            self._process.kill()  # it may have got half a message
             self._listener.join()
             raise task.error or WorkerDiedError("the helper process does not listen any more") from error
         except BaseException:

@@ -17,7 +17,7 @@ import torch
 from multiprocess.connection import Connection
 from multiprocess.reduction import ForkingPickler, recv_handle, send_handle
 
-from asyncckpt.errors import UnsavableStateError
+from asyncckpt.errors import OutOfMemoryError, UnsavableStateError
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.worker.wire import receive, send
@@ -69,7 +69,7 @@ def pack_and_send(connection: Connection, pid: int, number: int, value: Any) -> 
         send(connection, parcel)
         return
     budget.require(parcel.nbytes, "the tensors of a request", "leave more memory to it, or save less at once")
-    with Segment.create("asyncckpt", parcel.nbytes) as segment:
+    with _memory_of(parcel.nbytes) as segment:
         for storage, place in pickler.storages.values():
             if storage.nbytes():
                 target = torch.frombuffer(segment.view, dtype=torch.uint8, count=storage.nbytes(), offset=place)
@@ -79,8 +79,15 @@ def pack_and_send(connection: Connection, pid: int, number: int, value: Any) -> 
         send_handle(connection, segment.fileno(), pid)
 
 
+def _memory_of(nbytes: int) -> Segment:
+    try:
+        return Segment.create("asyncckpt", nbytes)
+    except OSError as error:  # which is not one of the connection
+        raise OutOfMemoryError(f"no {nbytes:,} bytes of shared memory for the tensors of a request: {error}") from error
+
+
 def receive_and_unpack(connection: Connection) -> tuple[int, Any]:
-    """The next request: its number, and the value, or the ``Exception`` that unpickling it raised.
+    """The next request: its number, and the value, or the error that unpickling it raised.
 
     Raises ``EOFError`` or ``OSError`` when nobody is at the other end.
     """
@@ -94,7 +101,7 @@ def receive_and_unpack(connection: Connection) -> tuple[int, Any]:
     _arrived.clear()
     try:
         return parcel.number, ForkingPickler.loads(parcel.pickle)
-    except Exception as error:  # whatever is missing there
+    except BaseException as error:  # what is missing there, or what a module does that is imported there
         return parcel.number, error
     finally:
         _memory = None

@@ -12,7 +12,15 @@ from asyncckpt.engine import Engine
 from asyncckpt.engines import Engines
 
 _engines = Engines()
+_config: Config | None = None
 _choice: dict[str, Any] = {}
+
+
+def configure(config: Config) -> None:
+    """What the engines that are made from now on shall be like (else: as the environment says)."""
+    global _config
+    _config = config
+    _choice.clear()
 
 
 def prioritise(cpu_priority: int | None, io_priority: int | None) -> None:
@@ -31,7 +39,7 @@ def prioritise(cpu_priority: int | None, io_priority: int | None) -> None:
 
 def engine(process_group: dist.ProcessGroup | None = None) -> Engine:
     """The engine for the ranks of ``process_group`` (None: of the whole job)."""
-    return _engines.get(process_group, config=replace(Config.from_env(), **_choice))
+    return _engines.get(process_group, config=replace(_config or Config.from_env(), **_choice))
 
 
 def close() -> None:

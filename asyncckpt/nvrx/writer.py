@@ -26,6 +26,7 @@ class StagedWrite:
 
     def __init__(self, save: Save, process_group: dist.ProcessGroup | None) -> None:
         self.save = save
+        save._reported = True  # a failure is for who finalizes, not for the next save
         self.process_group = process_group
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,11 +99,16 @@ def save_state_dict_async_plan(
 
     The plan is kept and used again for as long as all ranks still have that structure, whatever ``enable_cache`` says;
     the first rank of the group coordinates, whatever ``coordinator_rank`` says. What is returned is for
-    ``save_state_dict_async_finalize``, the metadata in it None. Raises as ``Engine.save`` does.
+    ``save_state_dict_async_finalize``, the metadata in it None. What goes wrong here is told by finalizing, so that all
+    ranks schedule alike, and learn of it alike.
     """
-    save = runtime.engine(process_group).save(
-        os.fspath(storage_writer.path), state_dict, existing="join", planner=planner
-    )
+    path = os.path.realpath(os.fspath(storage_writer.path))
+    existing: Existing = "join" if storage_writer.overwrite else "refuse"
+    try:
+        save = runtime.engine(process_group).save(path, state_dict, existing=existing, planner=planner)
+    except CheckpointError as error:
+        save = Save(path, None)
+        save._end(error, None)
     storage_writer.staged = StagedWrite(save, process_group)
     return storage_writer, None, _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
 
