@@ -107,6 +107,19 @@ def test_the_newest_metadata_is_read(queue: nvrx.AsyncCallsQueue, tmp_path: Path
     assert not nvrx.CachedMetadataFileSystemReader._cache
 
 
+def test_it_does_not_overwrite_unless_it_may(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    (tmp_path / "common.pt").touch()
+    for works in (True, False):
+        writer = nvrx.FileSystemWriterAsync(tmp_path, overwrite=False)
+        planned = nvrx.save_state_dict_async_plan({"w": torch.full((3,), float(works))}, writer)
+        if works:
+            nvrx.save_state_dict_async_finalize(*planned)
+        else:
+            with pytest.raises(CheckpointException, match="a checkpoint never replaces another by accident"):
+                nvrx.save_state_dict_async_finalize(*planned)
+    assert is_there({"w": torch.ones(3)}, tmp_path)
+
+
 def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
     for option in ({"separation_hint": "model"}, {"use_msc": True}):
         with pytest.raises(ValueError, match=next(iter(option))):

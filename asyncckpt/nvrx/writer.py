@@ -17,6 +17,8 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.handle import Save
 from asyncckpt.nvrx import runtime
 from asyncckpt.plan import StateDict
+from asyncckpt.worker.manifest import METADATA_NAME
+from asyncckpt.worker.messages import Existing
 
 Plan = tuple["FileSystemWriterAsync", Metadata | None, _DistWrapper]
 
@@ -103,7 +105,8 @@ def save_state_dict_async_plan(
     ranks schedule alike, and learn of it alike.
     """
     path = os.path.realpath(os.fspath(storage_writer.path))
-    existing: Existing = "join" if storage_writer.overwrite else "refuse"
+    taken = not storage_writer.overwrite and os.path.exists(os.path.join(path, METADATA_NAME))
+    existing: Existing = "refuse" if taken else "join"
     try:
         save = runtime.engine(process_group).save(path, state_dict, existing=existing, planner=planner)
     except CheckpointError as error:
