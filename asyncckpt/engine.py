@@ -383,6 +383,7 @@ class Engine:
             keep=group.rank == 0 and retention.keep is not None and retention.keep(),
             timeout=self.config.commit_timeout,
             pickle_bytes=pickle_bytes,
+            umask=_umask(),
         )
         self._stage(save, order, home, tensors)
 
@@ -801,6 +802,15 @@ def _planner_key(planner: SavePlanner | None) -> Any:
         planner = planner or DefaultSavePlanner()
         return planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
     return type(planner)
+
+
+def _umask() -> int:
+    """This process's, which can be changed by whoever asks for it in any other way."""
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
+    except (OSError, StopIteration):  # a kernel before 4.7
+        return 0o022
 
 
 def _staging_error(error: BaseException, order: Order) -> CheckpointError:

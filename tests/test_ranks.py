@@ -207,6 +207,20 @@ def _save_apart(root: str) -> None:
     engines.shared.close()
 
 
+def _alone_and_then_together(root: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    with Engine() as engine:
+        engine.save(f"{root}/alone{rank}", replicas(1)).result(60)
+        dist.init_process_group("gloo", init_method=f"file://{root}.meeting", rank=rank, world_size=world)
+        with pytest.raises(CheckpointError, match="initialised after the first save"):
+            engine.save(f"{root}/together", replicas(1))
+
+
+def test_one_process_that_becomes_many_is_told(tmp_path: Path) -> None:
+    run(2, _alone_and_then_together, str(tmp_path / "it"), folder=tmp_path)
+
+
 def test_groups_save_apart(tmp_path: Path) -> None:
     run(4, _save_apart, str(tmp_path / "root"), folder=tmp_path)
     for rank in range(4):

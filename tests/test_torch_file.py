@@ -23,7 +23,7 @@ import pytest
 import torch
 from conftest import Faulty, same
 
-from asyncckpt import engines
+from asyncckpt import dcp, engines
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
 from asyncckpt.errors import OutOfMemoryError, SaveDroppedError, StorageError, UnsavableStateError, WorkerDiedError
@@ -483,3 +483,18 @@ def test_tail_room_is_enough() -> None:
             before = len(image)
             end = archive.complete(image, alignment, 1, [1] * count, 1, lambda _: None)
             assert end <= before
+
+
+def test_files_are_for_those_whom_the_umask_allows(tmp_path: Path) -> None:
+    """That of the moment of the call, not of the worker's start."""
+    before = os.umask(0o022)
+    try:
+        torch_save({"w": torch.ones(3)}, tmp_path / "open.pt").result(60)
+        os.umask(0o077)
+        torch_save({"w": torch.ones(3)}, tmp_path / "closed.pt").result(60)
+        dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "closed", no_dist=True).result(60)
+    finally:
+        os.umask(before)
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("open.pt", "closed.pt", "closed")}
+    assert modes == {"open.pt": 0o644, "closed.pt": 0o600, "closed": 0o700}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "closed").iterdir()} == {0o600}

@@ -113,7 +113,7 @@ class Order:
     """What to make of one staged slot: its part of the checkpoint at ``path`` (absolute), or the file there.
 
     ``save_id`` and ``attempt`` are the same on all ranks. ``timeout``: seconds until it has to be committed.
-    ``pickle_bytes``: of a file, how long its pickle is this time.
+    ``pickle_bytes``: of a file, how long its pickle is this time. ``umask``: the trainer's, for what is made.
     """
 
     save_id: int
@@ -129,6 +129,7 @@ class Order:
     keep: bool
     timeout: float
     pickle_bytes: int = 0
+    umask: int = 0o022
 
 
 @dataclass(frozen=True)

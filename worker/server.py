@@ -282,6 +282,7 @@ class Server:
         if not self._committer.wanted(order):
             self._free(room, order)
             return
+        os.umask(order.umask)
         attempt: Attempt | FileAttempt | None = None
         freed = False
         try:
