@@ -67,7 +67,8 @@ def _wrap_dcp(save_fn: Callable[..., Any], config: Config) -> Callable[..., Any]
                 return save_fn(state_dict, storage_writer=storage_writer, **options)
             options["checkpoint_id"] = options.get("checkpoint_id") or os.fspath(storage_writer.path)
             existing = "replace" if storage_writer.overwrite else "refuse"
-        if existing == "replace" and not replaceable(os.fspath(options["checkpoint_id"])):
+        folder = options.get("checkpoint_id")  # begin_save says if there is none
+        if folder is not None and existing == "replace" and not replaceable(os.fspath(folder)):
             existing = "join"  # there are files of others: DCP puts its own beside them
         return dcp.begin_save(state_dict, config=config, existing=existing, **options)
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,18 @@ def test_publishing_over_something(tmp_path: Path) -> None:
                 assert sorted(path.name for path in final.iterdir()) == sorted(standing)
             store.close()
             assert os.listdir(tmp_path / "root") == ["final"]
+
+
+def test_a_folder_on_another_file_system_is_not_touched(tmp_path: Path) -> None:
+    """As where the folder to join is one that something is mounted at: nothing can be moved there from beside it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as final:
+        if os.stat(final).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("there is but one file system")
+        for folder in (tmp_path, Path(final)):
+            (folder / ".metadata").touch()
+        with pytest.raises(StorageError, match="another file system"):
+            LocalStorage().publish(str(tmp_path), final, existing="join")
+        assert os.listdir(final) == os.listdir(tmp_path) == [".metadata"]
 
 
 def test_replacing_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

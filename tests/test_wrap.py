@@ -75,6 +75,8 @@ def test_a_writer_of_another_kind_does_its_own_writing(tmp_path: Path, caplog: p
 def test_what_stands_there_is_dealt_with_as_dcp_does(tmp_path: Path) -> None:
     save = wrap_save(state_dict_saver.save, options(*ON))
     save({"a": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path / "it")).result(60)
+    with pytest.raises(ValueError, match="checkpoint_id"):
+        save({"a": torch.zeros(2)})
     with pytest.raises(CheckpointExistsError):
         save({"a": torch.zeros(2)}, storage_writer=FileSystemWriter(tmp_path / "it", overwrite=False))
     (tmp_path / "it/config.json").touch()

@@ -38,8 +38,8 @@ class StagedWrite:
 class FileSystemWriterAsync(FileSystemWriter):
     """Where a checkpoint is to be written: the argument of ``save_state_dict_async_plan``.
 
-    The files are put into the folder ``path`` beside what is there, ``.metadata`` last, all at once when all ranks have
-    written theirs; until then they are hidden in a folder next to it.
+    When all ranks have written their files, hidden in a folder next to ``path``, these are moved into it beside what is
+    there, ``.metadata`` after all others.
     """
 
     def __init__(
