@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
+from asyncckpt.device_copy import Ready, ready_events
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -41,10 +42,10 @@ from asyncckpt.file_plan import Contents, FilePlan
 from asyncckpt.group import Group
 from asyncckpt.handle import Save
 from asyncckpt.home import Home, Spare
+from asyncckpt.host_copy import copy_pool
 from asyncckpt.memory import Memory
 from asyncckpt.plan import Plan, StateDict, flat_names, make_plan
 from asyncckpt.shm.slots import State
-from asyncckpt.staging import Ready, copy_pool, ready_events
 from asyncckpt.structure import StructureChanged, stateful_to_dict
 from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
@@ -610,7 +611,7 @@ class Engine:
         """Copy, and hand the slot over. What goes wrong is returned, and is the outcome of the save."""
         begun = time.perf_counter()
         try:
-            home.copy(pending.order.slot, tensors, ready, self._pool, busy=self.config.overlap)
+            home.copy(pending.order.slot, tensors, ready, self._pool)
             save._timings["copy_s"] = time.perf_counter() - begun
             home.slots.set(pending.order.slot, State.STAGED)
             home.client.staged(pending, dict(save._timings))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from asyncckpt.device_copy import Ready
 from asyncckpt.image import Image, Place
+from asyncckpt.pinned import PinnedMemory
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, SlotTable, State
-from asyncckpt.staging import PinnedMemory, Ready, SlotStager
+from asyncckpt.staging import SlotStager
 from asyncckpt.worker.client import Pending, WorkerClient
 from asyncckpt.worker.messages import FileLayout, Held, Layout, Region
 
@@ -140,21 +143,13 @@ class Home:
         """Whether no slot holds a save under way."""
         return all(map(self._is_free, range(len(self.pending))))
 
-    def copy(
-        self,
-        slot: int,
-        tensors: Sequence[torch.Tensor],
-        ready: Ready,
-        pool: ThreadPoolExecutor,
-        *,
-        busy: bool = False,
-    ) -> None:
+    def copy(self, slot: int, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor) -> None:
         """Copy ``tensors`` into ``slot``, see ``SlotStager.copy``. The first from CUDA has the memory pinned."""
         if ready and self._pinned is None:
             places = [place.payload_at for place in self.plan.image.tensors if place.payload_at % PAGE == 0]
             cuts = [offset + place for offset in self._offsets for place in (0, *places)]
             self._pinned = PinnedMemory(self.segment, cuts)
-        self._stagers[slot].copy(tensors, ready, pool, busy=busy)
+        self._stagers[slot].copy(tensors, ready, pool, partial(self.slots.arrived, slot))
 
     def write_objects(self, slot: int) -> None:
         """Bring the objects in ``slot`` up to what the plan last captured."""

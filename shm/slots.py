@@ -16,7 +16,7 @@ import enum
 from asyncckpt.shm.segment import PAGE
 
 HEADER_BYTES = PAGE
-_WORDS_PER_SLOT = 2
+_WORDS_PER_SLOT = 3
 MAX_SLOTS = HEADER_BYTES // (8 * _WORDS_PER_SLOT)
 
 
@@ -47,11 +47,20 @@ class SlotTable:
     def take(self, slot: int, save_id: int) -> None:
         """Trainer: ``slot`` is being staged for ``save_id``."""
         self._words[slot * _WORDS_PER_SLOT + 1] = save_id
+        self._words[slot * _WORDS_PER_SLOT + 2] = 0
         self.set(slot, State.STAGING)
 
     def set(self, slot: int, state: State) -> None:
         """Change the state of ``slot``; see the module for who may."""
         self._words[slot * _WORDS_PER_SLOT] = state
+
+    def arrived(self, slot: int, nbytes: int) -> None:
+        """Trainer: the first ``nbytes`` of the image being staged in ``slot`` are there, and stay as they are."""
+        self._words[slot * _WORDS_PER_SLOT + 2] = nbytes
+
+    def nbytes(self, slot: int) -> int:
+        """How many bytes of the image that ``slot`` was last taken for have arrived."""
+        return self._words[slot * _WORDS_PER_SLOT + 2]
 
     def close(self) -> None:
         """Let go of the header page."""
