@@ -31,7 +31,6 @@ from asyncckpt.errors import (
     CheckpointExistsError,
     ClosedError,
     JobTakenError,
-    OutOfMemoryError,
     SaveDroppedError,
     SaveTimeoutError,
     StructureChangedError,
@@ -41,10 +40,11 @@ from asyncckpt.errors import (
 from asyncckpt.file_plan import Contents, FilePlan
 from asyncckpt.group import Group
 from asyncckpt.handle import Save
-from asyncckpt.home import Home, Spare
+from asyncckpt.home import Home
+from asyncckpt.homes import DEFAULT_SLOTS, Homes
 from asyncckpt.host_copy import copy_pool
 from asyncckpt.memory import Memory
-from asyncckpt.plan import Plan, StateDict, flat_names, make_plan
+from asyncckpt.plan import StateDict, flat_names, make_plan
 from asyncckpt.shm.slots import State
 from asyncckpt.structure import StructureChanged, stateful_to_dict
 from asyncckpt.worker.client import Pending, WorkerClient, deserted
@@ -55,11 +55,8 @@ from asyncckpt.worker.visit import Visit
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_SLOTS = 2
 # How long the end of a worker may take to be noticed.
 _NOTICE_S = 2.0
-# Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
-_MAX_PLANS = 4
 
 
 class Engine:
@@ -87,12 +84,11 @@ class Engine:
         self._visit: Visit | None = None
         self._has_visited = False
         self._memory: Memory | None = None
-        self._spares: list[Spare] = []
         self._process_group = process_group
         self._alone = alone
         self._group: Group | None = None
         self._client: WorkerClient | None = None
-        self._known: list[_Known] = []  # most recently used first
+        self._homes = Homes(self.config)
         self._under_way: dict[int, Save] = {}
         self._failed: list[Save] = []
         self.failures = 0
@@ -239,8 +235,12 @@ class Engine:
                 elif self._client is not None:
                     self._client.close(self.config.timeout)
             finally:
-                self._spares += self._drop_homes()
-                self._drop_spares()
+                self._leave_homes()
+                self._homes.close()
+                self._memory = None
+                if self._visit is not None:
+                    self._visit.close()
+                    self._visit = None
                 self._pool.shutdown()
                 if self._group is not None:
                     self._group.close()
@@ -345,11 +345,11 @@ class Engine:
             os.stat(os.path.dirname(final))
         contents = Contents(obj, pickle_protocol)
         client = self._running_client(group)
-        found = self._find(contents.key, lambda plan: plan.capture(contents), client)
+        found = self._homes.find(contents.key, lambda plan: plan.capture(contents), client)
         if found is None:
             plan = FilePlan.of(contents, number)
-            home = self._house(contents.key, plan, client)
-            self._known.insert(0, _Known(contents.key, plan, home))
+            home = self._homes.make(contents.key, plan, client)
+            self._homes.keep(contents.key, plan, home)
             found = home, plan.capture(contents)
         self._send_off(group, number, save, *found, _Retention("replace"), pickle_bytes=len(contents.pickle))
 
@@ -429,9 +429,9 @@ class Engine:
         found: tuple[Home, Sequence[torch.Tensor]] | None = None
 
         def find() -> tuple[Home, Sequence[torch.Tensor]] | None:
-            return self._find(_planner_key(planner), lambda plan: plan.capture(state, planner), client)
+            return self._homes.find(_planner_key(planner), lambda plan: plan.capture(state, planner), client)
 
-        if group.alone or (self.config.assume_constant_structure and self._known):
+        if group.alone or (self.config.assume_constant_structure and self._homes.known):
             check()
             found = find()
             if found is None and not group.alone:
@@ -449,29 +449,10 @@ class Engine:
 
         return found if group.consult("agree", number, local, decide) else None
 
-    def _find(
-        self, key: Any, capture: Callable[[Any], Sequence[torch.Tensor]], client: WorkerClient
-    ) -> tuple[Home, Sequence[torch.Tensor]] | None:
-        """The home of the plan under ``key`` that can ``capture`` what is to be saved, and what it captured."""
-        for known in self._known:
-            if known.key != key:
-                continue
-            try:
-                tensors = capture(known.plan)
-            except StructureChanged as error:
-                logger.debug("not the structure of plan %d: %s", known.plan.number, error)
-                continue
-            self._known.remove(known)
-            self._known.insert(0, known)
-            if known.home is None:  # its worker died, and took the memory along
-                known.home = self._settle(known.plan, client)
-            return known.home, tensors
-        return None
-
     def _check_new(self, state: StateDict, planner: SavePlanner | None) -> None:
         """Constant structure is promised and ``state`` has none of those planned: refuse it, if it is one changed."""
         names = flat_names(state, planner)
-        if any(names & known.plan.names for known in self._known):
+        if any(names & known.plan.names for known in self._homes.known):
             raise StructureChangedError(
                 "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"
                 " placement differs), and assume_constant_structure was promised; call prepare with it on all ranks"
@@ -483,11 +464,11 @@ class Engine:
     ) -> tuple[Home, Sequence[torch.Tensor]]:
         """Plan ``state`` with all ranks, in the place of a plan for the same names in another form."""
         key = _planner_key(planner)
-        plan = make_plan(state, self.config.slots or _DEFAULT_SLOTS, planner, group, number)
+        plan = make_plan(state, self.config.slots or DEFAULT_SLOTS, planner, group, number)
         homes: list[Home] = []
 
         def settle() -> int:
-            homes.append(self._house(key, plan, client))
+            homes.append(self._homes.make(key, plan, client))
             return len(homes[0].pending)
 
         try:
@@ -500,42 +481,8 @@ class Engine:
             for home in homes:
                 home.close()
             raise
-        self._known.insert(0, _Known(key, plan, homes[0]))
+        self._homes.keep(key, plan, homes[0])
         return homes[0], tensors
-
-    def _house(self, key: Any, plan: Plan | FilePlan, client: WorkerClient) -> Home:
-        """Memory for a new plan, which takes the place of one for the same names, or of the oldest of many."""
-        outdated = [entry for entry in self._known if entry.key == key and entry.plan.names == plan.names]
-        for entry in outdated or self._known[_MAX_PLANS - 1 :]:
-            if entry.home is not None:
-                doing = "writing the save before the structure changed"
-                client.wait_for(entry.home.idle, self.config.timeout, doing)
-                entry.home.close()
-            self._known.remove(entry)
-        return self._settle(plan, client)
-
-    def _settle(self, plan: Plan | FilePlan, client: WorkerClient) -> Home:
-        """Memory for ``plan``; where there is too little, for one slot, or in the place of what was not used lately."""
-        slots = self.config.slots or _DEFAULT_SLOTS
-        while True:
-            try:
-                return Home(plan, client, slots, self.config.timeout, self._spares)
-            except OutOfMemoryError as error:
-                if self.config.slots is None and slots > 1:
-                    logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
-                    slots = 1
-                elif not self._give_back_oldest(client):
-                    raise
-
-    def _give_back_oldest(self, client: WorkerClient) -> bool:
-        """Give back the memory of the plan that was not used for longest; False if none has any."""
-        housed = [known for known in self._known if known.home is not None]
-        if not housed or housed[-1].home is None:
-            return False
-        client.wait_for(housed[-1].home.idle, self.config.timeout, "writing what is in memory that is needed")
-        housed[-1].home.close()
-        housed[-1].home = None
-        return True
 
     def _take_slot(self, group: Group, number: int, home: Home, save: Save) -> int | None:
         """A free slot, as ``when_busy`` says, which the first rank decides for all. None: the save was dropped."""
@@ -551,6 +498,8 @@ class Engine:
                 # On the first rank it is taken back already; here it may be being written, and is so in vain.
                 for pending in filter(None, home.pending):
                     if pending.order.save_id == victim and not pending.slot_free:
+                        if (replaced := self._under_way.get(victim)) is not None:
+                            replaced.wait_staged(self.config.timeout)
                         client.cancel(pending, self._replaced(pending, save), self.config.timeout)
         if home.free_slot() is None:
             client.wait_for(lambda: home.free_slot() is not None, self.config.timeout, "waiting for a free slot")
@@ -565,9 +514,10 @@ class Engine:
         if self.config.when_busy == "skip":
             return True, None
         for pending in sorted(busy, key=lambda pending: -pending.order.save_id):
-            if not pending.slot_free and home.client.cancel(
-                pending, self._replaced(pending, save), self.config.timeout
-            ):
+            other = self._under_way.get(pending.order.save_id)
+            if pending.slot_free or (other is not None and not other.staged()):
+                continue  # its slot is free as it is, or is being copied into
+            if home.client.cancel(pending, self._replaced(pending, save), self.config.timeout):
                 return False, pending.order.save_id
         if len(busy) > 1 and not group.alone:
             # Written here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
@@ -587,6 +537,7 @@ class Engine:
     def _stage(self, save: Save, order: Order, home: Home, tensors: Sequence[torch.Tensor]) -> None:
         ready = ready_events(tensors)
         home.slots.take(order.slot, order.save_id)
+        home.write_objects(order.slot)
         # Of the worker whose memory this is: should it have died since, this says so.
         pending = home.client.begin(order)
         self._memory = None  # what was held is being overwritten
@@ -594,7 +545,6 @@ class Engine:
         home.begin(order.slot, pending)
         self._under_way[order.save_id] = save
         pending.future.add_done_callback(lambda outcome: self._ended(save, order, outcome))
-        home.write_objects(order.slot)
         if self.config.overlap:
             if self._stager is None:
                 self._stager = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-stager")
@@ -671,7 +621,7 @@ class Engine:
 
     def _running_client(self, group: Group) -> WorkerClient:
         if self._client is not None and not self._client.alive:
-            self._spares += self._drop_homes()
+            self._leave_homes()
             self._client.close(self.config.timeout)
             self._client = None
             self._bury()
@@ -698,14 +648,14 @@ class Engine:
                 rank=group.rank,
             )
         self._knock(group)
-        if self._visit is not None and not self._spares:
-            self._spares = _spares_of(self._visit)
+        if self._visit is not None:
+            self._homes.inherit(self._visit)
         door = None if self._job is None else door_name(self._job, group.rank)
         client: WorkerClient | None = None
         try:
             client = WorkerClient(replace(self.config.worker_options(), door=door))
             # First the memory: until this one has it, the worker before it must stay.
-            for spare in self._spares:
+            for spare in self._homes.spares:
                 spare.number = client.adopt(spare.segment, spare.held, self.config.timeout)
             if self._visit is not None:
                 self._visit.retire(self.config.timeout)
@@ -747,33 +697,11 @@ class Engine:
             if self._visit is not None:
                 self._memory = Memory(self._job, self._visit.segments, self._visit.images)
 
-    def _drop_homes(self) -> list[Spare]:
+    def _leave_homes(self) -> None:
         """Let go of the memory, which has lost its worker."""
         for copy in self._copies:
             copy.result()  # it writes into the memory that goes now
-        spares = []
-        for known in self._known:
-            if known.home is not None:
-                spares.append(known.home.leave())
-                known.home = None
-        return spares
-
-    def _drop_spares(self) -> None:
-        self._memory = None
-        if self._visit is not None:
-            self._visit.close()
-            self._visit = None
-        while self._spares:
-            self._spares.pop().segment.close()
-
-
-def _spares_of(visit: Visit) -> list[Spare]:
-    """The memory that a worker holds, for another to take over."""
-    spares = []
-    for number, segment in visit.segments.items():
-        images = tuple(each for each in visit.images if each.order.segment == number)
-        spares.append(Spare(segment, images[0].layout, images))
-    return spares
+        self._homes.leave()
 
 
 @dataclass(frozen=True)
@@ -783,18 +711,6 @@ class _Retention:
     existing: Existing
     keep_last: int | None = None
     keep: Callable[[], bool] | None = None
-
-
-@dataclass
-class _Known:
-    """A plan, and its memory while there is a worker that holds it.
-
-    ``key``: of planners that plan alike, or of files that are laid out alike.
-    """
-
-    key: Any
-    plan: Plan | FilePlan
-    home: Home | None = None
 
 
 def _planner_key(planner: SavePlanner | None) -> Any:

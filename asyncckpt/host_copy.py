@@ -108,7 +108,7 @@ def many_chunks(numbers: Sequence[int], targets: Targets, non_blocking: bool = F
 
 
 def copy_chunks(
-    chunks: Sequence[Chunk], tensors: Sequence[torch.Tensor], pool: ThreadPoolExecutor, done: Callable[[Chunk], None]
+    chunks: Sequence[Chunk], tensors: Sequence[torch.Tensor], pool: ThreadPoolExecutor, done: Callable[[Chunk], object]
 ) -> None:
     """Copy the ``chunks``, on this thread and on those of ``pool``, in about their order; ``done`` is told of each."""
     left = deque(chunks)

@@ -45,22 +45,25 @@ class SlotStager:
 
         Until then they must stay as they are, also if this raises. Copies from a CUDA device wait for what ``ready``
         says the tensors wait for. The threads of ``pool`` take part. ``arrived`` is told, ever again and by any thread,
-        how many bytes of the image, from its first on, are there.
+        how many bytes of the image, from its first on, are there; but not if all are the host's: who writes those
+        meanwhile wants the same cores, and the copy took 15% longer for being durable 10% sooner.
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
         if ready or self._device_copies or not self._devices:  # else all were on the host, and are
             self._divide(list(map(_device, mine)))
-        chunks = [*self._host, *(chunk for each in self._device_copies for chunk in each.chunks)]
-        arrivals = _Arrivals(chunks, self._nbytes, arrived)
+        done: Callable[[Chunk], object] = _ignore
+        if self._device_copies:
+            chunks = [*self._host, *(chunk for each in self._device_copies for chunk in each.chunks)]
+            done = _Arrivals(chunks, self._nbytes, arrived).add
         # The devices' copies are queued first and run while the host does its own.
         queued = [(each.chunks, each.queue(mine, ready)) for each in self._device_copies]
         try:
-            copy_chunks(self._host, mine, pool, arrivals.add)
+            copy_chunks(self._host, mine, pool, done)
         finally:
             for theirs, events in queued:
                 for chunk, event in zip(theirs, events, strict=True):
                     event.synchronize()
-                    arrivals.add(chunk)
+                    done(chunk)
 
     def close(self) -> None:
         """Let go of the memory, whoever still holds on to this (the traceback of an error does)."""
@@ -102,6 +105,10 @@ class _Arrivals:
             while self._first < len(self._missing) and not self._missing[self._first]:
                 self._first += 1
             self._tell(self._begins[self._first])
+
+
+def _ignore(_: Chunk) -> None:
+    pass
 
 
 def _begin(chunk: Chunk) -> int:

@@ -21,6 +21,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +50,9 @@ except ImportError:  # a checkout that is not installed
 from asyncckpt.group import _pack, _unpack
 from asyncckpt.plan import _Draft
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.slots import SlotTable
 from asyncckpt.worker import rounds
+from asyncckpt.worker.arrival import Arrival
 from asyncckpt.worker.commit import Attempt
 from asyncckpt.worker.manifest import data_name, index_name
 from asyncckpt.worker.messages import Layout, Meeting, Order, Region
@@ -117,7 +120,7 @@ class _DirectWrite:
 
     def write(self) -> float:
         begun = time.perf_counter()
-        write_image(LocalStorage(), self._pool, self._path, self._segment.view, [0, PAGE])
+        write_image(LocalStorage(), self._pool, self._path, self._segment.view, [0, PAGE], lambda _, whole: whole)
         took = time.perf_counter() - begun
         os.unlink(self._path)
         return took
@@ -208,7 +211,10 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
         for save in range(1, saves + 1):
             path = os.path.join(folder, f"save-{save}")
             order = Order(save, 1, 0, path, "attempt", save, 0, 1, "refuse", None, False, 300.0)
-            attempt = Attempt(storage, order, layout, segment, {})
+            arrival = Arrival(order, SlotTable(segment.view), changed := threading.Condition())
+            with changed:
+                arrival.stage({})
+            attempt = Attempt(storage, arrival, layout, segment)
             attempt.write(pool)
             report = attempt.seal()
             for rank in range(1, world_size):  # what the others have written

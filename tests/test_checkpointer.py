@@ -533,4 +533,4 @@ def test_a_planner_of_the_users_own(tmp_path: Path) -> None:
         into: dict[str, Any] = {"a": torch.zeros(5, 3), "n": None, "s": torch.zeros(())}
         asyncckpt.load(into, checkpoint_id=tmp_path / str(number))
         assert same(into, state)
-    assert [len(engine._known) for engine in engines.shared._engines.values()] == [1]
+    assert [len(engine._homes.known) for engine in engines.shared._engines.values()] == [1]

@@ -48,7 +48,7 @@ def test_saved_as_of_the_call(root: Path, overlap: bool) -> None:
 def test_the_staging_memory_is_pinned(root: Path) -> None:
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(state := _state())
-        home = checkpointer._engine._known[0].home
+        home = checkpointer._engine._homes.known[0].home
         assert home is not None and home._pinned is not None and home._pinned._registered
         target = torch.frombuffer(home.segment.view, dtype=torch.uint8)
         assert target.is_pinned()

@@ -102,7 +102,7 @@ def test_the_memory_of_a_dead_worker_is_used_again(root: Path) -> None:
         inodes = set()
         for step in (1, 2):
             checkpointer.save(step, state).result(60)
-            (known,) = checkpointer._engine._known
+            (known,) = checkpointer._engine._homes.known
             worker = checkpointer._engine._client
             assert known.home is not None and worker is not None
             inodes.add(os.fstat(known.home.segment.fileno()).st_ino)

@@ -357,7 +357,7 @@ def test_w8_memory_is_taken_once(queue: nvrx.AsyncCallsQueue, tmp_path: Path) ->
     for number in range(3):
         queue.schedule_async_request(plan(state, tmp_path / str(number)))
         queue.maybe_finalize_async_calls(blocking=True)
-        sizes.append([home.home.segment.nbytes for home in runtime.engine()._known if home.home is not None])
+        sizes.append([home.home.segment.nbytes for home in runtime.engine()._homes.known if home.home is not None])
     assert sizes[0] == sizes[1] == sizes[2] and len(sizes[0]) == 1
     assert sizes[0][0] < 2.5 * sum(tensor.nbytes for tensor in state.values())  # two images, and little else
 

@@ -351,7 +351,7 @@ def _changing(root: str, config: Config, rank_that_changes: int) -> list[int]:
             if step >= 2 and dist.get_rank() >= rank_that_changes:
                 state["model"]["w3"] = state["model"]["w3"].to(torch.bfloat16)
             checkpointer.save(step, state).result(60)
-            numbers.append(checkpointer._engine._known[0].plan.number)
+            numbers.append(checkpointer._engine._homes.known[0].plan.number)
     return numbers
 
 
@@ -426,7 +426,7 @@ def _taking_turns(root: str, config: Config) -> list[tuple[int, int]]:
     with Checkpointer(root, config) as checkpointer:
         for step in range(9):
             checkpointer.save(step, states[step % 3]).result(60)
-            numbers.append((step % 3, checkpointer._engine._known[0].plan.number))
+            numbers.append((step % 3, checkpointer._engine._homes.known[0].plan.number))
     return numbers
 
 
@@ -448,7 +448,7 @@ def _losing_workers(root: str, config: Config, order: list[int]) -> int:
                 worker._listener.join(10)
             dist.barrier()
             checkpointer.save(step, replicas(step)).result(60)
-        return checkpointer._engine._known[0].plan.number
+        return checkpointer._engine._homes.known[0].plan.number
 
 
 @pytest.mark.parametrize("config", [QUICK, CONSTANT], ids=["asked", "constant"])

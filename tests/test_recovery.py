@@ -147,7 +147,7 @@ def test_the_memory_is_used_again(root: Path) -> None:
         assert visit is not None
         inode = os.fstat(next(iter(visit.segments.values())).fileno()).st_ino
         checkpointer.save(3, state).result(60)
-        (known,) = checkpointer._engine._known
+        (known,) = checkpointer._engine._homes.known
         assert known.home is not None and os.fstat(known.home.segment.fileno()).st_ino == inode
 
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.slots import SlotTable
 from asyncckpt.worker import storage
+from asyncckpt.worker.arrival import Arrival
 from asyncckpt.worker.commit import Attempt
 from asyncckpt.worker.manifest import checksum, spans
 from asyncckpt.worker.messages import Existing, Layout, Order, Region
@@ -63,7 +66,15 @@ def _attempt(tmp_path: Path, segment: Segment, store: LocalStorage, existing: Ex
         spans=Region(PAGE + 128, len(words)),
     )
     order = Order(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
-    return Attempt(store, order, layout, segment, {})
+    arrival = Arrival(order, SlotTable(segment.view), changed := threading.Condition())
+    with changed:
+        arrival.stage({})
+    return Attempt(store, arrival, layout, segment)
+
+
+def _whole(nbytes: int, whole: int) -> int:
+    """All of it is there."""
+    return whole
 
 
 def test_everything_is_durable_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +146,7 @@ def test_where_direct_io_is_refused_it_writes_through_the_cache(
     with Segment.create("test", len(data)) as segment, ThreadPoolExecutor(2) as pool:
         segment.view[:] = data
         bounds = spans([0, 77, 5000], len(data))
-        checksums, direct = write_image(LocalStorage(), pool, str(tmp_path / "file"), segment.view, bounds)
+        checksums, direct = write_image(LocalStorage(), pool, str(tmp_path / "file"), segment.view, bounds, _whole)
     assert (tmp_path / "file").read_bytes() == data
     assert list(checksums) == [checksum(data[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     if refused != "never":
@@ -154,7 +165,9 @@ def test_a_failed_piece_fails_the_file(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(OutputFile, "write", write)
     with Segment.create("test", 3 * PIECE_BYTES) as segment, ThreadPoolExecutor(2) as pool:
         bounds = spans([], segment.nbytes)
-        pytest.raises(StorageError, write_image, LocalStorage(), pool, str(tmp_path / "file"), segment.view, bounds)
+        pytest.raises(
+            StorageError, write_image, LocalStorage(), pool, str(tmp_path / "file"), segment.view, bounds, _whole
+        )
 
 
 def test_publishing_over_something(tmp_path: Path) -> None:

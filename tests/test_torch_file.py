@@ -236,7 +236,7 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
 
 def segment_inodes() -> set[int]:
     (engine,) = engines.shared._engines.values()
-    return {os.fstat(known.home.segment.fileno()).st_ino for known in engine._known if known.home is not None}
+    return {os.fstat(known.home.segment.fileno()).st_ino for known in engine._homes.known if known.home is not None}
 
 
 def test_memory_that_is_short_goes_to_whoever_saves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_memory_that_is_short_goes_to_whoever_saves(path: Path, monkeypatch: pyt
         real = WorkerClient.allocate
 
         def allocate(client: WorkerClient, nbytes: int, timeout: float) -> tuple[int, Segment]:
-            if any(known.home is not None for known in engine._known):
+            if any(known.home is not None for known in engine._homes.known):
                 raise OutOfMemoryError("no memory for two plans (as the test wants)")
             return real(client, nbytes, timeout)
 

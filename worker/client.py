@@ -190,14 +190,15 @@ class WorkerClient:
         self._send(Staged(pending.order.save_id, timings))
 
     def cancel(self, pending: Pending, reason: CheckpointError, timeout: float) -> bool:
-        """Take a save back that is not being written yet: then its slot is free and its future fails with ``reason``.
+        """Take a save back that is not staged, or not being written yet: its future fails with ``reason``.
 
-        False, and nothing changes, when it is too late for that.
+        Its slot is free, or will be in a moment. False, and nothing changes, when it is too late for that.
         """
         reply, _ = self._ask(Cancel(pending.order.save_id, reason), timeout, "taking a save back")
         if not (isinstance(reply, Cancelled) and reply.in_time):
             return False
-        self._free(pending.order.save_id)
+        if reply.slot_free:
+            self._free(pending.order.save_id)
         self._finish(pending.order.save_id, reason)
         return True
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.shm.segment import Segment
+from asyncckpt.worker.arrival import Arrival
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
-from asyncckpt.worker.messages import Layout, Order, Region
+from asyncckpt.worker.messages import Layout, Region
 from asyncckpt.worker.storage import LocalStorage, translated
 from asyncckpt.worker.writer import write_image, write_small
 
@@ -32,21 +33,21 @@ class Attempt:
     """One order being carried out: ``write``, ``seal``, then, when all ranks have, ``commit`` on the first."""
 
     storage: LocalStorage
-    order: Order
+    arrival: Arrival
     layout: Layout
     segment: Segment
-    trainer_timings: dict[str, float]
 
     def __post_init__(self) -> None:
+        self.order = self.arrival.order
         self.direct = False
         self.timings: dict[str, float] = {}
         self._folder = ""
         self.written_at = 0.0
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """Write the slot's image to the attempt's folder, durably; then the slot may be used again.
+        """Write the slot's image, as it arrives, to the attempt's folder, durably; then the slot may be used again.
 
-        Returns the checksums of its spans. Raises ``StorageError``.
+        Returns the checksums of its spans. Raises ``StorageError``, or why the image does not arrive.
         """
         begun = time.perf_counter()
         layout, order = self.layout, self.order
@@ -56,7 +57,8 @@ class Attempt:
         # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
         orphan_s = None if order.rank > 0 else order.timeout if order.world_size > 1 else ORPHAN_S
         self._folder = self.storage.begin(order.path, order.attempt, total, orphan_s)
-        checksums, self.direct = write_image(self.storage, pool, self._path(layout.data_name), image, bounds)
+        path = self._path(layout.data_name)
+        checksums, self.direct = write_image(self.storage, pool, path, image, bounds, self.arrival.wait_beyond)
         self._index_tail = Index.tail(checksums)
         self.timings["write_s"] = time.perf_counter() - begun
         return checksums
@@ -82,7 +84,7 @@ class Attempt:
         """
         order = self.order
         files = {name: facts for report in reports for name, facts in report["files"].items()}
-        timings = {**self.trainer_timings, **self.timings, "slowest_write_s": max(each["write_s"] for each in reports)}
+        timings = {**self.arrival.timings, **self.timings, "slowest_write_s": max(each["write_s"] for each in reports)}
         manifest = Manifest(
             attempt=order.attempt,
             step=order.step,

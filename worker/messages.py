@@ -256,8 +256,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Cancelled:
+    """``slot_free``: whether the slot is the trainer's again; else ``Written`` will say so."""
+
     save_id: int
     in_time: bool
+    slot_free: bool
 
 
 @dataclass(frozen=True)

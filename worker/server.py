@@ -1,8 +1,9 @@
 """The worker's loop: it owns the segments, and carries out orders one after the other.
 
 An order's life, here: *begun* (the trainer is staging it), *queued* (staged), *running* (the slot is WRITING until its
-bytes are on storage), then the committer's. The loop answers the trainer all the while; one thread runs the orders, a
-few threads write for it, and one brings what is written to its end.
+bytes are on storage), then the committer's. If there is nothing else to run, one that is only begun is *followed*: what
+has arrived of it is written while the rest is coming. The loop answers the trainer all the while; one thread runs the
+orders, a few threads write for it, and one brings what is written to its end.
 
 When the trainer closes, or dies at whatever instant, every order whose slot says STAGED is still run; one that is only
 begun is forgotten. Then the worker leaves; at once if the trainer has closed, else when it has lingered for a while
@@ -26,6 +27,7 @@ from asyncckpt.errors import CheckpointError, JobTakenError, OutOfMemoryError, R
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import State
+from asyncckpt.worker.arrival import Arrival
 from asyncckpt.worker.commit import Attempt
 from asyncckpt.worker.committer import Committer, told
 from asyncckpt.worker.file_attempt import FileAttempt
@@ -48,9 +50,9 @@ from asyncckpt.worker.messages import (
     Host,
     Hosting,
     Join,
+    Layout,
     Open,
     Opened,
-    Order,
     Ready,
     Refused,
     Release,
@@ -86,8 +88,9 @@ class Server:
         self._sending = threading.Lock()
         # Guards what the loop and the runner share: the orders and their queue.
         self._changed = threading.Condition()
-        self._begun: dict[int, Order] = {}
-        self._queue: deque[tuple[Order, dict[str, float]]] = deque()
+        self._begun: dict[int, Arrival] = {}
+        self._queue: deque[Arrival] = deque()
+        self._followed: Arrival | None = None
         self._leaving = False
         self._committer = Committer(self._ended)
         self._store: Any = None
@@ -109,7 +112,7 @@ class Server:
             with self._changed:
                 self._queue_staged()
                 self._leaving = True
-                self._changed.notify()
+                self._changed.notify_all()
             self._holdings.orphan(keep=lingers)
             finished = self._is_finished(runner)
             if finished:
@@ -169,13 +172,14 @@ class Server:
                 self._holdings.room(number).describe(layout)
             case Begin(order):
                 self._holdings.taken(order)
-                with self._changed:
-                    self._begun[order.save_id] = order
                 self._committer.expect(order)
+                with self._changed:
+                    slots = self._holdings.room(order.segment).slots
+                    self._begun[order.save_id] = Arrival(order, slots, self._changed)
+                    self._changed.notify_all()
             case Staged(save_id, timings):
                 with self._changed:
-                    self._enqueue(self._begun.pop(save_id), timings)
-                    self._changed.notify()
+                    self._staged(self._begun.pop(save_id), timings)
             case Cancel(save_id, reason):
                 self._cancel(save_id, reason)
             case Release(number):
@@ -234,79 +238,107 @@ class Server:
 
     def _cancel(self, save_id: int, reason: CheckpointError) -> None:
         with self._changed:
-            order = self._begun.pop(save_id, None)
-            if order is None:
-                for entry in self._queue:
-                    if entry[0].save_id == save_id:
-                        self._queue.remove(entry)
-                        order = entry[0]
-                        break
-        if order is not None:
-            self._holdings.room(order.segment).slots.set(order.slot, State.FREE)
-        self._send(Cancelled(save_id, in_time=order is not None))
-        if order is not None:
-            self._committer.failed(order, reason)
+            arrival = self._begun.pop(save_id, None)
+            if arrival is None:
+                arrival = next((each for each in self._queue if each.order.save_id == save_id), None)
+                if arrival is not None:
+                    self._queue.remove(arrival)
+            following = arrival is not None and arrival is self._followed
+            if arrival is not None and following:
+                arrival.fail(reason)  # the rest is up to who follows it
+            elif arrival is not None:
+                arrival.set(State.FREE)
+        self._send(Cancelled(save_id, in_time=arrival is not None, slot_free=not following))
+        if arrival is not None and not following:
+            self._committer.failed(arrival.order, reason)
 
     def _queue_staged(self) -> None:
         """Take up what was staged when the trainer could no longer say so."""
-        for order in self._begun.values():
-            slots = self._holdings.room(order.segment).slots
-            if slots.state(order.slot) is State.STAGED and slots.save_id(order.slot) == order.save_id:
-                self._enqueue(order, {})
+        for arrival in self._begun.values():
+            if arrival.says_staged():
+                self._staged(arrival, {})
+                continue
+            half = told(RankFailedError("its trainer ended before the state was staged"), arrival.order)
+            if arrival is self._followed:
+                arrival.fail(half)
             else:
-                half = RankFailedError("its trainer ended before the state was staged")
-                self._committer.failed(order, told(half, order))
+                self._committer.failed(arrival.order, half)
         self._begun.clear()
 
-    def _enqueue(self, order: Order, timings: dict[str, float]) -> None:
-        self._holdings.staged(order)
-        self._queue.append((order, timings))
+    def _staged(self, arrival: Arrival, timings: dict[str, float]) -> None:
+        self._holdings.staged(arrival.order)
+        arrival.stage(timings)
+        if arrival is self._followed:
+            arrival.set(State.WRITING)
+        elif arrival.followed:  # in vain
+            self._free(arrival)
+        else:
+            self._queue.append(arrival)
 
     def _run_orders(self) -> None:
         with ThreadPoolExecutor(self._io_threads, thread_name_prefix="asyncckpt-io") as pool:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._queue or self._leaving)
-                    if not self._queue:
-                        return
-                    order, timings = self._queue.popleft()
-                    self._holdings.room(order.segment).slots.set(order.slot, State.WRITING)
-                self._run(order, timings, pool)
+            while (arrival := self._next()) is not None:
+                room = self._holdings.room(arrival.order.segment)
+                with room.used():  # as soon as the slot is free, the trainer may give the segment back
+                    self._carry_out(arrival, room, pool)
 
-    def _run(self, order: Order, timings: dict[str, float], pool: ThreadPoolExecutor) -> None:
-        room = self._holdings.room(order.segment)
-        with room.used():  # as soon as the slot is free, the trainer may give the segment back
-            self._carry_out(order, room, timings, pool)
+    def _next(self) -> Arrival | None:
+        """What to run now; None: nothing will come any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._to_follow() or self._leaving)
+            if self._queue:
+                arrival = self._queue.popleft()
+                arrival.set(State.WRITING)
+                return arrival
+            self._followed = self._to_follow()
+            if self._followed is not None:
+                self._followed.followed = True
+            return self._followed
 
-    def _carry_out(self, order: Order, room: Room, timings: dict[str, float], pool: ThreadPoolExecutor) -> None:
+    def _to_follow(self) -> Arrival | None:
+        """The next that is begun, if it can be followed: single files are completed here before they are written."""
+        arrival = next((each for each in self._begun.values() if not each.followed), None)
+        if arrival is None or not isinstance(self._holdings.room(arrival.order.segment).layout, Layout):
+            return None
+        return arrival
+
+    def _carry_out(self, arrival: Arrival, room: Room, pool: ThreadPoolExecutor) -> None:
+        order = arrival.order
         if not self._committer.wanted(order):
-            self._free(room, order)
+            self._let_go(arrival)
             return
         os.umask(order.umask)
         attempt: Attempt | FileAttempt | None = None
-        freed = False
         try:
             if room.layout is None:
                 raise CheckpointError("the trainer never described this segment")
             if isinstance(room.layout, FileLayout):
                 attempt = FileAttempt(self._storage, order, room.layout, room.segment)
             else:
-                attempt = Attempt(self._storage, order, room.layout, room.segment, timings)
+                attempt = Attempt(self._storage, arrival, room.layout, room.segment)
             self._holdings.written(order, attempt.write(pool))
-            self._free(room, order)
-            freed = True
+            self._let_go(arrival)
             report = attempt.seal()
         except Exception as error:
             logger.exception("writing %s failed", order.path)
-            if not freed:
-                self._free(room, order)
+            self._let_go(arrival)
             self._committer.failed(order, told(error, order), attempt)
         else:
             self._committer.written(attempt, report)
 
-    def _free(self, room: Room, order: Order) -> None:
-        room.slots.set(order.slot, State.FREE)
-        self._send(Written(order.save_id))
+    def _let_go(self, arrival: Arrival) -> None:
+        """The runner looks at the slot no more; while it is still being staged, the trainer goes on to do so."""
+        with self._changed:
+            self._followed = None
+            if arrival.order.save_id not in self._begun:
+                self._free(arrival)
+
+    def _free(self, arrival: Arrival) -> None:
+        if arrival.is_freed:
+            return
+        arrival.is_freed = True
+        arrival.set(State.FREE)
+        self._send(Written(arrival.order.save_id))
 
     def _ended(self, outcome: Committed | Failed) -> None:
         self._holdings.ended(outcome.save_id, committed=isinstance(outcome, Committed))

@@ -6,7 +6,7 @@ Nothing here knows tensors. A few threads keep the disk busy while another check
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -68,17 +68,28 @@ class ImageFile:
 
 
 def write_image(
-    storage: LocalStorage, pool: ThreadPoolExecutor, path: str, image: memoryview, bounds: Sequence[int]
+    storage: LocalStorage,
+    pool: ThreadPoolExecutor,
+    path: str,
+    image: memoryview,
+    bounds: Sequence[int],
+    wait_beyond: Callable[[int, int], int],
 ) -> tuple[array[int], bool]:
     """Write ``image`` to the new file ``path`` and sync it.
 
-    ``image`` must stay as it is until this returns; it begins on a page and is whole pages. Returns the checksums of
-    the spans between ``bounds``, and whether the page cache was bypassed. Raises ``StorageError``.
+    ``wait_beyond(nbytes, whole)`` waits until more than ``nbytes`` of the ``whole`` are there, and returns how many;
+    from then on those must stay as they are until this returns. ``image`` begins on a page and is whole pages. Returns
+    the checksums of the spans between ``bounds``, and whether the page cache was bypassed. Raises ``StorageError``, and
+    what ``wait_beyond`` does.
     """
     checksums = array("Q", bytes(8 * (len(bounds) - 1)))
     with ImageFile(storage, pool, path, image) as file:
-        file.advance(len(image))
-        # Meanwhile, on this thread: checksums are ten times as fast as the disk.
+        there = 0
+        while there < len(image):
+            there = wait_beyond(there, len(image))
+            file.advance(there)
+        # Meanwhile, on this thread: checksums are ten times as fast as the disk. Not while the trainer is copying, who
+        # wants the memory and the cores for that.
         for span, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
             checksums[span] = checksum(image[begin:end])
         direct = file.finish()
