@@ -264,13 +264,16 @@ class Checkpointer:
         self._terminated = True
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """For ``Config.overlap``: have ``optimizer`` wait, before each step, until the newest save has its copy."""
+        """For ``Config.overlap``: have ``optimizer`` wait, before each step, until the newest save has its copy.
 
-        def wait_staged(*_: object) -> None:
-            if self._newest is not None:
-                self._newest.wait_staged(self.config.timeout)
+        On CUDA devices it is the step that waits, on the current stream, and not the host, which goes on queueing.
+        """
 
-        self._hooks.append(optimizer.register_step_pre_hook(wait_staged))
+        def hold_back(*_: object) -> None:
+            if self._newest is not None and not self._newest.staged():
+                self._newest.hold_back(self.config.timeout)
+
+        self._hooks.append(optimizer.register_step_pre_hook(hold_back))
 
     def close(self) -> None:
         """Wait for all saves, end the worker, give the memory back; safe to call twice.

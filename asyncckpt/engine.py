@@ -561,7 +561,7 @@ class Engine:
         """Copy, and hand the slot over. What goes wrong is returned, and is the outcome of the save."""
         begun = time.perf_counter()
         try:
-            home.copy(pending.order.slot, tensors, ready, self._pool)
+            home.copy(pending.order.slot, tensors, ready, self._pool, save._copies_queued)
             save._timings["copy_s"] = time.perf_counter() - begun
             home.slots.set(pending.order.slot, State.STAGED)
             home.client.staged(pending, dict(save._timings))

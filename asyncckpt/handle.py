@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -25,6 +26,8 @@ class Save:
         self._begun = time.perf_counter()
         self._timings: dict[str, float] = {}
         self._staged = threading.Event()
+        self._queued = threading.Event()
+        self._fences: Sequence[Callable[[], None]] = ()
         self._reported = False
         self._begun_in_worker = False
         self.future: Future[Path] = Future()
@@ -63,6 +66,18 @@ class Save:
         if not self._staged.wait(timeout):
             raise SaveTimeoutError(f"not staged after {timeout:g} s", path=self.path, step=self.step)
 
+    def hold_back(self, timeout: float | None = None) -> None:
+        """As ``wait_staged``, but on CUDA devices it is their current streams that wait, from here on, not the host.
+
+        What the caller queues there after this may change the tensors. Those of the host it may change at once.
+        """
+        if not self._queued.wait(timeout):
+            raise SaveTimeoutError(f"copies are not queued after {timeout:g} s", path=self.path, step=self.step)
+        if not self._fences:
+            self.wait_staged(timeout)
+        for fence in self._fences:
+            fence()
+
     @property
     def timings(self) -> dict[str, float]:
         """Seconds by phase, as far as it has come.
@@ -80,6 +95,11 @@ class Save:
 
     # For the engine.
 
+    def _copies_queued(self, fences: Sequence[Callable[[], None]]) -> None:
+        """The host's tensors are copied; those of devices are, beyond ``fences``."""
+        self._fences = fences
+        self._queued.set()
+
     def _unreported_failure(self) -> BaseException | None:
         """A failure that nobody was told of yet; asking counts as being told."""
         if self._reported or self.failure is None:
@@ -96,6 +116,7 @@ class Save:
 
     def _resolve(self, error: BaseException | None) -> None:
         self._staged.set()
+        self._queued.set()
         with contextlib.suppress(InvalidStateError):  # it may fail in the call and, a moment later, in the worker
             if error is None:
                 self.future.set_result(self.path)

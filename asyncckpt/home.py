@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from asyncckpt.device_copy import Ready
-from asyncckpt.image import Image, Place
+from asyncckpt.device_copy import Fence, Ready
+from asyncckpt.image import PAGE_ALIGNED_FROM, Image, Place
 from asyncckpt.pinned import PinnedMemory
-from asyncckpt.shm.segment import PAGE, Segment, round_up
+from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, SlotTable, State
 from asyncckpt.staging import SlotStager
 from asyncckpt.worker.client import Pending, WorkerClient
@@ -143,13 +143,21 @@ class Home:
         """Whether no slot holds a save under way."""
         return all(map(self._is_free, range(len(self.pending))))
 
-    def copy(self, slot: int, tensors: Sequence[torch.Tensor], ready: Ready, pool: ThreadPoolExecutor) -> None:
+    def copy(
+        self,
+        slot: int,
+        tensors: Sequence[torch.Tensor],
+        ready: Ready,
+        pool: ThreadPoolExecutor,
+        queued: Callable[[Sequence[Fence]], None] = lambda _: None,
+    ) -> None:
         """Copy ``tensors`` into ``slot``, see ``SlotStager.copy``. The first from CUDA has the memory pinned."""
         if ready and self._pinned is None:
-            places = [place.payload_at for place in self.plan.image.tensors if place.payload_at % PAGE == 0]
-            cuts = [offset + place for offset in self._offsets for place in (0, *places)]
-            self._pinned = PinnedMemory(self.segment, cuts)
-        self._stagers[slot].copy(tensors, ready, pool, partial(self.slots.arrived, slot))
+            # Only large tensors: small ones are brought over many at a time, and no copy may cross a cut.
+            large = [each.payload_at for each in self.plan.image.tensors if each.payload_bytes >= PAGE_ALIGNED_FROM]
+            cuts = [offset + place for offset in self._offsets for place in (0, *large)]
+            self._pinned = PinnedMemory(self.segment, cuts, next(iter(ready)))
+        self._stagers[slot].copy(tensors, ready, pool, partial(self.slots.arrived, slot), queued)
 
     def write_objects(self, slot: int) -> None:
         """Bring the objects in ``slot`` up to what the plan last captured."""

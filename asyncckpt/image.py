@@ -25,7 +25,7 @@ from asyncckpt.shm.segment import PAGE, round_up
 # What torch.save aligns a payload to, from the start of its zip; enough for every dtype.
 _ALIGNMENT = 64
 # Payloads from this size on begin on a page of the file: a reader may then read them past the page cache, in place.
-_PAGE_ALIGNED_FROM = 1 << 20
+PAGE_ALIGNED_FROM = 1 << 20
 
 
 class Envelope(NamedTuple):
@@ -100,7 +100,7 @@ class Image:
                 continue
             before, after = envelope(spec.dtype, spec.shape)
             payload_bytes = math.prod(spec.shape) * spec.dtype.itemsize
-            alignment = PAGE if payload_bytes >= _PAGE_ALIGNED_FROM else _ALIGNMENT
+            alignment = PAGE if payload_bytes >= PAGE_ALIGNED_FROM else _ALIGNMENT
             payload_at = round_up(end + len(before), alignment)
             at = payload_at - len(before)
             end = payload_at + payload_bytes + len(after)

@@ -27,6 +27,9 @@ class Targets:
     def tensor(self, number: int) -> torch.Tensor:
         """The place as a tensor."""
         spec, place = self.specs[number], self.places[number]
-        begin = self._offset + place.payload_at
-        raw = torch.frombuffer(self._view[begin : begin + place.payload_bytes], dtype=torch.uint8)
-        return raw.view(spec.dtype).view(spec.shape)
+        return self.raw(place.payload_at, place.payload_bytes).view(spec.dtype).view(spec.shape)
+
+    def raw(self, begin: int, nbytes: int) -> torch.Tensor:
+        """These bytes of the image, whatever they are."""
+        begin += self._offset
+        return torch.frombuffer(self._view[begin : begin + nbytes], dtype=torch.uint8)
