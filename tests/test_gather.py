@@ -17,11 +17,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncckpt
-from asyncckpt import device_copy, gather
+from asyncckpt import device_copy, gather, pinned
 from asyncckpt.device_copy import Part, device_chunks
+from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.gather import Run, allocate_mirrors, stretches
+from asyncckpt.handle import Save
 from asyncckpt.host_copy import Many
 from asyncckpt.image import Image, TensorSpec
+from asyncckpt.pinned import PinnedMemory
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.staging import SlotStager
 from asyncckpt.targets import Targets
@@ -61,7 +64,7 @@ def _tensors() -> list[torch.Tensor]:
         torch.randn(9, dtype=torch.complex128).conj().imag,
     ]
     found += [torch.zeros(3).neg(), torch._neg_view(torch.randn(5, 3).bfloat16()), torch.randn(50)[::2]]
-    for at in (40, 41, 140, 250):
+    for at in (3, 40, 41, 140, 200, 250):  # among them the first of each of the devices below
         found.insert(at, _any_bits(torch.float32, (300, 400)))
     found.insert(100, torch.randn(700, 900).t())
     return found
@@ -401,3 +404,98 @@ def test_the_whole_device_is_never_waited_for() -> None:
             if isinstance(node, ast.Attribute) and node.attr in ("synchronize", "wait_stream", "default_stream"):
                 allowed = node.attr == "synchronize" and file.name == "device_copy.py"
                 assert allowed and ast.unparse(node) != "torch.cuda.synchronize", f"{file}: {ast.unparse(node)}"
+
+
+def test_the_step_is_held_back_and_not_the_host() -> None:
+    fenced: list[bool] = []
+    save = Save("somewhere", 1)
+    with pytest.raises(SaveTimeoutError, match="not queued"):
+        save.hold_back(0.01)
+    save._copies_queued([lambda: fenced.append(True)])
+    save.hold_back(0.01)
+    assert fenced == [True] and not save.staged()
+    with pytest.raises(SaveTimeoutError, match="not staged"):
+        save.wait_staged(0.01)
+
+
+def test_with_the_hosts_tensors_alone_the_host_is_held_back() -> None:
+    save = Save("somewhere", 1)
+    save._copies_queued([])
+    with pytest.raises(SaveTimeoutError, match="not staged"):
+        save.hold_back(0.01)
+    failed = Save("somewhere", 2)
+    failed._resolve(asyncckpt.CheckpointError("the device is lost"))
+    failed.hold_back(0.01)
+
+
+# Pinning.
+
+
+class _Driver:
+    """What ``cudaHostRegister`` and ``cudaHostUnregister`` answer, and were asked."""
+
+    def __init__(self, answers: Sequence[int] = ()) -> None:
+        self.answers = list(answers)
+        self.registered: list[int] = []
+        self.taken_back: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1 and address % PAGE == 0 and nbytes % PAGE == 0
+        code = self.answers.pop(0) if self.answers else 0
+        if code == 0:
+            self.registered.append(address)
+        return code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.taken_back.append(address)
+        return 0
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch, streams: _Streams) -> list[bool]:
+    """One entry for each error of the driver that was taken off the thread."""
+    found: list[bool] = []
+
+    def launch(*_: Any, **__: Any) -> None:
+        found.append(True)
+        raise RuntimeError("CUDA error: that of before")
+
+    monkeypatch.setattr(torch, "ones", launch)
+    monkeypatch.setattr(pinned, "_PIECE_BYTES", 4 * PAGE)
+    return found
+
+
+def _pin(segment: Segment, driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> PinnedMemory:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    return PinnedMemory(segment, [PAGE * 3, PAGE * 5, PAGE * 6], torch.device("cuda", 0))
+
+
+def test_memory_is_pinned_in_pieces_and_taken_back(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool]) -> None:
+    with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
+        memory = _pin(segment, driver := _Driver(), monkeypatch)
+        assert [address - segment.address for address in driver.registered] == [0, 3 * PAGE, 6 * PAGE]
+        memory.close()
+        memory.close()
+        assert sorted(driver.taken_back) == driver.registered and not forgotten
+
+
+def test_what_cannot_be_pinned_is_told_and_leaves_no_error(
+    monkeypatch: pytest.MonkeyPatch, forgotten: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
+        memory = _pin(segment, driver := _Driver([0, 2]), monkeypatch)
+        assert "CUDA error 2" in caplog.text and f"{3 * PAGE} of {8 * PAGE} bytes" in caplog.text
+        assert len(driver.registered) == 2 and forgotten == [True]
+        memory.close()
+        assert sorted(driver.taken_back) == driver.registered
+
+
+def test_what_was_pinned_where_the_memory_is_now(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool]) -> None:
+    """The driver's pages are not ours: they are taken back, or nothing is copied there."""
+    with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
+        memory = _pin(segment, driver := _Driver([712]), monkeypatch)
+        assert driver.taken_back == [segment.address] and len(driver.registered) == 3 and forgotten == [True]
+        memory.close()
+        with pytest.raises(asyncckpt.CheckpointError, match="unmapped while it was pinned"):
+            _pin(segment, driver := _Driver([0, 712, 712]), monkeypatch)
+        assert driver.registered == [segment.address] and segment.address in driver.taken_back
