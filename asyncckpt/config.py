@@ -35,7 +35,9 @@ class Config:
 
     overlap: bool = False
     """Return from ``save`` before the tensors are copied. They must then stay as they are until ``Save.wait_staged``
-    returns, which ``Checkpointer.guard(optimizer)`` calls before each optimizer step."""
+    returns, or ``Save.hold_back``, which has CUDA streams wait instead of the host, and which
+    ``Checkpointer.guard(optimizer)`` calls before each optimizer step. What a forward pass changes (the running
+    statistics of a batch norm) it changes before that."""
 
     keep_last: int | None = None
     """Checkpoints to keep in a root: older ones are removed once a newer is durable. None: all."""
