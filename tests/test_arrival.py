@@ -17,7 +17,7 @@ from conftest import Faulty
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.device_copy import Ready
+from asyncckpt.device_copy import Fence, Ready
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StorageError
 from asyncckpt.shm.slots import State
 from asyncckpt.staging import SlotStager
@@ -42,8 +42,9 @@ def half_copy(root: Path, middle: Callable[[], None]) -> Callable[..., None]:
         ready: Ready,
         pool: ThreadPoolExecutor,
         arrived: Callable[[int], None],
+        queued: Callable[[Sequence[Fence]], None],
     ) -> None:
-        real_copy(self, tensors, ready, pool, arrived)
+        real_copy(self, tensors, ready, pool, arrived, queued)
         assert self._targets is not None
         begin = self._targets._offset
         image = self._targets._view[begin : begin + self._nbytes]
