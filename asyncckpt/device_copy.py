@@ -1,11 +1,13 @@
 """Copies from a CUDA device into a slot: queued on side streams, behind what the compute stream was given before.
 
-Two streams a device. All that goes to the host goes through the first, in the order of the image, so that what has
-arrived is always a beginning of it. The second gathers small tensors into mirrors on the device (see ``gather.py``), up
-to two ahead of the first:
+Two streams a device. All that goes to the host goes through the first: small tensors, then large ones, both in the
+order of the image. The second gathers small tensors into mirrors on the device (see ``gather.py``), up to two ahead:
 
-    gathers   wait until mirror 0 is free | fetch, gather | done 0 | wait until mirror 1 is free | ...
-    copies    large | wait for done 0 | bring mirror 0 over | now it is free | large | ...
+    gathers   fetch, gather 0 | fetch, gather 1 | wait until mirror 0 is free, fetch, gather 2 | ...
+    copies    wait for 0, bring it over | wait for 1, bring it over | ... | large | large | ...
+
+The small ones come first so that no gathering waits for a large copy. Where all streams share one queue of the hardware
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron-LM has it) the training, too, would wait for what a gathering waits for.
 
 Nobody waits on the host until all is queued, and then for events only, asleep (``blocking``), never for the device.
 
@@ -121,10 +123,11 @@ class Part:
 
 
 def device_chunks(numbers: Sequence[int], targets: Targets, mirrors: Sequence[torch.Tensor]) -> list[Chunk]:
-    """The chunks of the tensors of these ``numbers``, in the order of the image; with no ``mirrors`` none is a run."""
+    """The chunks of the tensors of these ``numbers``: runs (with no ``mirrors``, none), then all others."""
+    runs: list[Chunk] = []
     chunks: list[Chunk] = []
     some: list[int] = []
-    nbytes = turn = 0
+    nbytes = 0
 
     def cut() -> None:
         nonlocal some, nbytes
@@ -134,9 +137,7 @@ def device_chunks(numbers: Sequence[int], targets: Targets, mirrors: Sequence[to
 
     for gathered, stretch in stretches(numbers, targets):
         if gathered and mirrors:
-            cut()
-            chunks.append(Run(stretch, targets, mirrors, turn))
-            turn += 1
+            runs.append(Run(stretch, targets, mirrors, turn=len(runs)))
             continue
         for number in stretch:
             its = targets.places[number].payload_bytes
@@ -150,7 +151,7 @@ def device_chunks(numbers: Sequence[int], targets: Targets, mirrors: Sequence[to
             total, step = its // itemsize, _CHUNK_BYTES // itemsize
             chunks += [Part(number, first, min(step, total - first), targets) for first in range(0, total, step)]
     cut()
-    return chunks
+    return runs + chunks
 
 
 @dataclass
