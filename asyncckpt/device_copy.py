@@ -160,7 +160,7 @@ class _Side:
 
     copies: torch.cuda.Stream
     gathers: torch.cuda.Stream
-    mirrors: list[torch.Tensor] = field(default_factory=list)
+    mirrors: list[torch.Tensor] | None = None
     freed: dict[int, torch.cuda.Event] = field(default_factory=dict)
     """For each mirror: when what was last in it had been brought over."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -168,7 +168,8 @@ class _Side:
     def mirrors_for(self, device: torch.device) -> list[torch.Tensor]:
         """The mirrors, now that somebody needs them; none where the device has no memory left."""
         with self.lock, torch.cuda.device(device), torch.cuda.stream(self.gathers):
-            self.mirrors = self.mirrors or allocate_mirrors(device)
+            if self.mirrors is None:
+                self.mirrors = allocate_mirrors(device)
             return self.mirrors
 
     def bring(self, run: Run, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
