@@ -22,7 +22,7 @@ from asyncckpt.source import Source
 from asyncckpt.spans import SpanFile, read_pool
 from asyncckpt.structure import PLAIN, is_leaf
 from asyncckpt.trust import load_object
-from asyncckpt.wanted import Wanted, dtype_of, read_wanted, want_object, want_whole
+from asyncckpt.wanted import Wanted, dtype_of
 from asyncckpt.worker.manifest import Item
 
 logger = logging.getLogger(__name__)
@@ -51,17 +51,24 @@ class DirectLoad:
         self._path = path
         self._weights_only = True
         self._left: list[str] = []
-        self._wanted: dict[SpanFile, list[Wanted]] = {}
-        leaves = _leaves(state_dict)
+        self._wanted: dict[SpanFile, Wanted] = {}
+        leaves = _Leaves(state_dict)
         source.metadata()  # nothing in it is needed, but it is a part of the checkpoint, and is checked as all of it
         stored = _stored(source, held)
-        for name, (place, value) in leaves.items():
+        for name, tensor in leaves.tensors.items():
             file, item = stored.get(name, _NOWHERE)
-            if file is None or item is None:
-                raise _NotPlain(f"{name} is not there, or in pieces")
-            self._wanted.setdefault(file, []).append(self._want(name, place, value, item))
-        self._left = left_out(leaves, stored)
-        if self._left and not _containers(place for place, _ in leaves.values()).isdisjoint(self._left):
+            if file is None or item is None or item.kind != "tensor":
+                raise _NotPlain(f"{name} is not there, or in pieces, or no tensor")
+            if tensor.dtype != dtype_of(item) or [*tensor.shape] != item.shape:
+                raise _NotPlain(f"{name} is stored in another form")
+            self._of(file).whole(tensor, item)
+        for name, place in leaves.others.items():
+            file, item = stored.get(name, _NOWHERE)
+            if file is None or item is None or item.kind != "object":
+                raise _NotPlain(f"{name} is not there, or a tensor")
+            self._of(file).object(item, partial(self._replace, name, place))
+        self._left = left_out(leaves.names(), stored)
+        if self._left and not leaves.containers.isdisjoint(self._left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
 
     def read(self, *, verify: bool, weights_only: bool) -> None:
@@ -70,15 +77,13 @@ class DirectLoad:
         self._weights_only = weights_only
         with read_pool() as pool:
             for file, wanted in self._wanted.items():
-                read_wanted(file, wanted, pool, verify=verify)
+                wanted.read(file, pool, verify=verify)
 
-    def _want(self, name: str, place: _Path, value: Any, item: Item) -> Wanted:
-        if not isinstance(value, torch.Tensor) and item.kind == "object":
-            return want_object(item, partial(self._replace, name, place))
-        fits = isinstance(value, torch.Tensor) and item.kind == "tensor"
-        if not fits or value.dtype != dtype_of(item) or list(value.shape) != item.shape:
-            raise _NotPlain(f"{name} is stored in another form")
-        return want_whole(value, item)
+    def _of(self, file: SpanFile) -> Wanted:
+        wanted = self._wanted.get(file)
+        if wanted is None:
+            wanted = self._wanted[file] = Wanted()
+        return wanted
 
     def _replace(self, name: str, place: _Path, data: memoryview) -> None:
         loaded = load_object(io.BytesIO(data), name, self._path, weights_only=self._weights_only)
@@ -99,9 +104,11 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
 
 def left_out(asked: Iterable[str], known: Iterable[str]) -> list[str]:
     """Names that are ``known``, and not ``asked`` for, though others are with the same key at the top."""
-    names = set(asked)
-    tops = {name.partition(".")[0] for name in names}
-    return sorted(name for name in known if name not in names and name.partition(".")[0] in tops)
+    missing = set(known).difference(asked := set(asked))
+    if not missing:
+        return []
+    tops = {name.partition(".")[0] for name in asked}
+    return sorted(name for name in missing if name.partition(".")[0] in tops)
 
 
 def warn_left_out(left: Sequence[str], path: str) -> None:
@@ -122,34 +129,48 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + more
 
 
-def _leaves(state_dict: Mapping[str, Any]) -> dict[str, tuple[_Path, Any]]:
-    """The values of ``state_dict`` and their places in it, by the names that DCP gives them."""
-    leaves: dict[str, tuple[_Path, Any]] = {}
+class _Leaves:
+    """The values of a state dict, by the names that DCP gives them."""
 
-    def collect(container: Any, place: _Path, prefix: str) -> None:
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ``_NotPlain``."""
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.others: dict[str, _Path] = {}
+        """All else, by its place."""
+        self.containers: set[str] = set()
+        """The names of containers with a leaf in them, whatever DCP would call them."""
+        self._collect(state_dict, (), "")
+        self.containers.discard("")
+        if len(self.names()) < len(self.tensors) + len(self.others):
+            raise _NotPlain("a name is there twice")
+
+    def names(self) -> set[str]:
+        """Of all leaves."""
+        return self.tensors.keys() | self.others.keys()
+
+    def _collect(self, container: Any, place: _Path, prefix: str) -> None:
         is_dict = isinstance(container, dict)
         if not is_dict and not isinstance(container, list):
             raise _NotPlain(f"there is a {type(container).__name__}")
+        tensors, others = self.tensors, self.others
+        before = len(tensors) + len(others)
         for key, value in container.items() if is_dict else enumerate(container):
             name = f"{prefix}{key}"
-            here = (*place, str(key) if is_dict else key)
-            if not is_leaf(value):
-                collect(value, here, f"{name}.")
-            elif name in leaves or (isinstance(value, torch.Tensor) and not _is_plain(value)):
-                raise _NotPlain(f"{name} is there twice, or no plain tensor")
+            if type(value) in PLAIN:
+                # One by one: some answers raise for tensors of other kinds.
+                if name in tensors or value.layout != torch.strided or value.is_meta or value.is_quantized:
+                    raise _NotPlain(f"{name} is there twice, or no plain tensor")
+                tensors[name] = value
+            elif isinstance(value, torch.Tensor):
+                raise _NotPlain(f"{name} is no plain tensor")
+            elif not is_leaf(value):
+                self._collect(value, (*place, str(key) if is_dict else key), f"{name}.")
+            elif name in others:
+                raise _NotPlain(f"{name} is there twice")
             else:
-                leaves[name] = (here, value)
-
-    collect(state_dict, (), "")
-    return leaves
-
-
-def _containers(places: Iterable[_Path]) -> set[str]:
-    return {".".join(map(str, place[:end])) for place in places for end in range(1, len(place))}
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+                others[name] = (*place, str(key) if is_dict else key)
+        if len(tensors) + len(others) > before:
+            self.containers.add(prefix[:-1])
 
 
 def _stored(source: Source, held: ExitStack) -> dict[str, tuple[SpanFile, Item] | tuple[None, None]]:

@@ -33,7 +33,7 @@ from asyncckpt.source import FolderSource, Source
 from asyncckpt.spans import read_pool
 from asyncckpt.structure import stateful_types
 from asyncckpt.trust import load_metadata, load_object
-from asyncckpt.wanted import Wanted, read_wanted, want_box, want_object
+from asyncckpt.wanted import Wanted
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage import reading, translated
 
@@ -295,12 +295,12 @@ class ImageReader(StorageReader):
         try:
             stored = {item.at: item for item in file.index.items}
             filled: list[tuple[ReadItem, torch.Tensor]] = []
-            wanted: list[Wanted] = []
+            wanted = Wanted()
             for item, at in requests:
                 if at not in stored:
                     raise DamagedCheckpointError(f"the index has nothing at {at:,}, and .metadata has", path=file.path)
                 if item.type == LoadItemType.BYTE_IO:
-                    wanted.append(want_object(stored[at], partial(_load_bytes, planner, item)))
+                    wanted.object(stored[at], partial(_load_bytes, planner, item))
                     continue
                 tensor = planner.resolve_tensor(item).detach()
                 if tuple(tensor.shape) != tuple(item.lengths):
@@ -310,8 +310,8 @@ class ImageReader(StorageReader):
                         path=file.path,
                     )
                 filled.append((item, tensor))
-                wanted.append(want_box(tensor, stored[at], item.storage_offsets, item.lengths))
-            read_wanted(file, wanted, pool, verify=self._verify)
+                wanted.box(tensor, stored[at], item.storage_offsets, item.lengths)
+            wanted.read(file, pool, verify=self._verify)
             for item, tensor in filled:
                 planner.commit_tensor(item, tensor)
         finally:

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
-import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import chain
+from typing import NamedTuple
 
-from xxhash import xxh3_64
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
 
+from asyncckpt.direct_file import DirectFile
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.manifest import Index
-from asyncckpt.worker.storage import translated
 
 # Read at once: enough to keep a disk busy with a few threads.
 RUN_BYTES = 8 << 20
 # Checked and consumed at once: little enough to stay in a core's own cache in between.
 _PIECE_BYTES = 1 << 20
-READ_THREADS = max(2, min(8, os.cpu_count() or 1))
+# More than cores, on a small machine: while some check and copy, others must keep the disk busy.
+READ_THREADS = max(4, min(8, os.cpu_count() or 1))
 
 Consume = Callable[[int, memoryview], None]
 """Called with an offset in the file and the bytes from there on, which are gone when it returns. On any thread."""
 
 OnDamage = Callable[[DamagedCheckpointError], None]
+
+
+class Destination(NamedTuple):
+    """Where the bytes from ``begin`` to ``end`` of a file belong: in the memory at ``address``."""
+
+    begin: int
+    end: int
+    address: int
+
+
+FindDestination = Callable[[int, int], Destination | None]
+"""Called with the beginning and the end of a part of a file: the one destination of any of it; None: there is none, or
+several."""
+
+
+class Part(NamedTuple):
+    """``data`` that stands at ``begin`` in a file; ``placed``: it is already where it belongs."""
+
+    begin: int
+    data: memoryview
+    placed: bool = False
 
 
 def raise_damage(damage: DamagedCheckpointError) -> None:
@@ -53,13 +74,17 @@ class SpanFile(ABC):
         consume: Consume,
         pool: ThreadPoolExecutor,
         on_damage: OnDamage | None = raise_damage,
+        find: FindDestination | None = None,
     ) -> None:
         """Read the spans that the byte ``ranges`` (begin, end) touch, and ``consume`` them piece by piece.
 
         They are good if this returns: a bad span goes to ``on_damage``, once it is consumed, or in part, and that
-        raises, or else reading goes on. None: nothing is checked. Raises ``DamagedCheckpointError``, ``StorageError``.
+        raises, or else reading goes on. None: nothing is checked. Where ``find`` has a destination for many bytes, they
+        may be read straight to it, and are then not given to ``consume``.
+
+        Raises ``DamagedCheckpointError``, ``StorageError``.
         """
-        runs = deque(self._runs(self._wanted(ranges)))
+        runs = deque(self._runs(ranges))
 
         def read_some() -> None:
             try:
@@ -68,7 +93,7 @@ class SpanFile(ABC):
                         first, last = runs.popleft()
                     except IndexError:
                         return
-                    self._read_run(first, last, consume, on_damage)
+                    self._read_run(first, last, consume, on_damage, find)
             except BaseException:
                 runs.clear()  # so that the other threads end
                 raise
@@ -95,49 +120,89 @@ class SpanFile(ABC):
         return None
 
     @abstractmethod
-    def _fetch(self, begin: int, end: int) -> memoryview:
-        """The bytes from ``begin`` to ``end``, or as many as there are; good until this thread's next call."""
+    def _fetch(self, begin: int, end: int, find: FindDestination | None) -> Sequence[Part]:
+        """The bytes from ``begin`` to ``end``, or as many as there are, in order; good until this thread's next call.
 
-    def _wanted(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
-        wanted: set[int] = set()
-        for begin, end in ranges:
-            span = bisect_right(self._bounds, begin) - 1
-            while span < len(self._bounds) - 1 and self._bounds[span] < end:
-                wanted.add(span)
-                span += 1
-        return sorted(wanted)
+        With ``find`` some of them may be where they belong.
+        """
 
-    def _runs(self, spans: Sequence[int]) -> list[tuple[int, int]]:
-        """``spans`` as runs of neighbours, (first, last + 1), of up to ``run_bytes``, if no span is longer."""
+    def _runs(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The spans that ``ranges`` touch, as runs of neighbours, (first, last + 1).
+
+        Each of up to ``run_bytes``, if no span is longer.
+        """
+        edges = np.fromiter(chain.from_iterable(ranges), np.int64).reshape(-1, 2)
+        edges = edges[edges[:, 0] < edges[:, 1]]
+        bounds = np.asarray(self._bounds, np.int64)
+        # How many ranges begin with a span, less those that end before it; their sum is how many touch it.
+        change = np.zeros(len(bounds) + 1, np.int64)
+        np.add.at(change, np.searchsorted(bounds, edges[:, 0], "right") - 1, 1)
+        np.add.at(change, np.searchsorted(bounds, edges[:, 1], "left"), -1)
+        touched = np.diff(np.cumsum(change[: len(bounds)]) > 0, prepend=False, append=False)
+        turns = np.flatnonzero(touched).tolist()
         runs: list[tuple[int, int]] = []
-        for span in spans:
-            if runs and runs[-1][1] == span and self._bounds[span + 1] - self._bounds[runs[-1][0]] <= self.run_bytes:
-                runs[-1] = (runs[-1][0], span + 1)
-            else:
-                runs.append((span, span + 1))
+        for first, last in zip(turns[::2], turns[1::2], strict=True):
+            while first < last:
+                stop = self._stop(first, last, self.run_bytes)
+                runs.append((first, stop))
+                first = stop
         return runs
 
-    def _read_run(self, first: int, last: int, consume: Consume, on_damage: OnDamage | None) -> None:
-        begin, end = self._bounds[first], self._bounds[last]
-        data = self._fetch(begin, end)
-        if len(data) < end - begin:
-            raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
-        consumed = begin
-        for span in range(first, last):
-            at, stop = self._bounds[span], self._bounds[span + 1]
-            digest = xxh3_64()
-            for piece in range(at, stop, _PIECE_BYTES):
-                piece_end = min(piece + _PIECE_BYTES, stop)
-                if on_damage is not None:
-                    digest.update(data[piece - begin : piece_end - begin])
-                # Small spans are consumed together.
-                if piece_end - consumed >= _PIECE_BYTES or piece_end == end:
-                    consume(consumed, data[consumed - begin : piece_end - begin])
-                    consumed = piece_end
-            if on_damage is not None and digest.intdigest() != self.index.checksums[span]:
-                on_damage(self._damage(at, stop))
+    def _stop(self, first: int, last: int, nbytes: int) -> int:
+        """Where to end what begins with span ``first``, so that it has up to ``nbytes``, or is that span alone."""
+        return max(first + 1, bisect_right(self._bounds, self._bounds[first] + nbytes, first, last + 1) - 1)
 
-    def _damage(self, begin: int, end: int) -> DamagedCheckpointError:
+    def _read_run(
+        self, first: int, last: int, consume: Consume, on_damage: OnDamage | None, find: FindDestination | None
+    ) -> None:
+        begin, end = self._bounds[first], self._bounds[last]
+        parts = self._fetch(begin, end, find if last == first + 1 else None)
+        if sum(len(part.data) for part in parts) < end - begin:
+            raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
+        if last == first + 1:
+            self._read_span(first, parts, consume, on_damage)
+            return
+        data = parts[0].data
+        while first < last:
+            stop = self._stop(first, last, _PIECE_BYTES)
+            at = self._bounds[first]
+            piece = data[at - begin : self._bounds[stop] - begin]
+            if stop == first + 1:
+                self._read_span(first, [Part(at, piece)], consume, on_damage)
+            else:
+                self._read_short(first, stop, piece, consume, on_damage)
+            first = stop
+
+    def _read_span(self, span: int, parts: Sequence[Part], consume: Consume, on_damage: OnDamage | None) -> None:
+        """Check and consume one span piece by piece."""
+        digest = xxh3_64()
+        for part in parts:
+            for at in range(0, len(part.data), _PIECE_BYTES):
+                piece = part.data[at : at + _PIECE_BYTES]
+                if on_damage is not None:
+                    digest.update(piece)
+                if not part.placed:
+                    consume(part.begin + at, piece)
+        if on_damage is not None and digest.intdigest() != self.index.checksums[span]:
+            on_damage(self._damage(span))
+
+    def _read_short(
+        self, first: int, last: int, data: memoryview, consume: Consume, on_damage: OnDamage | None
+    ) -> None:
+        """Check and consume several spans, whose bytes are ``data``, at once."""
+        begin = self._bounds[first]
+        consume(begin, data)
+        if on_damage is None:
+            return
+        # All in C: of 100,000 small spans each microsecond would be a tenth of a second.
+        edges = [bound - begin for bound in self._bounds[first : last + 1]]
+        spans = map(data.__getitem__, map(slice, edges, edges[1:]))
+        for span, found in enumerate(map(xxh3_64_intdigest, spans), first):
+            if found != self.index.checksums[span]:
+                on_damage(self._damage(span))
+
+    def _damage(self, span: int) -> DamagedCheckpointError:
+        begin, end = self._bounds[span], self._bounds[span + 1]
         names = ", ".join(map(repr, self.index.names_at(begin, end)))
         what = names or "of no value, but of the space between them"
         return DamagedCheckpointError(f"the bytes {begin:,} to {end:,} are damaged: {what}", path=self.path)
@@ -148,39 +213,23 @@ class DataFile(SpanFile):
 
     def __init__(self, path: str, index: Index) -> None:
         """Raises ``DamagedCheckpointError`` if it is missing, else ``StorageError``."""
-        super().__init__(path, index, index.bounds())
-        self._buffers = threading.local()
-        with translated("opening", path):
-            try:
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-            except FileNotFoundError as error:
-                raise DamagedCheckpointError("a file of this checkpoint is missing", path=path) from error
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(path, index, index.bounds)
+        self._file = DirectFile(path)
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
-    def _fetch(self, begin: int, end: int) -> memoryview:
-        aligned = begin // PAGE * PAGE
-        return self._fill(aligned, round_up(end - aligned))[begin - aligned : end - aligned]
-
-    def _fill(self, offset: int, nbytes: int) -> memoryview:
-        """Read into this thread's own buffer, which the next call overwrites."""
-        buffer: mmap.mmap | None = getattr(self._buffers, "buffer", None)
-        if buffer is None or len(buffer) < nbytes:
-            buffer = self._buffers.buffer = mmap.mmap(-1, max(nbytes, RUN_BYTES + 2 * PAGE))
-        view = memoryview(buffer)[:nbytes]
-        done = 0
-        with translated("reading", self.path):
-            while done < nbytes:
-                count = os.preadv(self._fd, [view[done:]], offset + done)
-                if count == 0:
-                    break
-                done += count
-        return view[:done]
+    def _fetch(self, begin: int, end: int, find: FindDestination | None) -> Sequence[Part]:
+        to = find(begin, end) if find is not None else None
+        if to is not None:
+            # Of it, what is whole blocks of the file, and as the device wants its memory aligned.
+            first, last = self._file.blocks(max(to.begin, begin), min(to.end, end))
+            address = to.address + first - to.begin
+            if last - first >= _PIECE_BYTES and self._file.may_read_to(address):
+                read = self._file.read_around(begin, first, last, end, address)
+                if read is not None:
+                    return [Part(begin, read[0]), Part(first, read[1], placed=True), Part(last, read[2])]
+        return [Part(begin, self._file.read(begin, end))]
 
 
 class MemoryFile(SpanFile):
@@ -198,8 +247,8 @@ class MemoryFile(SpanFile):
     def in_place(self, begin: int, end: int) -> memoryview:
         return self._data[begin:end]
 
-    def _fetch(self, begin: int, end: int) -> memoryview:
-        return self._data[begin:end]
+    def _fetch(self, begin: int, end: int, find: FindDestination | None) -> Sequence[Part]:
+        return [Part(begin, self._data[begin:end])]
 
 
 def read_pool() -> ThreadPoolExecutor:

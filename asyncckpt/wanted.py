@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import operator
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from operator import itemgetter
-from typing import NamedTuple
+from itertools import accumulate
 
 import torch
 
 from asyncckpt.memcpy import address_of, memcpy, memcpy_holding
-from asyncckpt.spans import SpanFile, raise_damage
+from asyncckpt.spans import Destination, SpanFile, raise_damage
 from asyncckpt.structure import PLAIN
 from asyncckpt.worker.manifest import Item
 
@@ -20,60 +22,129 @@ from asyncckpt.worker.manifest import Item
 _BATCH_BYTES = 256 << 20
 # Copies of so many bytes let go of Python's lock, so that several threads copy.
 _COPY_ALONE_BYTES = 256 << 10
+# Copied one by one.
+_FEW = 8
 
 
-class Wanted(NamedTuple):
-    """The bytes of a data file from ``begin`` to ``end``.
+Finish = Callable[[memoryview], None]
 
-    They go to the memory at ``address``, or else are given to ``finish`` once they are all there, and good; it must not
-    keep them.
+
+class Wanted:
+    """The bytes that are wanted of one data file.
+
+    No two of them overlap, unless they are the same bytes. They go straight to memory of this process, or else are
+    given to a function once they are all there, and good; it must not keep them.
     """
 
-    begin: int
-    end: int
-    address: int = 0
-    finish: Callable[[memoryview], None] | None = None
+    def __init__(self) -> None:
+        # A row for each: columns, because there may be a great many.
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._addresses: list[int] = []
+        self._finish: dict[int, Finish] = {}  # by the number of the row
 
+    def whole(self, tensor: torch.Tensor, item: Item) -> None:
+        """All of the stored tensor ``item``, for one of its dtype and shape."""
+        if tensor.is_cpu and _is_filled_by_bytes(tensor):
+            self._begins.append(item.payload_at)
+            self._ends.append(item.payload_at + item.payload_bytes)
+            self._addresses.append(tensor.data_ptr())
+        else:
+            end = item.payload_at + item.payload_bytes
+            self._add(item.payload_at, end, partial(_copy_box, tensor, item, item.shape))
 
-def want_whole(tensor: torch.Tensor, item: Item) -> Wanted:
-    """All of the stored tensor ``item``, for one of its shape."""
-    begin, end = item.payload_at, item.payload_at + item.payload_bytes
-    if _is_filled_by_bytes(tensor) and tensor.dtype == dtype_of(item):
-        return Wanted(begin, end, tensor.data_ptr())
-    return Wanted(begin, end, finish=partial(_copy_box, tensor, item, item.shape))
+    def box(self, tensor: torch.Tensor, item: Item, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """The box of ``lengths`` at ``offsets`` of the stored tensor ``item``, for one of its shape."""
+        first, count = _extent(item.shape, offsets, lengths)
+        dtype = dtype_of(item)
+        begin = item.payload_at + first * dtype.itemsize
+        end = begin + count * dtype.itemsize
+        in_a_row = tensor.dtype == dtype and tensor.numel() == count
+        if (
+            in_a_row
+            and type(tensor) in PLAIN
+            and tensor.layout == torch.strided
+            and tensor.is_cpu
+            and _is_filled_by_bytes(tensor)
+        ):
+            self._begins.append(begin)
+            self._ends.append(end)
+            self._addresses.append(tensor.data_ptr())
+        else:
+            self._add(begin, end, partial(_copy_box, tensor, item, lengths))
 
+    def object(self, item: Item, finish: Finish) -> None:
+        """The stored object ``item``, and the zeros behind it."""
+        self._add(item.at, item.at + item.nbytes, finish)
 
-def want_box(tensor: torch.Tensor, item: Item, offsets: Sequence[int], lengths: Sequence[int]) -> Wanted:
-    """The box of ``lengths`` at ``offsets`` of the stored tensor ``item``, for one of its shape."""
-    first, count = _extent(item.shape, offsets, lengths)
-    dtype = dtype_of(item)
-    begin = item.payload_at + first * dtype.itemsize
-    end = begin + count * dtype.itemsize
-    if _is_filled_by_bytes(tensor) and tensor.dtype == dtype and tensor.numel() == count:
-        return Wanted(begin, end, tensor.data_ptr())
-    return Wanted(begin, end, finish=partial(_copy_box, tensor, item, lengths))
+    def read(self, file: SpanFile, pool: ThreadPoolExecutor, *, verify: bool) -> None:
+        """Read all that is wanted of ``file``.
 
+        Raises ``DamagedCheckpointError``, ``StorageError``; then part of it may have been read, but none was finished
+        that is damaged.
+        """
+        rows: Sequence[int] = range(len(self._begins))
+        begins = self._begins
+        if begins != sorted(begins):
+            rows = sorted(rows, key=begins.__getitem__)
+        # Values whose bytes must be brought together first are read a batch at a time, to bound that memory.
+        for batch in self._batches(rows):
+            self._read_batch(file, batch, pool, verify)
 
-def want_object(item: Item, finish: Callable[[memoryview], None]) -> Wanted:
-    """The stored object ``item``, and the zeros behind it."""
-    return Wanted(item.at, item.at + item.nbytes, finish=finish)
+    def _add(self, begin: int, end: int, finish: Finish) -> None:
+        self._finish[len(self._begins)] = finish
+        self._begins.append(begin)
+        self._ends.append(end)
+        self._addresses.append(0)
+
+    def _batches(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+        first = size = 0
+        for number in range(len(rows)) if self._finish else ():
+            row = rows[number]
+            if row not in self._finish:
+                continue
+            nbytes = self._ends[row] - self._begins[row]
+            if number > first and size + nbytes > _BATCH_BYTES:
+                yield rows[first:number]
+                first, size = number, 0
+            size += nbytes
+        yield rows[first:]
+
+    def _read_batch(self, file: SpanFile, rows: Sequence[int], pool: ThreadPoolExecutor, verify: bool) -> None:
+        finishing: list[tuple[Finish, memoryview]] = []
+        for row in rows if self._finish else ():
+            finish = self._finish.get(row)
+            if finish is None:
+                continue
+            begin, end = self._begins[row], self._ends[row]
+            data = file.in_place(begin, end)
+            if data is None:
+                data = memoryview(bytearray(end - begin))
+                self._addresses[row] = address_of(data) if data else 0
+            finishing.append((finish, data))
+        ranges = [(self._begins[row], self._ends[row]) for row in rows]
+        # Those that have an address: to copy, or to read there.
+        to = [row for row in rows if self._addresses[row] and self._begins[row] < self._ends[row]]
+        targets = _Targets(*([column[row] for row in to] for column in (self._begins, self._ends, self._addresses)))
+        file.read(ranges, targets.fill, pool, raise_damage if verify else None, targets.find)
+        for finish, data in finishing:
+            finish(data)
 
 
 def dtype_of(item: Item) -> torch.dtype:
     """The dtype of a stored tensor."""
-    dtype: torch.dtype = getattr(torch, item.dtype)
+    return _dtype(item.dtype)
+
+
+@functools.cache
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def _is_filled_by_bytes(tensor: torch.Tensor) -> bool:
-    """Whether it is, in the memory of this process, just its elements in a row."""
-    return (
-        type(tensor) in PLAIN
-        and tensor.is_cpu
-        and tensor.layout == torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
+    """Whether a plain tensor is just its elements in a row."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _copy_box(tensor: torch.Tensor, item: Item, lengths: Sequence[int], data: memoryview) -> None:
@@ -102,75 +173,51 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def read_wanted(file: SpanFile, wanted: Iterable[Wanted], pool: ThreadPoolExecutor, *, verify: bool) -> None:
-    """Read all that is ``wanted`` of ``file``: no two of them overlap, unless they are the same bytes.
-
-    Raises ``DamagedCheckpointError``, ``StorageError``; then part of it may have been read, but none was finished that
-    is damaged.
-    """
-    ordered = sorted(wanted, key=itemgetter(0, 1))
-    # Values whose bytes must be brought together first are read a batch at a time, to bound that memory.
-    for batch in _batches(ordered):
-        _read_batch(file, batch, pool, verify)
-
-
-def _batches(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
-    batches: list[list[Wanted]] = []
-    size = 0
-    for want in wanted:
-        buffered = 0 if want.finish is None else want.end - want.begin
-        if not batches or size + buffered > _BATCH_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(want)
-        size += buffered
-    return batches
-
-
-def _read_batch(file: SpanFile, batch: Sequence[Wanted], pool: ThreadPoolExecutor, verify: bool) -> None:
-    targets = _Targets()
-    finishing: list[tuple[Callable[[memoryview], None], memoryview]] = []
-    for want in batch:
-        if want.finish is None:
-            targets.add(want.begin, want.end, want.address)
-            continue
-        data = file.in_place(want.begin, want.end)
-        if data is None:
-            data = memoryview(bytearray(want.end - want.begin))
-            targets.add(want.begin, want.end, address_of(data) if data else 0)
-        finishing.append((want.finish, data))
-    file.read(
-        [(want.begin, want.end) for want in batch if want.begin < want.end],
-        targets.fill,
-        pool,
-        raise_damage if verify else None,
-    )
-    for finish, data in finishing:
-        finish(data)
-
-
 class _Targets:
     """The memory that parts of a file go to, in the order of the file."""
 
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        self._addresses: list[int] = []
+    def __init__(self, begins: list[int], ends: list[int], addresses: list[int]) -> None:
+        self._begins = begins
+        self._ends = ends
+        self._addresses = addresses
+        # Tied tensors have the same bytes, and boxes may lie in each other: then what is between two is not inside them.
+        self._overlap = any(map(operator.lt, begins[1:], ends))
+        self._reach = list(accumulate(ends, max)) if self._overlap else ends
 
-    def add(self, begin: int, end: int, address: int) -> None:
-        """The bytes from ``begin`` to ``end`` go to ``address``."""
-        if begin < end:
-            self._begins.append(begin)
-            self._ends.append(end)
-            self._addresses.append(address)
+    def find(self, begin: int, end: int) -> Destination | None:
+        """The only one that has to do with a part of the file."""
+        first, last = self._meeting(begin, end)
+        if last != first + 1:
+            return None
+        return Destination(self._begins[first], self._ends[first], self._addresses[first])
 
     def fill(self, begin: int, data: memoryview) -> None:
         """Copy what is wanted of the ``data`` that stands at ``begin``."""
+        if not data:
+            return
         begins, ends, addresses = self._begins, self._ends, self._addresses
         end = begin + len(data)
         source = address_of(data) - begin
-        first, last = bisect_right(ends, begin), bisect_right(begins, end - 1)
-        for number in range(first, last):
-            low, high = max(begins[number], begin), min(ends[number], end)
-            copy = memcpy if high - low >= _COPY_ALONE_BYTES else memcpy_holding
-            copy(addresses[number] + low - begins[number], source + low, high - low)
+        first, last = self._meeting(begin, end)
+        # In C all that can be: of 100,000 small ones each microsecond would be a tenth of a second.
+        low = first if self._overlap or last - first < _FEW else first + 1
+        high = low if self._overlap or last - first < _FEW else last - 1
+        deque(
+            map(
+                memcpy_holding,
+                addresses[low:high],
+                map(source.__add__, begins[low:high]),
+                map(operator.sub, ends[low:high], begins[low:high]),
+            ),
+            maxlen=0,
+        )
+        for number in (*range(first, low), *range(high, last)):
+            inner_begin, inner_end = max(begins[number], begin), min(ends[number], end)
+            nbytes = inner_end - inner_begin
+            if nbytes > 0:
+                copy = memcpy if nbytes >= _COPY_ALONE_BYTES else memcpy_holding
+                copy(addresses[number] + inner_begin - begins[number], source + inner_begin, nbytes)
+
+    def _meeting(self, begin: int, end: int) -> tuple[int, int]:
+        """Those that have to do with a part of the file, first and last + 1; with an overlap, some that have not."""
+        return bisect_right(self._reach, begin), bisect_left(self._begins, end)

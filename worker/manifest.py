@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import base64
 import json
+import operator
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import xxhash
@@ -70,11 +72,13 @@ class Item(NamedTuple):
 
 def spans(starts: Iterable[int], nbytes: int) -> array[int]:
     """The boundaries of the spans of a file of ``nbytes`` whose items begin at ``starts``, from 0 to ``nbytes``."""
-    bounds = array("Q", [0])
-    for start in [*sorted(set(starts) - {0}), nbytes]:
-        bounds.extend(range(bounds[-1] + SPAN_BYTES, start, SPAN_BYTES))
-        if start != bounds[-1]:
-            bounds.append(start)
+    edges = sorted({0, nbytes, *starts})
+    if max(map(operator.sub, edges[1:], edges), default=0) <= SPAN_BYTES:  # a great many, all of them short
+        return array("Q", edges)
+    bounds = array("Q", edges[:1])
+    for edge in edges[1:]:
+        bounds.extend(range(bounds[-1] + SPAN_BYTES, edge, SPAN_BYTES))
+        bounds.append(edge)
     return bounds
 
 
@@ -87,6 +91,7 @@ class Index:
     items: list[Item]
     checksums: Sequence[int]
 
+    @cached_property
     def bounds(self) -> array[int]:
         """The spans' boundaries; span ``i`` is from ``bounds[i]`` to ``bounds[i + 1]``."""
         return spans((item.at for item in self.items), self.nbytes)
@@ -119,8 +124,8 @@ class Index:
             checksums = array("Q", base64.b64decode(fields["checksums"], validate=True))
             if sys.byteorder == "big":
                 checksums.byteswap()
-            index = cls(fields["data"], fields["bytes"], [Item(*row) for row in fields["items"]], checksums)
-            if len(index.bounds()) != len(checksums) + 1:
+            index = cls(fields["data"], fields["bytes"], list(map(Item._make, fields["items"])), checksums)
+            if len(index.bounds) != len(checksums) + 1:
                 raise ValueError("the checksums do not fit the items")
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedCheckpointError(f"this index of a data file is damaged ({error})", path=path) from error
