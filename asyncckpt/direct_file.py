@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -21,10 +20,7 @@ _STATX_BYTES = 256
 _STX_MASK_AT = 0
 _STX_DIO_MEM_ALIGN_AT = 152
 
-# Buffers begin on a huge page: so the device gets few long pieces of memory, and their first touch is cheap.
-_HUGE_PAGE = 2 << 20
-_BUFFER_BYTES = 8 << 20
-_MADV_HUGEPAGE = 14
+_BUFFER_BYTES = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _held = threading.local()
@@ -130,9 +126,5 @@ def _buffer(nbytes: int) -> memoryview:
     buffer: memoryview | None = getattr(_held, "buffer", None)
     if buffer is None or len(buffer) < nbytes:
         length = max(round_up(nbytes), _BUFFER_BYTES + 2 * PAGE)
-        mapping = mmap.mmap(-1, length + _HUGE_PAGE)
-        with contextlib.suppress(OSError):  # a hint
-            mapping.madvise(_MADV_HUGEPAGE)
-        begin = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
-        buffer = _held.buffer = memoryview(mapping)[begin : begin + length]
+        buffer = _held.buffer = memoryview(mmap.mmap(-1, length))
     return buffer[:nbytes]

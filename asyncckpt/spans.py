@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 from typing import NamedTuple
@@ -16,14 +15,13 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from asyncckpt.direct_file import DirectFile
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.manifest import Index
 
-# Read at once: enough to keep a disk busy with a few threads.
-RUN_BYTES = 8 << 20
-# Checked and consumed at once: little enough to stay in a core's own cache in between.
-_PIECE_BYTES = 1 << 20
+# Read, checked and consumed at once: little enough to stay in the cores' caches all the way.
+RUN_BYTES = 1 << 20
 # More than cores, on a small machine: while some check and copy, others must keep the disk busy.
-READ_THREADS = max(4, min(8, os.cpu_count() or 1))
+READ_THREADS = 8
 
 Consume = Callable[[int, memoryview], None]
 """Called with an offset in the file and the bytes from there on, which are gone when it returns. On any thread."""
@@ -59,9 +57,6 @@ def raise_damage(damage: DamagedCheckpointError) -> None:
 
 class SpanFile(ABC):
     """A data file, wherever its bytes are. ``path`` is for errors."""
-
-    run_bytes = RUN_BYTES
-    """How much is fetched at once, if no span is longer."""
 
     def __init__(self, path: str, index: Index, bounds: Sequence[int]) -> None:
         self.path = path
@@ -120,16 +115,16 @@ class SpanFile(ABC):
         return None
 
     @abstractmethod
-    def _fetch(self, begin: int, end: int, find: FindDestination | None) -> Sequence[Part]:
-        """The bytes from ``begin`` to ``end``, or as many as there are, in order; good until this thread's next call.
+    def _fetch(self, begin: int, end: int, find: FindDestination | None) -> Iterator[Part]:
+        """The bytes from ``begin`` to ``end``, or as many as there are, in order; each part good until the next one.
 
-        With ``find`` some of them may be where they belong.
+        With ``find`` some of them may be where they belong; without it, up to ``RUN_BYTES`` are one part.
         """
 
     def _runs(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """The spans that ``ranges`` touch, as runs of neighbours, (first, last + 1).
 
-        Each of up to ``run_bytes``, if no span is longer.
+        Each of up to ``RUN_BYTES``, if no span is longer.
         """
         edges = np.fromiter(chain.from_iterable(ranges), np.int64).reshape(-1, 2)
         edges = edges[edges[:, 0] < edges[:, 1]]
@@ -143,7 +138,7 @@ class SpanFile(ABC):
         runs: list[tuple[int, int]] = []
         for first, last in zip(turns[::2], turns[1::2], strict=True):
             while first < last:
-                stop = self._stop(first, last, self.run_bytes)
+                stop = self._stop(first, last, RUN_BYTES)
                 runs.append((first, stop))
                 first = stop
         return runs
@@ -156,33 +151,30 @@ class SpanFile(ABC):
         self, first: int, last: int, consume: Consume, on_damage: OnDamage | None, find: FindDestination | None
     ) -> None:
         begin, end = self._bounds[first], self._bounds[last]
-        parts = self._fetch(begin, end, find if last == first + 1 else None)
-        if sum(len(part.data) for part in parts) < end - begin:
-            raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
         if last == first + 1:
-            self._read_span(first, parts, consume, on_damage)
+            self._read_span(first, self._fetch(begin, end, find), consume, on_damage)
             return
-        data = parts[0].data
-        while first < last:
-            stop = self._stop(first, last, _PIECE_BYTES)
-            at = self._bounds[first]
-            piece = data[at - begin : self._bounds[stop] - begin]
-            if stop == first + 1:
-                self._read_span(first, [Part(at, piece)], consume, on_damage)
-            else:
-                self._read_short(first, stop, piece, consume, on_damage)
-            first = stop
+        for part in self._fetch(begin, end, None):
+            self._check_length(len(part.data), end - begin)
+            self._read_short(first, last, part.data, consume, on_damage)
 
-    def _read_span(self, span: int, parts: Sequence[Part], consume: Consume, on_damage: OnDamage | None) -> None:
+    def _check_length(self, found: int, nbytes: int) -> None:
+        if found < nbytes:
+            raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
+
+    def _read_span(self, span: int, parts: Iterable[Part], consume: Consume, on_damage: OnDamage | None) -> None:
         """Check and consume one span piece by piece."""
         digest = xxh3_64()
+        read = 0
         for part in parts:
-            for at in range(0, len(part.data), _PIECE_BYTES):
-                piece = part.data[at : at + _PIECE_BYTES]
+            read += len(part.data)
+            for at in range(0, len(part.data), RUN_BYTES):
+                piece = part.data[at : at + RUN_BYTES]
                 if on_damage is not None:
                     digest.update(piece)
                 if not part.placed:
                     consume(part.begin + at, piece)
+        self._check_length(read, self._bounds[span + 1] - self._bounds[span])
         if on_damage is not None and digest.intdigest() != self.index.checksums[span]:
             on_damage(self._damage(span))
 
@@ -219,23 +211,28 @@ class DataFile(SpanFile):
     def close(self) -> None:
         self._file.close()
 
-    def _fetch(self, begin: int, end: int, find: FindDestination | None) -> Sequence[Part]:
+    def _fetch(self, begin: int, end: int, find: FindDestination | None) -> Iterator[Part]:
         to = find(begin, end) if find is not None else None
         if to is not None:
             # Of it, what is whole blocks of the file, and as the device wants its memory aligned.
             first, last = self._file.blocks(max(to.begin, begin), min(to.end, end))
             address = to.address + first - to.begin
-            if last - first >= _PIECE_BYTES and self._file.may_read_to(address):
+            if last - first >= RUN_BYTES and self._file.may_read_to(address):
                 read = self._file.read_around(begin, first, last, end, address)
                 if read is not None:
-                    return [Part(begin, read[0]), Part(first, read[1], placed=True), Part(last, read[2])]
-        return [Part(begin, self._file.read(begin, end))]
+                    yield Part(begin, read[0])
+                    yield Part(first, read[1], placed=True)
+                    yield Part(last, read[2])
+                    return
+        while begin < end:
+            # Up to the end of a block, so that the next one is not read twice.
+            stop = min(end, (begin + RUN_BYTES) // PAGE * PAGE) if end - begin > RUN_BYTES else end
+            yield Part(begin, self._file.read(begin, stop))
+            begin = stop
 
 
 class MemoryFile(SpanFile):
     """One that is still in memory."""
-
-    run_bytes = _PIECE_BYTES
 
     def __init__(self, path: str, index: Index, data: memoryview, bounds: Sequence[int]) -> None:
         super().__init__(path, index, bounds)
@@ -247,8 +244,8 @@ class MemoryFile(SpanFile):
     def in_place(self, begin: int, end: int) -> memoryview:
         return self._data[begin:end]
 
-    def _fetch(self, begin: int, end: int, find: FindDestination | None) -> Sequence[Part]:
-        return [Part(begin, self._data[begin:end])]
+    def _fetch(self, begin: int, end: int, find: FindDestination | None) -> Iterator[Part]:
+        yield Part(begin, self._data[begin:end])
 
 
 def read_pool() -> ThreadPoolExecutor:

@@ -180,7 +180,7 @@ class _Targets:
         self._begins = begins
         self._ends = ends
         self._addresses = addresses
-        # Tied tensors have the same bytes, and boxes may lie in each other: then what is between two is not inside them.
+        # Tied tensors have the same bytes, and boxes may lie in each other: then what is between two may stick out.
         self._overlap = any(map(operator.lt, begins[1:], ends))
         self._reach = list(accumulate(ends, max)) if self._overlap else ends
 
