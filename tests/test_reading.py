@@ -1,0 +1,145 @@
+"""What of a file is read, and where it goes."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncckpt import direct_file, reader
+from asyncckpt.engine import Engine
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.shm.segment import PAGE
+from asyncckpt.spans import DataFile, read_pool
+from asyncckpt.wanted import Wanted
+from asyncckpt.worker.manifest import Index, Item, checksum, spans
+
+LARGE = 5 << 20  # elements
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reading") / "checkpoint"
+    small = {f"small {number}": torch.full((2500,), float(number)) for number in range(2000)}
+    with Engine() as engine:
+        engine.save(path, {"large": torch.arange(float(LARGE)), **small}).result(60)
+    return path
+
+
+@pytest.fixture
+def nbytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each read of a data file."""
+    counts: list[int] = []
+    real = direct_file.DirectFile._read
+
+    def read(self: direct_file.DirectFile, views: Sequence[memoryview], offset: int) -> int:
+        counts.append(real(self, views, offset))
+        return counts[-1]
+
+    monkeypatch.setattr(direct_file.DirectFile, "_read", read)
+    return counts
+
+
+def test_a_partial_load_reads_what_it_needs(checkpoint: Path, nbytes_read: list[int]) -> None:
+    names = [f"small {number}" for number in range(100, 140)]
+    reader.load(state := {name: torch.zeros(2500) for name in names}, str(checkpoint))
+    assert all((state[name] == float(name.split()[1])).all() for name in names)
+    stored = 40 * (2500 * 4 + 2048)  # each with its envelope
+    assert 40 * 10_000 <= sum(nbytes_read) <= stored + 2 * PAGE * len(nbytes_read)
+
+
+def test_all_is_read_once_and_a_piece_at_a_time(checkpoint: Path, nbytes_read: list[int]) -> None:
+    state = {"large": torch.zeros(LARGE), **{f"small {number}": torch.zeros(2500) for number in range(2000)}}
+    reader.load(state, str(checkpoint))
+    assert torch.equal(state["large"], torch.arange(float(LARGE)))
+    assert all((state[f"small {number}"] == number).all() for number in range(2000))
+    size = (checkpoint / "__0_0.distcp").stat().st_size
+    assert sum(nbytes_read) <= size + 2 * PAGE * len(nbytes_read)
+    if state["large"].data_ptr() % 4096:
+        assert max(nbytes_read) <= 2 << 20
+
+
+@pytest.fixture
+def aligned() -> torch.Tensor:
+    """On a page."""
+    return torch.frombuffer(mmap.mmap(-1, LARGE * 4), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("how", ["as the device says", "allowed", "refused"])
+def test_aligned_memory_is_read_in_place(
+    how: str, checkpoint: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went: list[bool] = []
+    real = direct_file.DirectFile.read_around
+
+    def read_around(self: direct_file.DirectFile, *args: int) -> Any:
+        read = real(self, *args)
+        went.append(read is not None)
+        return read
+
+    real_read = direct_file.DirectFile._read
+
+    def read_but_refuse(self: direct_file.DirectFile, views: Sequence[memoryview], offset: int) -> int:
+        if len(views) > 1:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_read(self, views, offset)
+
+    if how == "refused":
+        monkeypatch.setattr(direct_file.DirectFile, "_read", read_but_refuse)
+    if how != "as the device says":
+        monkeypatch.setattr(direct_file, "_memory_alignment", lambda fd: 512)
+    monkeypatch.setattr(direct_file.DirectFile, "read_around", read_around)
+    reader.load({"large": aligned}, str(checkpoint))
+    assert torch.equal(aligned, torch.arange(float(LARGE)))
+    assert how != "refused" or not any(went)
+
+
+def test_damage_in_what_was_read_in_place(
+    checkpoint: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_file, "_memory_alignment", lambda fd: 512)
+    with open(checkpoint / "__0_0.distcp", "r+b") as file:
+        for at in (5000, 10 << 20, LARGE * 4):
+            file.seek(at)
+            whole = file.read(1)
+            file.seek(at)
+            file.write(bytes([whole[0] ^ 1]))
+            file.flush()
+            with pytest.raises(DamagedCheckpointError, match="'large'"):
+                reader.load({"large": aligned}, str(checkpoint))
+            file.seek(at)
+            file.write(whole)
+            file.flush()
+
+
+def test_wanted_in_any_order_and_the_same_bytes_twice(tmp_path: Path) -> None:
+    rows = 400
+    stored = torch.arange(rows * 1000, dtype=torch.int32).view(rows, 1000)
+    data = bytes(PAGE) + stored.numpy().tobytes()
+    data += bytes(-len(data) % PAGE)
+    (tmp_path / "data").write_bytes(data)
+    items = [
+        Item(str(row), "tensor", "int32", [1000], [0], PAGE + row * 4000, 4000, PAGE + row * 4000, 4000)
+        for row in range(rows)
+    ]
+    bounds = spans((item.at for item in items), len(data))
+    sums = [checksum(data[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    file = DataFile(str(tmp_path / "data"), Index("data", len(data), items, sums))
+    wanted = Wanted()
+    into = [(row, torch.zeros(1000, dtype=torch.int32)) for row in [*reversed(range(rows)), *range(0, rows, 3), 7, 7]]
+    empty = torch.zeros(0, dtype=torch.int32)
+    for row, tensor in into:
+        wanted.whole(tensor, items[row])
+    wanted.whole(empty, items[5]._replace(shape=[0], payload_bytes=0))
+    try:
+        with read_pool() as pool:
+            wanted.read(file, pool, verify=True)
+    finally:
+        file.close()
+    assert all(torch.equal(tensor, stored[row]) for row, tensor in into)
