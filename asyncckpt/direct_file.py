@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Sequence
 
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.storage import translated
 
@@ -20,7 +20,7 @@ _STATX_BYTES = 256
 _STX_MASK_AT = 0
 _STX_DIO_MEM_ALIGN_AT = 152
 
-_BUFFER_BYTES = 1 << 20
+BUFFER_BYTES = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _held = threading.local()
@@ -125,9 +125,5 @@ def _buffer(nbytes: int) -> memoryview:
     """The first ``nbytes`` of this thread's own buffer, which goes with the thread."""
     buffer: memoryview | None = getattr(_held, "buffer", None)
     if buffer is None or len(buffer) < nbytes:
-        length = max(round_up(nbytes), _BUFFER_BYTES + 2 * PAGE)
-        mapping = mmap.mmap(-1, length)
-        # Written to once: into pages that it has to make itself the kernel was seen to read at half the speed.
-        mapping[:] = bytes(length)
-        buffer = _held.buffer = memoryview(mapping)
+        buffer = _held.buffer = huge_buffer(max(round_up(nbytes), BUFFER_BYTES + 2 * PAGE))
     return buffer[:nbytes]

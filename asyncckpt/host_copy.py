@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from asyncckpt.image import TensorSpec
-from asyncckpt.memcpy import memcpy
+from asyncckpt.shm.memcpy import memcpy
 from asyncckpt.targets import Targets
 
 # Tensors of fewer elements are copied many at a time, 0.6 us each. From here on each copy would start threads of

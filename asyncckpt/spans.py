@@ -18,10 +18,10 @@ from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.manifest import Index
 
-# Read, checked and consumed at once: little enough to stay in the cores' caches all the way.
-RUN_BYTES = 1 << 20
+# Read at once: so much that a disk is as fast as with more.
+RUN_BYTES = 2 << 20
 # More than cores, on a small machine: while some check and copy, others must keep the disk busy.
-READ_THREADS = 8
+READ_THREADS = 4
 
 Consume = Callable[[int, memoryview], None]
 """Called with an offset in the file and the bytes from there on, which are gone when it returns. On any thread."""

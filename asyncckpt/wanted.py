@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from asyncckpt.memcpy import address_of, memcpy, memcpy_holding
+from asyncckpt.shm.memcpy import address_of, memcpy, memcpy_holding
 from asyncckpt.spans import Destination, SpanFile, raise_damage
 from asyncckpt.structure import PLAIN
 from asyncckpt.worker.manifest import Item

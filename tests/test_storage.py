@@ -21,7 +21,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slots import SlotTable
-from asyncckpt.worker import storage
+from asyncckpt.worker import storage, writer
 from asyncckpt.worker.arrival import Arrival
 from asyncckpt.worker.commit import Attempt
 from asyncckpt.worker.manifest import checksum, spans
@@ -151,6 +151,28 @@ def test_where_direct_io_is_refused_it_writes_through_the_cache(
     assert list(checksums) == [checksum(data[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     if refused != "never":
         assert not direct and written == {0}
+
+
+@pytest.mark.parametrize("bounces", [False, True])
+def test_through_buffers_or_not_it_is_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bounces: bool
+) -> None:
+    """Which it is depends on the host's huge pages."""
+    written: list[int] = []
+    real_write = OutputFile.write
+
+    def write(self: OutputFile, data: memoryview, offset: int) -> None:
+        written.append(len(data))
+        real_write(self, data, offset)
+
+    monkeypatch.setattr(OutputFile, "write", write)
+    monkeypatch.setattr(writer, "_bounces", lambda: bounces)
+    data = os.urandom(2 * PIECE_BYTES + 5 * PAGE)
+    with Segment.create("test", len(data)) as segment, ThreadPoolExecutor(2) as pool:
+        segment.view[:] = data
+        _, direct = write_image(LocalStorage(), pool, str(tmp_path / "file"), segment.view, [0, len(data)], _whole)
+    assert (tmp_path / "file").read_bytes() == data
+    assert max(written) == (writer._BUFFER_BYTES if bounces and direct else PIECE_BYTES)
 
 
 def test_a_failed_piece_fails_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
