@@ -1,17 +1,12 @@
-#!/usr/bin/env python3
-"""What a save costs as ranks and tensors grow.
+"""What a save costs the first rank of a job of thousands, simulated.
 
-    scripts/bench_ranks.py --processes 1 2 4 8 --gib 1 --tensors 400     # real jobs on this machine, joined by gloo
-    scripts/bench_ranks.py --simulate 64 512 4096 16384 --items 25       # the first rank's work in large jobs
-
-The first compares with a direct write of the same bytes, in the same run. The second runs the first rank's real code on
-what that many ranks would send it, through a real store: their requests come from a few connections in turn, so what is
-left out is only the network. DCP's coordinator does its own work on the same plans, with and without its plan cache.
+The first rank's real code runs on what that many ranks would send it, through a real store: their requests come from a
+few connections in turn, so what is left out is only the network. DCP's coordinator does its own work on the same plans,
+with and without its plan cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -19,33 +14,20 @@ import pickle
 import resource
 import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from tabulate import tabulate
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-
-try:
-    import asyncckpt
-except ImportError:  # a checkout that is not installed
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    import asyncckpt
 
 from asyncckpt.group import _pack, _unpack
 from asyncckpt.plan import _Draft
@@ -58,116 +40,6 @@ from asyncckpt.worker.manifest import data_name, index_name
 from asyncckpt.worker.messages import Layout, Meeting, Order, Region
 from asyncckpt.worker.rounds import Rounds, round_name
 from asyncckpt.worker.storage import LocalStorage
-from asyncckpt.worker.writer import write_image
-
-# Real jobs.
-
-
-def _state(total: int, tensors: int) -> dict[str, Any]:
-    """``total`` bytes in ``tensors`` tensors, each sharded over all ranks, and a replicated one."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows = total // tensors // (256 * 4) // dist.get_world_size()
-    shards = {
-        f"layers.{number}.weight": DTensor.from_local(torch.randn(rows, 256), mesh, [Shard(0)])
-        for number in range(tensors)
-    }
-    return {"model": shards, "norm": torch.ones(256), "step": 0}
-
-
-def _rank(rank: int, world_size: int, meeting: str, folder: str, total: int, tensors: int, saves: int) -> None:
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=300)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=limit)
-    state = _state(total, tensors)
-    writer = _DirectWrite(folder, total) if rank == 0 else None
-    config = asyncckpt.Config(keep_last=1, assume_constant_structure=True)
-    rows = []
-    with asyncckpt.Checkpointer(os.path.join(folder, "checkpoints"), config) as checkpointer:
-        begun = time.perf_counter()
-        checkpointer.prepare(state)
-        prepared = time.perf_counter() - begun
-        for step in range(saves + 1):
-            dist.barrier()
-            direct = writer.write() if writer is not None else 0.0
-            dist.barrier()
-            state["step"] = step
-            begun = time.perf_counter()
-            save = checkpointer.save(step, state)
-            save.result(300)
-            durable = time.perf_counter() - begun
-            timings = save.timings
-            mine = [durable, timings["stall_s"], timings["stall_s"] - timings["copy_s"], timings["write_s"], direct]
-            every: list[Any] = [None] * world_size
-            dist.all_gather_object(every, mine)
-            rows.append([max(column) for column in zip(*every, strict=True)])
-    if rank == 0:
-        medians = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
-        Path(folder, "result.json").write_text(json.dumps([prepared, *medians]))
-    if writer is not None:
-        writer.close()
-    dist.destroy_process_group()
-
-
-class _DirectWrite:
-    """The limit: the same bytes in one file, written as the worker writes."""
-
-    def __init__(self, folder: str, total: int) -> None:
-        self._path = os.path.join(folder, "direct")
-        self._segment = Segment.create("bench", total)
-        self._segment.touch()
-        self._segment.view[:PAGE] = os.urandom(PAGE)
-        self._pool = ThreadPoolExecutor(2)
-
-    def write(self) -> float:
-        begun = time.perf_counter()
-        write_image(LocalStorage(), self._pool, self._path, self._segment.view, [0, PAGE], lambda _, whole: whole)
-        took = time.perf_counter() - begun
-        os.unlink(self._path)
-        return took
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        self._segment.close()
-
-
-def run_jobs(counts: Sequence[int], total: int, tensors: int, saves: int, where: str) -> list[dict[str, Any]]:
-    """A row for each number of processes."""
-    context = multiprocessing.get_context("spawn")
-    found = []
-    for count in counts:
-        folder = tempfile.mkdtemp(dir=where)
-        try:
-            meeting = f"file://{folder}/meeting"
-            ranks = [
-                context.Process(target=_rank, args=(rank, count, meeting, folder, total, tensors, saves))
-                for rank in range(count)
-            ]
-            for process in ranks:
-                process.start()
-            for process in ranks:
-                process.join()
-            if any(process.exitcode for process in ranks):
-                raise SystemExit(f"a rank of {count} failed")
-            prepared, durable, stall, beside, write, direct = json.loads(Path(folder, "result.json").read_text())
-            found.append(
-                {
-                    "processes": count,
-                    "prepare s": prepared,
-                    "call ms": stall * 1e3,
-                    "beside the copy ms": beside * 1e3,
-                    "durable s": durable,
-                    "slowest write s": write,
-                    "direct write s": direct,
-                    "durable / direct": durable / direct,
-                    "write / direct": write / direct,
-                }
-            )
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    return found
-
-
-# The first rank's work, simulated.
 
 
 class _Counting:
@@ -341,7 +213,7 @@ def simulate_dcp(world_size: int, items: int, cached: bool, where: str) -> tuple
     return took, received + scattered + broadcast
 
 
-def simulate(counts: Sequence[int], items: int, saves: int, where: str) -> list[dict[str, Any]]:
+def measure(counts: Sequence[int], items: int, saves: int, where: str) -> list[dict[str, Any]]:
     """A row for each number of ranks."""
     found = []
     for count in counts:
@@ -365,31 +237,3 @@ def simulate(counts: Sequence[int], items: int, saves: int, where: str) -> list[
             }
         )
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="*", default=[], help="real jobs of so many processes")
-    parser.add_argument("--gib", type=float, default=1.0, help="bytes of the whole state, in GiB")
-    parser.add_argument("--tensors", type=int, default=400)
-    parser.add_argument("--simulate", type=int, nargs="*", default=[], help="jobs of so many ranks")
-    parser.add_argument("--items", type=int, default=25, help="tensors of which each simulated rank has a shard")
-    parser.add_argument("--saves", type=int, default=5, help="after one to warm up")
-    parser.add_argument("--folder", default=None, help="where to write; by default the folder for temporary files")
-    parser.add_argument("--json", default=None, help="file for the figures")
-    options = parser.parse_args()
-    if not options.processes and not options.simulate:
-        options.processes, options.simulate = [1, 2, 4, 8], [64, 512, 4096, 16384]
-    total = int(options.gib * (1 << 30)) // PAGE * PAGE
-    jobs = run_jobs(options.processes, total, options.tensors, options.saves, options.folder)
-    simulated = simulate(options.simulate, options.items, options.saves, options.folder)
-    for rows in (jobs, simulated):
-        if rows:
-            shown = [[key, *(f"{row[key]:,.4g}" for row in rows)] for key in rows[0]]
-            print(tabulate(shown, tablefmt="github", disable_numparse=True), end="\n\n")
-    if options.json:
-        Path(options.json).write_text(json.dumps({"jobs": jobs, "simulated": simulated}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

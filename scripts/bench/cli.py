@@ -1,0 +1,179 @@
+"""The command line: each measurement by itself, or all of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import bench
+from bench import files, jobs, report, results
+from bench.contestants import ENTRIES, names_in
+from bench.jobs import Choices, Job
+from bench.states import Request, check_name
+from bench.turns import Pace
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "benchmarks"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print tables, write what came of it."""
+    args = _parser().parse_args(argv)
+    if args.jobs is None:
+        print(report.write(args.out))
+        return 0
+    # Some peers hold a descriptor for every tensor.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # What torch and the peers warn about is not what is looked for here, nor in the processes that they start.
+    warnings.simplefilter("ignore")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    for job in args.jobs(args):
+        with files.working_folder(args.folder) as folder:
+            found = results.result(job.kind, job.label, folder, job.settings, job.measure(folder))
+        print(f"{report.heading(found)}\n\n{report.section(found)}\n", flush=True)
+        if args.out is not None:
+            results.write(found, args.out)
+            report.write(args.out)
+    return 0
+
+
+def _save(args: argparse.Namespace) -> Iterator[Job]:
+    return (jobs.save(request, _choices(args), args.changing) for request in _requests(args, args.values))
+
+
+def _loop(args: argparse.Namespace) -> Iterator[Job]:
+    threads = args.train_threads or [*dict.fromkeys((1, _cores()))]
+    return (jobs.train(request, _choices(args), each) for request in _requests(args) for each in threads)
+
+
+def _load(args: argparse.Namespace) -> Iterator[Job]:
+    return (jobs.load(request, _choices(args)) for request in _requests(args))
+
+
+def _scale(args: argparse.Namespace) -> Iterator[Job]:
+    base = Request(name="400", gib=args.gib, device=args.device)
+    yield jobs.by_tensors(base, _choices(args), args.tensors)
+    if args.bytes:
+        yield jobs.by_bytes(base, _choices(args))
+
+
+def _memory(args: argparse.Namespace) -> Iterator[Job]:
+    return (jobs.take_memory(request, _choices(args)) for request in _requests(args))
+
+
+def _ranks(args: argparse.Namespace) -> Iterator[Job]:
+    processes, simulated = args.processes, args.simulate
+    if not processes and not simulated:
+        processes, simulated = jobs.PROCESSES, jobs.SIMULATED
+    if processes:
+        yield jobs.many_ranks(processes, args.gib, args.tensors, args.rounds)
+    if simulated:
+        yield jobs.simulated(simulated, args.items, args.rounds)
+
+
+def _all(args: argparse.Namespace) -> Iterator[Job]:
+    return jobs.standard(args.gib, args.device, _choices(args), args.minutes, _cores())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _requests(args: argparse.Namespace, values: int = 0) -> list[Request]:
+    return [Request(name=name, gib=args.gib, device=args.device, values=values) for name in args.state]
+
+
+def _choices(args: argparse.Namespace) -> Choices:
+    pace = Pace(rounds=args.rounds, pause=args.pause, patience=args.patience)
+    return Choices(names=args.contestants, pace=pace, check=args.check)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench", description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument("--folder", help="where to write, on the disk in question (default: the system's temporary)")
+    where.add_argument("--rounds", type=int, default=5, help="after a first one that is cold (default: %(default)s)")
+    where.add_argument("--gib", type=float, default=1.0, help="bytes of all tensors, in GiB (default: %(default)s)")
+    who = argparse.ArgumentParser(add_help=False, parents=[where])
+    who.add_argument("--device", default="cpu", help="where the tensors are: cpu, cuda, cuda:1 (default: %(default)s)")
+    who.add_argument(
+        "--contestants",
+        type=_names,
+        default=list(ENTRIES),
+        metavar="A,B",
+        help=f"who takes part (default: all): {', '.join(ENTRIES)}",
+    )
+    who.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
+    who.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds of turns that a contestant may take (default: %(default)s)",
+    )
+    who.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="load the last checkpoint of each, and compare it",
+    )
+    what = argparse.ArgumentParser(add_help=False, parents=[who])
+    what.add_argument(
+        "--state",
+        type=_state,
+        nargs="+",
+        default=["400"],
+        help="so many equal tensors (400), of a size (8000x50kB), or a model: gpt2, llama3-8b, olmoe, deepseek-v3",
+    )
+
+    def command(
+        name: str,
+        told: str,
+        made: Callable[[argparse.Namespace], Iterator[Job]] | None,
+        parents: list[argparse.ArgumentParser],
+        out: Path | None = None,
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=told, description=told, parents=parents)
+        added.add_argument("--out", type=Path, default=out, help=f"folder for JSON, pictures and page (default: {out})")
+        added.set_defaults(jobs=made)
+        return added
+
+    save = command("save", "how long the call blocks, and when it is durable", _save, [what])
+    save.add_argument("--values", type=int, default=0, help="small Python values beside the tensors")
+    save.add_argument("--changing", type=int, default=0, help="how many of them change before each save")
+    train = command("loop", "what a save costs the training loop", _loop, [what])
+    train.add_argument("--train-threads", type=int, nargs="+", help="of the trainer (default: 1, then all cores)")
+    command("load", "what a load costs, from memory and from storage", _load, [what])
+    scale = command("scale", "a save against the number of tensors, and against bytes", _scale, [who])
+    scale.add_argument("--tensors", type=int, nargs="+", default=jobs.SCALE_TENSORS)
+    scale.add_argument("--bytes", action=argparse.BooleanOptionalAction, default=True, help="also against bytes")
+    command("memory", "memory of all processes, and page cache left behind", _memory, [what])
+    ranks = command("ranks", "a save against the number of ranks, real and simulated", _ranks, [where])
+    ranks.add_argument("--tensors", type=int, default=400)
+    ranks.add_argument("--processes", type=int, nargs="*", default=[], help="real jobs of so many processes")
+    ranks.add_argument("--simulate", type=int, nargs="*", default=[], help="jobs of so many ranks")
+    ranks.add_argument("--items", type=int, default=25, help="tensors of which each simulated rank has a shard")
+    every = command("all", "the standard set, into docs/benchmarks", _all, [who], DOCS)
+    every.add_argument("--minutes", type=float, default=15.0, help="about so long (default: %(default)s)")
+    command("report", "draw pictures and page anew from the JSON", None, [], DOCS)
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    try:
+        return names_in(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _state(text: str) -> str:
+    try:
+        return check_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,101 @@
+"""torch.distributed.checkpoint, at the settings that make it fast: a stager that the caller keeps, and cached plans."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from bench.contestants.contestant import Contestant, Pending, be_a_job
+from bench.states import State
+
+
+class _Dcp(Contestant):
+    def load(self, number: int, state: State) -> State:
+        return load(self.path(number), state)
+
+
+def load(path: str, state: State) -> State:
+    """With DCP's ``load``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
+        state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    return state
+
+
+class ThreadPlanner(DefaultSavePlanner):
+    """DCP caches plans under the name of the planner's class: so that contestants do not share them."""
+
+
+class ProcessPlanner(DefaultSavePlanner):
+    """Likewise."""
+
+
+class DcpAsync(_Dcp):
+    """``async_save``."""
+
+    def __init__(self, root: str, process: bool) -> None:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        super().__init__(root)
+        self._type = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+        cuda = torch.cuda.is_available()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda,
+                use_shared_memory=process,
+                use_async_staging=False,
+                use_non_blocking_copy=cuda,
+            )
+        )
+        self._planner = ProcessPlanner if process else ThreadPlanner
+        if process:
+            os.environ.setdefault("LOCAL_RANK", "0")
+            be_a_job()
+
+    @classmethod
+    def thread(cls, root: str) -> DcpAsync:
+        return cls(root, process=False)
+
+    @classmethod
+    def process(cls, root: str) -> DcpAsync:
+        return cls(root, process=True)
+
+    def save(self, number: int, state: State) -> Pending:
+        answer: Any = async_save(
+            state,
+            storage_writer=FileSystemWriter(self.path(number)),
+            planner=self._planner(enable_plan_caching=True),
+            async_checkpointer_type=self._type,
+            async_stager=self._stager,
+            no_dist=not dist.is_initialized(),
+        )
+        written = getattr(answer, "upload_completion", answer)
+
+        def poll() -> bool:
+            if written.done():
+                written.result()
+            return bool(written.done())
+
+        return Pending(wait=written.result, poll=poll)
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class DcpSave(_Dcp):
+    """The synchronous ``save``."""
+
+    blocks = True
+
+    def save(self, number: int, state: State) -> Pending:
+        save(state, storage_writer=FileSystemWriter(self.path(number)), no_dist=not dist.is_initialized())
+        return Pending()

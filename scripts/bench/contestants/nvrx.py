@@ -1,0 +1,94 @@
+"""nvrx's way, as Megatron-LM goes it: a warm worker, plan and structure cached, staging in CPU shared memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from asyncckpt.nvrx.calls import _SaveCall
+from bench.contestants import dcp
+from bench.contestants.contestant import Contestant, Pending, be_a_job
+from bench.states import State
+
+POLL_S = 0.001
+HOMES = ("core", "filesystem_async", "state_dict_saver")
+
+
+class Nvrx(Contestant):
+    """The same calls, be it nvrx's own classes and functions or ours in their place."""
+
+    def __init__(self, root: str, names: Any) -> None:
+        """``names``: whose classes and functions to use."""
+        super().__init__(root)
+        self._names = names
+        self._queue = names.AsyncCallsQueue(persistent=True, cpu_shm_mode=True)
+        self._cache = names.CheckpointMetadataCache()
+
+    @classmethod
+    def own(cls, root: str) -> Nvrx:
+        """Those of nvrx 0.7.0."""
+        folder = Path(sys.prefix, "peers", "nvrx-0.7.0")
+        if not folder.is_dir():
+            raise FileNotFoundError(f"it is not in {folder}; scripts/peers.sh unpacks it")
+        sys.path.append(str(folder))
+        if not torch.cuda.is_available():
+            # It asks for a device where all it needs is one that the process group knows.
+            torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+        be_a_job()
+        names: dict[str, Any] = {}
+        for home in HOMES:
+            names |= vars(importlib.import_module(f"nvidia_resiliency_ext.checkpointing.async_ckpt.{home}"))
+        return cls(root, SimpleNamespace(**names))
+
+    @classmethod
+    def ours(cls, root: str) -> Nvrx:
+        """Those of asyncckpt."""
+        from asyncckpt import nvrx
+
+        return cls(root, nvrx)
+
+    def prepare(self, state: State) -> None:
+        self._names.AsyncCallsQueue.warmup_persistent_caller(0, cpu_shm_mode=True)
+
+    def save(self, number: int, state: State) -> Pending:
+        names = self._names
+        os.makedirs(self.path(number))
+        writer = names.FileSystemWriterAsync(
+            self.path(number), thread_count=2, use_cached_data_structure=True, use_cpu_shm_for_gpu_tensors=True
+        )
+        planned = names.save_state_dict_async_plan(
+            state, writer, None, 0, enable_cache=True, metadata_cache=self._cache
+        )
+        function, preload, arguments = writer.get_save_function_and_args()
+
+        def finalize() -> None:
+            names.save_state_dict_async_finalize(*planned)
+
+        request = names.AsyncRequest(function, arguments, [finalize], preload_fn=preload)
+        self._queue.schedule_async_request(request)
+        return Pending(self._wait, lambda: self._queue.maybe_finalize_async_calls(blocking=True), self._poll)
+
+    def _wait(self) -> None:
+        call = self._queue.async_calls[0]
+        if isinstance(call[1], _SaveCall):
+            call[1].failures(alone=True)  # ours
+            return
+        # nvrx's own: its worker says that it is done into this queue, from where finalizing takes it.
+        while call.async_caller.comp_q.empty():
+            time.sleep(POLL_S)
+
+    def _poll(self) -> bool:
+        return bool(self._queue.maybe_finalize_async_calls(blocking=False))
+
+    def load(self, number: int, state: State) -> State:
+        return dcp.load(self.path(number), state)
+
+    def close(self) -> None:
+        self._queue.close()

@@ -1,0 +1,62 @@
+"""torch_checkpointing: its asynchronous saver, with its staging memory taken beforehand.
+
+It writes each item with ``torch.save`` from a process of its own, after a thread of the trainer's has copied the
+tensors into shared memory; its lock keeps the optimizer from changing them meanwhile. It does not sync.
+"""
+
+from __future__ import annotations
+
+import errno
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch_checkpointing import CheckpointManager
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig, WriteStream
+
+from bench.contestants.contestant import Contestant, Pending
+from bench.states import State
+
+
+class TorchCheckpointing(Contestant):
+    fsyncs = False
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        storage = LocalFileSystemStorageConfig(use_direct_io=writes_directly(f"{root}/probe"))
+        self._manager: Any = CheckpointManager(CheckpointManager.Config(storage_config=storage))
+
+    def prepare(self, state: State) -> None:
+        self._manager.prewarm_staging(state)
+        self._manager._prewarm_staging_future.result()
+
+    def save(self, number: int, state: State) -> Pending:
+        written = self._manager.save(self.path(number), state)
+
+        def poll() -> bool:
+            if written.done():
+                written.result()
+            return bool(written.done())
+
+        return Pending(wait=written.result, poll=poll)
+
+    def changing(self) -> AbstractContextManager[object]:
+        lock: AbstractContextManager[object] = self._manager.lock()
+        return lock
+
+    def load(self, number: int, state: State) -> State:
+        return dict(self._manager.load(self.path(number), into=state))
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def writes_directly(path: str) -> bool:
+    """Whether its direct I/O works on this file system; it does not align what it writes."""
+    try:
+        with WriteStream(path, use_direct_io=True) as stream:
+            stream.write(bytes(1000))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True

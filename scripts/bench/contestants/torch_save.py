@@ -1,0 +1,30 @@
+"""``torch.save`` into a file, synced."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from bench.contestants.contestant import Contestant, Pending
+from bench.states import State
+
+
+class TorchSave(Contestant):
+    blocks = True
+
+    def save(self, number: int, state: State) -> Pending:
+        os.makedirs(self.path(number))
+        write(f"{self.path(number)}/state.pt", state)
+        return Pending()
+
+    def load(self, number: int, state: State) -> State:
+        return dict(torch.load(f"{self.path(number)}/state.pt", mmap=True))
+
+
+def write(path: str, state: State) -> None:
+    """Until it is on storage."""
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())

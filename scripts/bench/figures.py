@@ -1,0 +1,114 @@
+"""From what was measured to what a report says: medians, and ratios to the limits of the same run."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from bench.contestants import ASYNC_PEERS, OURS
+from bench.results import Result
+
+
+def median(values: list[float]) -> float | None:
+    """None of nothing."""
+    return statistics.median(values) if values else None
+
+
+@dataclass(frozen=True)
+class SaveLimits:
+    """Seconds, medians: of copying the bytes once, and of that and writing them."""
+
+    copy: float
+    durable: float
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> SaveLimits:
+        """On a device the copy is that into pinned memory."""
+        limits = found["limits"]
+        copy = statistics.median(limits.get("pinned copy") or limits["memcpy"])
+        return cls(copy, copy + statistics.median(limits["direct write"]))
+
+
+@dataclass(frozen=True)
+class SaveFigures:
+    """Of one contestant: seconds, medians of warm saves; and ratios to the limits. None where it had no warm save."""
+
+    blocked: float | None
+    blocked_ratio: float | None
+    free: float | None
+    durable: float | None
+    durable_ratio: float | None
+    first_blocked: float
+    saves: int
+
+    @classmethod
+    def of(cls, result: dict[str, Any], limits: SaveLimits) -> SaveFigures:
+        blocked, free, durable = (median(result.get(name, [])) for name in ("blocked_s", "free_s", "durable_s"))
+        return cls(
+            blocked,
+            None if blocked is None else blocked / limits.copy,
+            free,
+            durable,
+            None if durable is None else durable / limits.durable,
+            result["first_blocked_s"],
+            len(result.get("blocked_s", [])),
+        )
+
+
+def sooner_than_peers(found: dict[str, Any]) -> tuple[float, str] | None:
+    """How many times sooner asyncckpt is durable than the best asynchronous peer, and which that is."""
+    medians = {name: median(result.get("durable_s", [])) for name, result in found["results"].items()}
+    ours = medians.get(OURS)
+    others = [(value, name) for name in ASYNC_PEERS if (value := medians.get(name)) is not None]
+    if ours is None or not others:
+        return None
+    best, name = min(others)
+    return best / ours, name
+
+
+@dataclass(frozen=True)
+class LoopFigures:
+    """What a save costs the loop: seconds, the median and the quartiles of the pairs; in steps; over a memcpy."""
+
+    cost: float
+    low: float
+    high: float
+    steps: float
+    ratio: float
+    pairs: int
+    late: int
+    """Pairs in which the save was not durable by the end of its block: it costs more than was measured."""
+
+    @classmethod
+    def of(cls, result: dict[str, Any], memcpy: float) -> LoopFigures:
+        costs = result["cost_s"]
+        cost = statistics.median(costs)
+        low, _, high = statistics.quantiles(costs, method="inclusive") if len(costs) > 1 else (cost, cost, cost)
+        step = statistics.median(
+            seconds / steps for seconds, steps in zip(result["without_s"], result["steps"], strict=True)
+        )
+        late = sum(1 for fitted in result["fitted"] if not fitted)
+        return cls(cost, low, high, cost / step, cost / memcpy, len(costs), late)
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """Seconds, the median of warm loads; over a direct read and a memcpy; over a memcpy; of the first."""
+
+    load: float
+    read_ratio: float
+    memcpy_ratio: float
+    first: float | None
+
+
+def load_figures(found: Result) -> dict[str, LoadFigures]:
+    """By contestant; before them that of the limits."""
+    memcpy = statistics.median(found["limits"]["memcpy"])
+    limit = memcpy + statistics.median(found["limits"]["direct read"])
+    rows = {"memcpy": LoadFigures(memcpy, memcpy / limit, 1, None)}
+    rows["direct read and memcpy"] = LoadFigures(limit, 1, limit / memcpy, None)
+    for name, result in found["results"].items():
+        load = statistics.median(result["load_s"])
+        rows[name] = LoadFigures(load, load / limit, load / memcpy, result["first_load_s"])
+    return rows

@@ -1,0 +1,140 @@
+"""Measurements to make: each with all its choices, and together the standard set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from asyncckpt.shm.segment import PAGE
+from bench import loads, loop, memory, ranks, saves, scale, simulation
+from bench.contestants import ENTRIES
+from bench.models import ARCHITECTURES
+from bench.states import GIB, Request
+from bench.turns import Pace
+
+SCALE_TENSORS = (100, 1000, 10_000, 100_000)
+SCALE_SHARES = (1 / 16, 1 / 4, 1.0)
+"""Of the bytes."""
+SIMULATED = (64, 512, 4096, 16384)
+SIMULATED_ITEMS = 25
+PROCESSES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement; ``measure`` takes the folder to write in."""
+
+    kind: str
+    label: str
+    measure: Callable[[str], dict[str, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What holds for all of them."""
+
+    names: Sequence[str] = tuple(ENTRIES)
+    pace: Pace = Pace()
+    check: bool = True
+
+    def settings(self) -> dict[str, Any]:
+        return {"rounds": self.pace.rounds, "pause_s": self.pace.pause, "patience_s": self.pace.patience}
+
+
+def save(request: Request, choices: Choices, changing: int = 0) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return saves.measure(request, choices.names, choices.pace, folder, changing=changing, check=choices.check)
+
+    return Job("save", _label(request), measure, choices.settings() | {"changing_values": changing})
+
+
+def train(request: Request, choices: Choices, threads: int) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return loop.measure(request, choices.names, threads, choices.pace, folder)
+
+    return Job("loop", f"{_label(request)}-{threads}-threads", measure, choices.settings())
+
+
+def load(request: Request, choices: Choices) -> Job:
+    """All there are: they are few."""
+
+    def measure(folder: str) -> dict[str, Any]:
+        return loads.measure(request, list(loads.PEERS), choices.pace, folder)
+
+    return Job("load", _label(request), measure, choices.settings())
+
+
+def take_memory(request: Request, choices: Choices) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return memory.measure(request, choices.names, choices.pace.rounds, folder)
+
+    return Job("memory", _label(request), measure, {"saves": choices.pace.rounds})
+
+
+def by_tensors(base: Request, choices: Choices, counts: Sequence[int]) -> Job:
+    requests = [replace(base, name=str(count)) for count in counts]
+    return _scale("tensors", requests, choices)
+
+
+def by_bytes(base: Request, choices: Choices) -> Job:
+    return _scale("bytes", [replace(base, gib=base.gib * share) for share in SCALE_SHARES], choices)
+
+
+def _scale(label: str, requests: list[Request], choices: Choices) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        points = scale.measure(requests, choices.names, choices.pace, folder, choices.check)
+        return {"title": f"By {'number of tensors' if label == 'tensors' else label}", "points": points}
+
+    return Job("scale", label, measure, choices.settings())
+
+
+def many_ranks(processes: Sequence[int], gib: float, tensors: int, rounds: int) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        nbytes = int(gib * GIB) // PAGE * PAGE
+        title = f"{gib:g} GiB in {tensors:,} tensors, each sharded over all processes"
+        return {"title": title, "rows": ranks.measure(processes, nbytes, tensors, rounds, folder)}
+
+    return Job("ranks", str(tensors), measure, {"saves": rounds})
+
+
+def simulated(counts: Sequence[int], items: int, rounds: int) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        title = f"{items} tensors, each sharded over all ranks"
+        return {"title": title, "rows": simulation.measure(counts, items, rounds, folder)}
+
+    return Job("simulation", str(items), measure, {"saves": rounds})
+
+
+def _label(request: Request) -> str:
+    return request.label + ("" if request.device == "cpu" else f"-{request.device.replace(':', '')}")
+
+
+def standard(gib: float, device: str, choices: Choices, minutes: float, cores: int) -> Iterator[Job]:
+    """The set that ``docs/benchmarks`` shows, within about so many minutes on a small machine."""
+
+    def request(name: str, of_gib: float = gib) -> Request:
+        return Request(name=name, gib=of_gib, device=device)
+
+    def within(share: float, patience: float = 1.0) -> Choices:
+        """So much of the time; none of the contestants more than such a part of that."""
+        budget = share * minutes * 60
+        pace = replace(choices.pace, budget=budget, patience=min(choices.pace.patience, patience * budget))
+        return replace(choices, pace=pace)
+
+    yield save(request("400"), within(0.10))
+    yield save(request("8000x50kB"), within(0.10, 0.3))
+    yield save(request("100000x10kB"), replace(within(0.10, 0.2), check=False))
+    for model in ARCHITECTURES:
+        yield save(request(model), within(0.05, 0.3))
+    yield train(request("400"), within(0.14, 0.25), 1)
+    if cores > 1:
+        yield train(request("400"), within(0.10, 0.25), cores)
+    yield load(request("400"), within(0.03))
+    yield load(request("8000x50kB"), within(0.03))
+    yield by_tensors(request("100", gib / 4), within(0.08, 0.1), SCALE_TENSORS)
+    yield by_bytes(request("400"), within(0.05, 0.1))
+    yield take_memory(request("400"), replace(within(0), pace=replace(choices.pace, rounds=2)))
+    yield many_ranks(PROCESSES, gib, 400, choices.pace.rounds)
+    yield simulated(SIMULATED[:3], SIMULATED_ITEMS, min(3, choices.pace.rounds))

@@ -1,0 +1,146 @@
+"""What a load costs: from the memory that a killed trainer has left, and from storage.
+
+A trainer saves and is killed; this process then loads in its place, over and over, in turns. Files are out of the page
+cache before each load. All bytes are checked by asyncckpt, and by no peer; what was loaded is compared after each turn.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+import asyncckpt
+from asyncckpt.worker.door import FOLDER_VARIABLE, door_name
+from asyncckpt.worker.steps import step_folder
+from asyncckpt.worker.visit import Visit
+from bench import files
+from bench.contestants import dcp, torch_save
+from bench.limits import Limits, ReadLimit
+from bench.states import Request, State, blank, make, same_tensors, tensors_of
+from bench.turns import Pace, take
+
+STEP = 1
+LINGER_S = 3600.0
+LIMIT_S = 60.0
+
+
+def save_and_die(folder: str, request: Request, with_torch: bool) -> None:
+    """The trainer before this one."""
+    state = make(request).state
+    checkpointer = asyncckpt.Checkpointer(f"{folder}/ours", asyncckpt.Config(linger=LINGER_S))
+    checkpointer.save(STEP, state).result(LIMIT_S)
+    if with_torch:
+        torch_save.write(f"{folder}/state.pt", state)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_from_memory(folder: str, state: State) -> float:
+    """By a trainer that has just been started: the memory has to be found and mapped."""
+    with asyncckpt.Checkpointer(f"{folder}/ours") as checkpointer:
+        begun = time.perf_counter()
+        checkpointer.load(state)
+        elapsed = time.perf_counter() - begun
+        if checkpointer.loaded is None or checkpointer.loaded.source != "memory":
+            raise RuntimeError("it was not loaded from memory")
+    return elapsed
+
+
+def load_from_storage(folder: str, state: State) -> float:
+    with asyncckpt.Checkpointer(f"{folder}/ours") as checkpointer:
+        begun = time.perf_counter()
+        checkpointer.load(state, memory=False)
+        return time.perf_counter() - begun
+
+
+def load_by_dcp(folder: str, state: State) -> float:
+    begun = time.perf_counter()
+    dcp.load(step_folder(f"{folder}/ours", STEP), state)
+    return time.perf_counter() - begun
+
+
+def load_by_torch(folder: str, state: State) -> float:
+    begun = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated", category=UserWarning)
+        loaded = torch.load(f"{folder}/state.pt", mmap=True)
+    for mine, theirs in zip(tensors_of(state), tensors_of(loaded), strict=True):
+        mine.copy_(theirs)
+    return time.perf_counter() - begun
+
+
+Load = Callable[[str, State], float]
+"""Fills the state, and returns the seconds that took."""
+
+OURS: dict[str, Load] = {"asyncckpt, memory": load_from_memory, "asyncckpt, storage": load_from_storage}
+PEERS: dict[str, Load] = {"dcp-load": load_by_dcp, "torch-load": load_by_torch}
+
+
+def _turn(load: Load, folder: str, state: State, expected: State) -> float:
+    for tensor in tensors_of(state):
+        tensor.fill_(1)
+    files.forget(folder)
+    elapsed = load(folder, state)
+    if not same_tensors(expected, state):
+        raise RuntimeError("it has loaded something else")
+    return elapsed
+
+
+def measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> dict[str, Any]:
+    """Loads by ours and by these peers, and the limits."""
+    with _left_worker(folder):
+        trainer = multiprocessing.get_context("spawn").Process(
+            target=save_and_die, args=(folder, request, "torch-load" in names)
+        )
+        trainer.start()
+        made = make(request)
+        state = blank(made.state)
+        trainer.join()
+        if trainer.exitcode != -signal.SIGKILL:
+            raise RuntimeError(f"the trainer that was to save ended with {trainer.exitcode}")
+        read = ReadLimit(f"{step_folder(f'{folder}/ours', STEP)}/__0_0.distcp")
+        loads = OURS | {name: PEERS[name] for name in names}
+        with Limits(made.nbytes, folder, request.device) as limits:
+            turns: dict[str, Callable[[], float]] = {
+                "memcpy": limits.memcpy,
+                "memcpy, all cores": limits.memcpy_all_cores,
+                "direct read": read.direct_read,
+            }
+            turns |= {name: partial(_turn, load, folder, state, made.state) for name, load in loads.items()}
+            taken = take(turns, pace, f"load {request.label}")
+        read.close()
+    return {
+        "state": made.facts(),
+        "limits": {name: taken.found[name][1:] for name in turns if name not in loads},
+        "results": {
+            name: {"load_s": seconds[1:], "first_load_s": seconds[0]}
+            for name, seconds in taken.found.items()
+            if name in loads
+        },
+        "left_out": taken.left_out,
+    }
+
+
+@contextmanager
+def _left_worker(folder: str) -> Iterator[None]:
+    """Where the worker is found that the killed trainer has left; it leaves in the end."""
+    before = os.environ.get(FOLDER_VARIABLE)
+    os.environ[FOLDER_VARIABLE] = f"{folder}/runtime"
+    try:
+        yield
+    finally:
+        visit = Visit.pay(door_name(f"{os.path.realpath(folder)}/ours\n", 0), LIMIT_S)
+        if visit is not None:
+            visit.retire(LIMIT_S)
+            visit.close()
+        os.environ.pop(FOLDER_VARIABLE)
+        if before is not None:
+            os.environ[FOLDER_VARIABLE] = before

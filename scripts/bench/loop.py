@@ -1,0 +1,160 @@
+"""What a save costs the training loop: the time of steps with a save in them, less that of as many steps without.
+
+In pairs of blocks of steps: one with a save at its beginning and one without, in turn which of them is first. A block
+is so long that the save is durable before its end. The cost is the median of the differences.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bench import contestants, files
+from bench.contestants.contestant import Contestant
+from bench.limits import Limits
+from bench.states import Request, make
+from bench.trainer import Trainer
+from bench.turns import Pace, take
+
+LONGER = 1.5
+"""A block is so many times as long as the first warm save took, and some steps more."""
+SPARE_STEPS = 4
+ROW = ("cost_s", "with_s", "without_s", "steps", "fitted")
+
+
+class Blocks:
+    """One contestant's pairs of blocks."""
+
+    def __init__(self, contestant: Contestant, trainer: Trainer) -> None:
+        self._contestant = contestant
+        self._trainer = trainer
+        self._number = 0
+        self._steps = 0
+        self._save_first = False
+
+    def calibrate(self) -> None:
+        """A cold save, and a warm one that tells how many steps it takes until it is durable."""
+        for _ in range(2):
+            steps, saved = 0, self._begin()
+            while not saved.poll():
+                self._step()
+                steps += 1
+            self._clear_up()
+        self._steps = int(steps * LONGER) + SPARE_STEPS
+
+    def pair(self) -> list[float]:
+        """``ROW``: what the save costs, the seconds of both blocks, their steps, and 1 if it was durable in time."""
+        self._save_first = not self._save_first
+        if self._save_first:
+            with_s, fitted = self._block(save=True)
+            without_s, _ = self._block(save=False)
+        else:
+            without_s, _ = self._block(save=False)
+            with_s, fitted = self._block(save=True)
+        return [with_s - without_s, with_s, without_s, float(self._steps), float(fitted)]
+
+    def _block(self, save: bool) -> tuple[float, bool]:
+        self._trainer.synchronize()
+        fitted = True
+        begun = time.perf_counter()
+        saved = self._begin() if save else None
+        for _ in range(self._steps):
+            self._step()
+            if saved is not None:
+                saved.poll()
+        self._trainer.synchronize()
+        elapsed = time.perf_counter() - begun
+        if saved is not None:
+            fitted = saved.poll()
+            while not saved.poll():
+                time.sleep(0.01)
+            self._clear_up()
+        return elapsed, fitted
+
+    def _step(self) -> None:
+        self._trainer.step(self._contestant.changing)
+
+    def _begin(self) -> _Saved:
+        self._number += 1
+        return _Saved(self._contestant, self._number, self._trainer)
+
+    def _clear_up(self) -> None:
+        self._contestant.remove(self._number)
+
+
+class _Saved:
+    """A save in the loop; what does not sync itself is synced by a thread when it is written."""
+
+    def __init__(self, contestant: Contestant, number: int, trainer: Trainer) -> None:
+        self._pending = contestant.save(number, trainer.state)
+        self._written = False
+        self._syncing: threading.Thread | None = None
+        if not contestant.fsyncs:
+            self._syncing = threading.Thread(target=files.sync, args=(contestant.path(number),))
+
+    def poll(self) -> bool:
+        """Whether it is durable. To be asked between steps."""
+        if not self._written:
+            self._written = self._pending.poll()
+            if self._written and self._syncing is not None:
+                self._syncing.start()
+        return self._written and not (self._syncing is not None and self._syncing.is_alive())
+
+
+def measure(request: Request, names: Sequence[str], threads: int, pace: Pace, folder: str) -> dict[str, Any]:
+    """The cost by these contestants, with a trainer of so many threads, and what copying the bytes once takes."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _measure(request, names, pace, folder) | {"train_threads": threads}
+    finally:
+        torch.set_num_threads(usual)
+
+
+def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> dict[str, Any]:
+    made = make(request)
+    trainer = Trainer(made.state, request.device)
+    left_out: dict[str, str] = {}
+    for _ in range(SPARE_STEPS):
+        trainer.step()
+    there = contestants.make_all(names, folder, lambda each: each.prepare(made.state), left_out)
+    blocks = {name: Blocks(contestant, trainer) for name, contestant in there.items()}
+    with Limits(made.nbytes, folder, request.device) as limits:
+        # The first round is the one that calibrates.
+        taken = take(
+            {"memcpy": lambda: [limits.memcpy()]} | {name: _Turn(each) for name, each in blocks.items()},
+            pace,
+            f"loop {request.label}",
+        )
+    left_out |= taken.left_out
+    contestants.close_all(there, left_out)
+    memcpy = taken.found.pop("memcpy", [])
+    return {
+        "state": made.facts(),
+        "limits": {"memcpy": [row[0] for row in memcpy[1:]]},
+        "results": {
+            name: dict(zip(ROW, map(list, zip(*rows[1:], strict=True)), strict=True))
+            for name, rows in taken.found.items()
+            if rows[1:]
+        },
+        "left_out": left_out,
+    }
+
+
+class _Turn:
+    """The first is to calibrate."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._calibrated = False
+
+    def __call__(self) -> list[float]:
+        if not self._calibrated:
+            self._blocks.calibrate()
+            self._calibrated = True
+            return []
+        return self._blocks.pair()

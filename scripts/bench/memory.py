@@ -1,0 +1,166 @@
+"""What memory a contestant takes, in all its processes, and what page cache its saves leave behind.
+
+Each runs in a process of its own, which makes a state, warms up and then saves some times; meanwhile that process and
+all below it are looked at from here, every few milliseconds. *Private* is anonymous memory. *Shared* is shared memory
+(memory files, ``/dev/shm``), each page counted once however many processes map it: its proportional shares, added up.
+What the trainer had before it prepared its first save is taken off.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench import contestants, files
+from bench.contestants import ENTRIES, told
+from bench.saves import Series
+from bench.states import Request, make
+from bench.trainer import Trainer
+
+SAMPLE_S = 0.02
+REST_S = 1.0
+LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes, at one moment."""
+
+    trainer: int
+    """Private to the trainer's process."""
+    others: int
+    """Private to all processes that it has started, and they."""
+    largest_other: int
+    """Of these, to the largest."""
+    shared: int
+    processes: int
+    """The others."""
+
+    @property
+    def total(self) -> int:
+        return self.trainer + self.others + self.shared
+
+    def since(self, base: Use) -> dict[str, int]:
+        """What has been added."""
+        return {
+            "trainer": self.trainer - base.trainer,
+            "others": self.others,
+            "largest_other": self.largest_other,
+            "shared": self.shared - base.shared,
+            "processes": self.processes,
+            "total": self.total - base.total,
+        }
+
+
+def look(pid: int) -> Use:
+    """At a process and all below it."""
+    trainer = psutil.Process(pid)
+    private, shared = _rollup(pid)
+    others = []
+    for process in trainer.children(recursive=True):
+        # One may end meanwhile.
+        with suppress(OSError, psutil.NoSuchProcess):
+            theirs, of_all = _rollup(process.pid)
+            others.append(theirs)
+            shared += of_all
+    return Use(private, sum(others), max(others, default=0), shared, len(others))
+
+
+def _rollup(pid: int) -> tuple[int, int]:
+    """Of one process: anonymous bytes, and its share of shared memory."""
+    sizes = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+        name, _, rest = line.partition(":")
+        sizes[name] = int(rest.split()[0]) * 1024
+    return sizes["Pss_Anon"], sizes["Pss_Shmem"]
+
+
+def measure(request: Request, names: Sequence[str], saves: int, folder: str) -> dict[str, Any]:
+    """One after the other, each in a process of its own."""
+    results: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    facts: dict[str, Any] = {}
+    for name in names:
+        inside = Path(folder, name)
+        inside.mkdir()
+        try:
+            results[name], facts = _measure_one(name, request, saves, str(inside))
+        except Exception as error:
+            left_out[name] = told(error)
+    return {"state": facts, "results": results, "left_out": left_out}
+
+
+def _measure_one(name: str, request: Request, saves: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(theirs, name, request, saves, folder))
+    process.start()
+    theirs.close()
+    pid = process.pid
+    if pid is None:
+        raise RuntimeError("it has not started")
+    try:
+        facts = _hear(ours)
+        base = look(pid)
+        peak = base
+        ours.send("save")
+        deadline = time.monotonic() + LIMIT_S
+        while not ours.poll(SAMPLE_S):
+            peak = max(peak, look(pid), key=lambda use: use.total)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it has not ended after {LIMIT_S:g} s")
+        cached = _hear(ours)
+        time.sleep(REST_S)
+        steady = look(pid)
+        ours.send("end")
+        _hear(ours)
+        process.join()
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        ours.close()
+    return {"peak": peak.since(base), "steady": steady.since(base), "page_cache": cached}, facts
+
+
+def _hear(pipe: Connection) -> Any:
+    """What the other process says. Raises what it raises."""
+    try:
+        good, said = pipe.recv()
+    except EOFError as error:
+        raise RuntimeError("its process has died") from error
+    if not good:
+        raise RuntimeError(said)
+    return said
+
+
+def _run(pipe: Connection, name: str, request: Request, saves: int, folder: str) -> None:
+    """The process that saves."""
+    contestant = None
+    try:
+        made = make(request)
+        trainer = Trainer(made.state, request.device)
+        trainer.step()
+        contestant = ENTRIES[name].make(f"{folder}/checkpoints")
+        pipe.send((True, made.facts()))
+        pipe.recv()
+        contestant.prepare(made.state)
+        series = Series(contestant, trainer)
+        for _ in range(saves):
+            series.save()
+        pipe.send((True, files.cached_bytes(series.path)))
+        pipe.recv()
+        contestants.close_all({name: contestant}, {})
+        pipe.send((True, None))
+    except Exception as error:
+        if contestant is not None:
+            contestants.close_all({name: contestant}, {})
+        pipe.send((False, told(error)))

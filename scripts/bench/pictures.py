@@ -1,0 +1,185 @@
+"""Pictures, one for each measurement, drawn from its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from bench.contestants import OURS, title
+from bench.figures import LoopFigures, SaveFigures, SaveLimits, load_figures
+from bench.results import Result
+
+DPI = 110
+OURS_COLOUR, KIN_COLOUR, PEER_COLOUR, LIMIT_COLOUR = "#1f6fb4", "#7fb2dd", "#b9b9b9", "#c0392b"
+
+Bars = Sequence[tuple[str, float | None]]
+"""Names and values, from top to bottom."""
+
+
+def draw(found: Result, path: Path) -> None:
+    """Into a PNG."""
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = _DRAWN[found["kind"]](found)
+        # No date: the same figures make the same file.
+        figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
+
+
+def _bars(axes: Any, bars: Bars, label: str, limit: float | None, log: bool, milli: bool = True) -> None:
+    """Horizontal ones; ``limit`` is a line through all."""
+    shown = [(name, value) for name, value in bars if value is not None]
+    scale = 1e3 if milli else 1.0
+    values = [value * scale for _, value in shown]
+    rows = list(range(len(shown)))[::-1]
+    axes.barh(rows, values, color=[_colour(name) for name, _ in shown], height=0.7)
+    axes.set_yticks(rows, [title(name) for name, _ in shown])
+    if log and values and min(values) > 0:
+        axes.set_xscale("log")
+        axes.set_xlim(left=min([*values, *([limit * scale] if limit else [])]) / 2, right=max(values) * 2.5)
+    else:
+        axes.set_xlim(left=min(0.0, *values) * 1.1 if values else 0, right=max(values, default=1) * 1.15)
+    for row, value in zip(rows, values, strict=True):
+        axes.annotate(f" {value:.3g}", (max(value, 0), row), va="center", fontsize=8)
+    if limit is not None:
+        axes.axvline(limit * scale, color=LIMIT_COLOUR, linestyle="--", linewidth=1)
+    axes.set_xlabel(label)
+
+
+def _colour(name: str) -> str:
+    if name == OURS:
+        return OURS_COLOUR
+    if name.startswith(OURS):
+        return KIN_COLOUR
+    return PEER_COLOUR
+
+
+def _about(found: Result) -> str:
+    return f"{found['state']['description']}, {found['state']['bytes'] / 2**30:.3g} GiB"
+
+
+def _save(found: Result) -> Figure:
+    figure = Figure(figsize=(10, 0.6 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    blocked, durable = figure.subplots(1, 2, sharey=True)
+    limits = SaveLimits.of(found)
+    rows = {name: SaveFigures.of(result, limits) for name, result in found["results"].items()}
+    rows = {name: each for name, each in rows.items() if each.blocked is not None}
+    _bars(blocked, [(name, each.blocked) for name, each in rows.items()], "blocked, ms", limits.copy, log=True)
+    label = "durable after, s"
+    _bars(durable, [(name, each.durable) for name, each in rows.items()], label, limits.durable, log=True, milli=False)
+    figure.suptitle(f"A save of {_about(found)}; dashed: the limits", fontsize=10)
+    return figure
+
+
+def _loop(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 0.6 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    axes = figure.subplots()
+    memcpy = sorted(found["limits"]["memcpy"])[len(found["limits"]["memcpy"]) // 2]
+    rows = {name: LoopFigures.of(result, memcpy) for name, result in found["results"].items()}
+    _bars(axes, [(name, each.cost) for name, each in rows.items()], "a save costs the loop, ms", memcpy, log=False)
+    axes.set_title(
+        f"Training time a save costs: {_about(found)}, {found['train_threads']} training threads; dashed: a memcpy",
+        fontsize=10,
+        loc="left",
+    )
+    return figure
+
+
+def _load(found: Result) -> Figure:
+    rows = load_figures(found)
+    limit = rows.pop("direct read and memcpy").load
+    rows.pop("memcpy")
+    figure = Figure(figsize=(8, 0.6 + 0.34 * (len(rows) + 2)), layout="constrained")
+    axes = figure.subplots()
+    _bars(axes, [(name, each.load) for name, each in rows.items()], "load, s", limit, log=False, milli=False)
+    axes.set_title(f"A load of {_about(found)}; dashed: direct read and memcpy", fontsize=10, loc="left")
+    return figure
+
+
+def _scale(found: Result) -> Figure:
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2)
+    points = found["points"]
+    by_bytes = len({point["state"]["tensors"] for point in points}) == 1
+    x_of = "bytes" if by_bytes else "tensors"
+    names = list(dict.fromkeys(name for point in points for name in point["results"]))
+    for axes, kind in zip(panels, ("blocked", "durable"), strict=True):
+        xs = [point["state"][x_of] for point in points]
+        limits = [SaveLimits.of(point) for point in points]
+        bounds = [each.copy if kind == "blocked" else each.durable for each in limits]
+        axes.plot(xs, bounds, color=LIMIT_COLOUR, linestyle="--", label="the limits")
+        for name in names:
+            line = []
+            for x, point, limit in zip(xs, points, limits, strict=True):
+                if name in point["results"]:
+                    value = getattr(SaveFigures.of(point["results"][name], limit), kind)
+                    line += [(x, value)] if value is not None else []
+            ours = {"color": OURS_COLOUR, "linewidth": 2.5, "zorder": 5} if name == OURS else {"linewidth": 1}
+            axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=title(name), **ours) if line else None
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel(x_of)
+        axes.set_ylabel(f"{kind}, s")
+    panels[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    first = points[0]["state"]
+    same = f"{first['tensors']:,} tensors" if by_bytes else f"{first['bytes'] / 2**20:.0f} MiB"
+    figure.suptitle(f"A save of {same} against {x_of}", fontsize=10)
+    return figure
+
+
+def _memory(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 0.8 + 0.5 * (len(found["results"]) + 1)), layout="constrained")
+    axes = figure.subplots()
+    ticks, labels = [], []
+    kinds = {"trainer": PEER_COLOUR, "others": "#e0a458", "shared": KIN_COLOUR, "page_cache": "#dcd3ea"}
+    names = {
+        "trainer": "trainer",
+        "others": "other processes",
+        "shared": "shared memory",
+        "page_cache": "page cache left",
+    }
+    for row, (name, each) in enumerate(reversed(found["results"].items())):
+        left = 0.0
+        for kind, colour in kinds.items():
+            value = max(0, each["page_cache"] if kind == "page_cache" else each["steady"][kind]) / 2**30
+            axes.barh(row, value, left=left, color=colour, height=0.6, label=names[kind] if not row else None)
+            left += value
+        axes.plot([each["peak"]["total"] / 2**30], [row], marker="|", markersize=14, color=LIMIT_COLOUR, linestyle="")
+        ticks.append(row)
+        labels.append(title(name))
+    axes.set_yticks(ticks, labels)
+    axes.set_xlabel("GiB, after saves; red: peak, without page cache")
+    axes.legend(fontsize=7)
+    axes.set_title(f"Memory that saving takes beside {_about(found)}", fontsize=10, loc="left")
+    return figure
+
+
+def _ranks(found: Result) -> Figure:
+    rows = found["rows"]
+    keys = list(rows[0])
+    figure = Figure(figsize=(6.5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    xs = [row[keys[0]] for row in rows]
+    for key in keys[1:]:
+        if key.endswith(" s"):
+            axes.plot(xs, [row[key] for row in rows], marker="o", markersize=3, label=key)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(xs, [f"{x:,}" for x in xs])
+    axes.set_xlabel(keys[0])
+    axes.set_ylabel("s")
+    axes.legend(fontsize=7)
+    return figure
+
+
+_DRAWN = {
+    "save": _save,
+    "loop": _loop,
+    "load": _load,
+    "scale": _scale,
+    "memory": _memory,
+    "ranks": _ranks,
+    "simulation": _ranks,
+}

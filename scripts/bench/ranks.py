@@ -1,0 +1,105 @@
+"""What a save costs as ranks grow: real jobs on this machine, beside a direct write of the same bytes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import asyncckpt
+from bench.limits import WriteLimit
+
+
+def _sharded(total: int, tensors: int) -> dict[str, Any]:
+    """``total`` bytes in ``tensors`` tensors, each sharded over all ranks, and a replicated one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = total // tensors // (256 * 4) // dist.get_world_size()
+    shards = {
+        f"layers.{number}.weight": DTensor.from_local(torch.randn(rows, 256), mesh, [Shard(0)])
+        for number in range(tensors)
+    }
+    return {"model": shards, "norm": torch.ones(256), "step": 0}
+
+
+def _rank(rank: int, world_size: int, meeting: str, folder: str, total: int, tensors: int, saves: int) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=limit)
+    state = _sharded(total, tensors)
+    writer = WriteLimit(total, folder) if rank == 0 else None
+    config = asyncckpt.Config(keep_last=1, assume_constant_structure=True)
+    rows = []
+    with asyncckpt.Checkpointer(os.path.join(folder, "checkpoints"), config) as checkpointer:
+        begun = time.perf_counter()
+        checkpointer.prepare(state)
+        prepared = time.perf_counter() - begun
+        for step in range(saves + 1):
+            dist.barrier()
+            direct = writer.direct_write() if writer is not None else 0.0
+            dist.barrier()
+            state["step"] = step
+            begun = time.perf_counter()
+            save = checkpointer.save(step, state)
+            save.result(300)
+            durable = time.perf_counter() - begun
+            timings = save.timings
+            mine = [durable, timings["stall_s"], timings["stall_s"] - timings["copy_s"], timings["write_s"], direct]
+            every: list[Any] = [None] * world_size
+            dist.all_gather_object(every, mine)
+            rows.append([max(column) for column in zip(*every, strict=True)])
+    if rank == 0:
+        medians = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
+        Path(folder, "result.json").write_text(json.dumps([prepared, *medians]))
+    if writer is not None:
+        writer.close()
+    dist.destroy_process_group()
+
+
+def measure(counts: Sequence[int], total: int, tensors: int, saves: int, where: str) -> list[dict[str, Any]]:
+    """A row for each number of processes."""
+    context = multiprocessing.get_context("spawn")
+    found = []
+    for count in counts:
+        folder = tempfile.mkdtemp(dir=where)
+        try:
+            meeting = f"file://{folder}/meeting"
+            ranks = [
+                context.Process(target=_rank, args=(rank, count, meeting, folder, total, tensors, saves))
+                for rank in range(count)
+            ]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join()
+            if any(process.exitcode for process in ranks):
+                raise RuntimeError(f"a rank of {count} failed")
+            prepared, durable, stall, beside, write, direct = json.loads(Path(folder, "result.json").read_text())
+            found.append(
+                {
+                    "processes": count,
+                    "prepare s": prepared,
+                    "call ms": stall * 1e3,
+                    "beside the copy ms": beside * 1e3,
+                    "durable s": durable,
+                    "slowest write s": write,
+                    "direct write s": direct,
+                    "durable / direct": durable / direct,
+                    "write / direct": write / direct,
+                }
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return found

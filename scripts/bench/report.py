@@ -1,0 +1,126 @@
+"""The page in ``docs/benchmarks``: a picture and a table for each result, and what stands behind the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import fill
+
+from bench import pictures
+from bench.contestants import title
+from bench.results import KINDS, Result, read
+from bench.tables import REMARKS, TABLES, size
+
+WIDTH = 120
+HEADINGS = {
+    "save": "What a save blocks, and when it is durable",
+    "loop": "What a save costs the training loop",
+    "load": "What a load costs",
+    "scale": "How a save grows",
+    "memory": "What memory it takes",
+    "ranks": "Many ranks on this machine",
+    "simulation": "The first rank of a large job, simulated",
+}
+EXPLANATIONS = {
+    "save": (
+        "*Blocked* is the time the trainer stands still, in the call and for what it has to do itself when "
+        "all is written (medians of warm saves). *Free* is when the tensors may change again; where that is "
+        "later than the call, a copy goes on beside the training. *Durable* is when data and metadata are on "
+        "storage: torch_checkpointing and torchsnapshot do not sync their files, so the suite does, and that "
+        "counts. The first save, with its planning and taking of memory, is apart; asyncckpt's `prepare` and "
+        "what its peers have of the kind were called before. *memcpy* is one thread's; that of all cores is "
+        "shown too."
+    ),
+    "loop": (
+        "The time of a block of training steps with a save at its beginning, less that of as many steps "
+        "without, in pairs that take turns; the block is long enough for the save to be durable in it. So "
+        "this counts all that a save takes from the training: the call, copies in threads, the interpreter's "
+        "lock, cores and memory bandwidth taken by other processes, waiting for a copy before the optimizer's "
+        "step. The step is forward, backward and AdamW of a small model, and a change to every tensor of the "
+        "state. With one training thread a core is left free, as in training on a GPU; with all of them none "
+        "is. The noise of the machine is in the quartiles."
+    ),
+    "load": (
+        "Into a state that is there, files out of the page cache before. asyncckpt checks every byte, its "
+        "peers none. *Memory* is that of the worker of a trainer that was killed."
+    ),
+    "scale": ("In each cell the call, and until when it is durable."),
+    "memory": (
+        "Beside the state itself, in all processes of each; what the trainer had before its first save is "
+        "taken off. *Steady* is a second after the last save. Shared memory is counted once however many "
+        "processes map it; what is private is anonymous memory. The page cache is what the files of the last "
+        "checkpoint have left in it."
+    ),
+    "ranks": ("Real jobs, joined by gloo, of one state that is sharded over their ranks."),
+    "simulation": (
+        "The first rank's real code, on what so many ranks would send it; DCP's coordinator on the same "
+        "plans. For asyncckpt it is work of the worker, in the background."
+    ),
+}
+COMMANDS = """    python scripts/bench all                  # all of this page
+    python scripts/bench save --state 8000x50kB --values 5000 --changing 50
+    python scripts/bench --help"""
+
+
+def write(out: Path) -> Path:
+    """Draw all pictures anew, and write ``README.md``, from the JSON that is in ``out``. Returns its path."""
+    results = read(out)
+    lines = [
+        "# What it costs",
+        "",
+        fill(
+            "Measured by `scripts/bench`, which also wrote this page: asyncckpt, its peers and the limits of the "
+            "machine take turns in one run, so look at the ratios, and measure on yours:",
+            WIDTH,
+        ),
+        "",
+        COMMANDS,
+        "",
+        fill(
+            "The JSON files beside this page have every single figure; `python scripts/bench report` draws it anew.",
+            WIDTH,
+        ),
+    ]
+    machines = [dict(pairs) for pairs in dict.fromkeys(tuple(found["machine"].items()) for found in results)]
+    for number, machine in enumerate(machines, start=1):
+        lines += ["", f"Machine {number}:" if len(machines) > 1 else "The machine:", ""]
+        lines += [f"- {name}: {value}" for name, value in machine.items()]
+    for kind in KINDS:
+        of_kind = [found for found in results if found["kind"] == kind]
+        if of_kind:
+            lines += ["", f"## {HEADINGS[kind]}", "", fill(EXPLANATIONS[kind], WIDTH)]
+        for found in of_kind:
+            picture = f"{kind}-{found['label']}.png"
+            pictures.draw(found, out / picture)
+            lines += ["", f"### {heading(found)}", ""]
+            if len(machines) > 1:
+                lines += [f"On machine {machines.index(found['machine']) + 1}.", ""]
+            lines += [f"![{heading(found)}]({picture})", "", section(found)]
+    path = out / "README.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def heading(found: Result) -> str:
+    """What of its kind it is."""
+    if "title" in found:
+        return str(found["title"])
+    facts = found["state"]
+    told = f"{facts['description']}: {facts['tensors']:,} tensors, {size(facts['bytes'])}"
+    if facts["device"] != "cpu":
+        told += f", on {facts['device']}"
+    if "train_threads" in found:
+        told += f"; {found['train_threads']} training thread" + "s" * (found["train_threads"] != 1)
+    return told
+
+
+def section(found: Result) -> str:
+    """The table, and what is to be said of it."""
+    parts = [TABLES[found["kind"]](found)]
+    if found["kind"] in REMARKS:
+        parts += [remark] if (remark := REMARKS[found["kind"]](found)) else []
+    places = found.get("points", [found])
+    for place in places:
+        for name, why in place.get("left_out", {}).items():
+            where = f" ({place['state']['tensors']:,} tensors)" if len(places) > 1 else ""
+            parts.append(f"Left out: {title(name)}{where}: `{why}`")
+    return "\n\n".join(parts)

@@ -1,0 +1,121 @@
+"""How long the call of a save blocks the trainer, and how long it takes until it is durable.
+
+*Blocked*: by the call, and by what the trainer has to do itself when all is written. *Free*: from the call until the
+tensors may change; later than the call only where the copy goes on after it. *Durable*: from the call until data and
+metadata are on storage; files of those that do not sync are synced by the suite, and that counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from bench import contestants, files
+from bench.contestants import told
+from bench.contestants.contestant import Contestant
+from bench.limits import Limits
+from bench.states import Made, Request, blank, make, same_tensors
+from bench.trainer import Trainer, are_of
+from bench.turns import Pace, take
+
+COLUMNS = ("blocked_s", "free_s", "durable_s")
+
+
+class Series:
+    """One contestant's saves, one after the other, of the newest of which the checkpoint is kept."""
+
+    def __init__(self, contestant: Contestant, trainer: Trainer) -> None:
+        self._contestant = contestant
+        self._trainer = trainer
+        self._number = 0
+        self._step_number = 0
+
+    def save(self) -> list[float]:
+        """One save, from the change before it to its being on storage. Returns ``COLUMNS``."""
+        contestant = self._contestant
+        if self._number:
+            self.remove()
+        self._number += 1
+        with contestant.changing():
+            self._trainer.change()
+        self._step_number = self._trainer.step_number
+        self._trainer.synchronize()
+        begun = time.perf_counter()
+        pending = contestant.save(self._number, self._trainer.state)
+        returned = time.perf_counter()
+        with contestant.changing():
+            free = time.perf_counter()
+        pending.wait()
+        waited = time.perf_counter()
+        pending.finish()
+        finished = time.perf_counter()
+        if not contestant.fsyncs:
+            files.sync(contestant.path(self._number))
+        durable = time.perf_counter()
+        return [returned - begun + finished - waited, free - begun, durable - begun]
+
+    @property
+    def path(self) -> str:
+        """Of the newest checkpoint."""
+        return self._contestant.path(self._number)
+
+    def remove(self) -> None:
+        """The newest checkpoint."""
+        self._contestant.remove(self._number)
+
+    def check(self, made: Made) -> None:
+        """That the last checkpoint has the values of its moment. Raises ``RuntimeError``."""
+        into = blank(made.state)
+        loaded = self._contestant.load(self._number, into)
+        if loaded["step"] != self._step_number or not are_of(loaded, self._step_number):
+            raise RuntimeError(f"its checkpoint is not of step {self._step_number}")
+        self._trainer.set_marks(loaded)
+        if not same_tensors(made.state, loaded):
+            raise RuntimeError("its checkpoint has other values")
+
+
+def measure(
+    request: Request, names: Sequence[str], pace: Pace, folder: str, *, changing: int = 0, check: bool = True
+) -> dict[str, Any]:
+    """Saves by these contestants, and the limits."""
+    made = make(request)
+    trainer = Trainer(made.state, request.device, changing)
+    left_out: dict[str, str] = {}
+    there = contestants.make_all(names, folder, lambda each: each.prepare(made.state), left_out)
+    series = {name: Series(contestant, trainer) for name, contestant in there.items()}
+    with Limits(made.nbytes, folder, request.device) as limits:
+        turns: dict[str, Callable[[], list[float]]] = {
+            name: partial(_alone, limit) for name, limit in limits.for_saves().items()
+        }
+        taken = take(turns | {name: each.save for name, each in series.items()}, pace, f"save {request.label}")
+    left_out |= taken.left_out
+    found = taken.found
+    for name, each in series.items():
+        if check and name in found:
+            try:
+                each.check(made)
+            except Exception as error:
+                left_out[name] = told(error)
+                del found[name]
+        each.remove()
+    contestants.close_all(there, left_out)
+    return {
+        "state": made.facts(),
+        "limits": {name: [row[0] for row in rows[1:]] for name, rows in found.items() if name in turns},
+        "results": {name: _columns(rows) for name, rows in found.items() if name not in turns},
+        "left_out": left_out,
+        "checked": check,
+    }
+
+
+def _alone(limit: Callable[[], float]) -> list[float]:
+    return [limit()]
+
+
+def _columns(rows: list[list[float]]) -> dict[str, Any]:
+    """The first save is the cold one, and apart."""
+    columns = dict(zip(COLUMNS, map(list, zip(*rows[1:], strict=True)), strict=True)) if rows[1:] else {}
+    first = dict(zip((f"first_{name}" for name in COLUMNS), rows[0], strict=True))
+    return columns | first

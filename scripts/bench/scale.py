@@ -1,0 +1,25 @@
+"""How the cost of a save grows: with the number of tensors at the same bytes, and with the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import saves
+from bench.states import Request
+from bench.turns import Pace
+
+
+def measure(
+    requests: Sequence[Request], names: Sequence[str], pace: Pace, folder: str, check: bool
+) -> list[dict[str, Any]]:
+    """One measurement of saves for each request, each with its part of the time there is."""
+    pace = replace(pace, budget=pace.budget / len(requests))
+    points = []
+    for number, request in enumerate(requests):
+        inside = Path(folder, f"point-{number}")
+        inside.mkdir()
+        points.append(saves.measure(request, names, pace, str(inside), check=check))
+    return points

@@ -1,0 +1,139 @@
+"""Markdown tables, one for each kind of measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from tabulate import tabulate
+
+from bench.contestants import title
+from bench.figures import LoopFigures, SaveFigures, SaveLimits, load_figures, sooner_than_peers
+from bench.results import Result
+
+
+def seconds(value: float | None) -> str:
+    """With three digits, in a unit that suits them."""
+    if value is None:
+        return ""
+    if abs(value) >= 0.9995:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e3:.2f} ms"
+
+
+def times(value: float | None) -> str:
+    """A ratio."""
+    return "" if value is None else f"{value:.2f}x" if abs(value) < 9.995 else f"{value:.0f}x"
+
+
+def size(nbytes: float) -> str:
+    """In binary units."""
+    for unit, of_it in (("GiB", 2**30), ("MiB", 2**20)):
+        if abs(nbytes) >= of_it:
+            return f"{nbytes / of_it:.3g} {unit}"
+    return f"{nbytes / 1024:.0f} KiB"
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    aligned = ("left", *("right" for _ in headers[1:]))
+    return tabulate(list(rows), headers=headers, tablefmt="github", disable_numparse=True, colalign=aligned)
+
+
+def save(found: Result) -> str:
+    limits = SaveLimits.of(found)
+    rows: list[Sequence[str]] = [("the limits", seconds(limits.copy), "1x", "", seconds(limits.durable), "1x", "")]
+    for name, values in found["limits"].items():
+        rows.append((f"- {name}", seconds(median(values)), "", "", "", "", ""))
+    for name, result in found["results"].items():
+        each = SaveFigures.of(result, limits)
+        first = seconds(each.first_blocked)
+        cells = seconds(each.blocked), times(each.blocked_ratio), seconds(each.free)
+        rows.append((title(name), *cells, seconds(each.durable), times(each.durable_ratio), first))
+    headers = ["", "blocked", "/ memcpy", "free after", "durable after", "/ (memcpy + write)", "first save blocks"]
+    if "pinned copy" in found["limits"]:
+        headers[2], headers[5] = "/ pinned copy", "/ (pinned copy + write)"
+    return _table(headers, rows)
+
+
+def save_remark(found: Result) -> str:
+    best = sooner_than_peers(found)
+    return (
+        "" if best is None else f"Durable {best[0]:.1f} times sooner than the best asynchronous peer, {title(best[1])}."
+    )
+
+
+def loop(found: Result) -> str:
+    memcpy = median(found["limits"]["memcpy"])
+    rows: list[Sequence[str]] = [("a memcpy", seconds(memcpy), "", "", "1x", "")]
+    for name, result in found["results"].items():
+        each = LoopFigures.of(result, memcpy)
+        spread = f"{seconds(each.low)} to {seconds(each.high)}"
+        late = f"{each.pairs}, {each.late} late" if each.late else str(each.pairs)
+        rows.append((title(name), seconds(each.cost), spread, f"{each.steps:.1f}", times(each.ratio), late))
+    return _table(["", "a save costs the loop", "quartiles", "in steps", "/ memcpy", "pairs"], rows)
+
+
+def load(found: Result) -> str:
+    names = {"dcp-load": "DCP load", "torch-load": "torch.load, mmap"}
+    rows = [
+        (
+            names.get(name, name),
+            seconds(each.load),
+            times(each.read_ratio),
+            times(each.memcpy_ratio),
+            seconds(each.first),
+        )
+        for name, each in load_figures(found).items()
+    ]
+    return _table(["", "load", "/ (read + memcpy)", "/ memcpy", "first load"], rows)
+
+
+def scale(found: Result) -> str:
+    """A row for each point, a pair of columns for each contestant."""
+    points = found["points"]
+    names = list(dict.fromkeys(name for point in points for name in point["results"]))
+    rows = []
+    for point in points:
+        limits = SaveLimits.of(point)
+        row = [f"{point['state']['tensors']:,} tensors, {size(point['state']['bytes'])}"]
+        row.append(f"{seconds(limits.copy)}, {seconds(limits.durable)}")
+        for name in names:
+            if name not in point["results"]:
+                row.append("")
+                continue
+            each = SaveFigures.of(point["results"][name], limits)
+            row.append("" if each.blocked is None else f"{seconds(each.blocked)}, {seconds(each.durable)}")
+        rows.append(row)
+    return _table(["blocked, durable", "the limits", *map(title, names)], rows)
+
+
+def memory(found: Result) -> str:
+    rows = []
+    for name, each in found["results"].items():
+        peak, steady = each["peak"], each["steady"]
+        others = f"{size(steady['others'])} in {steady['processes']}" if steady["processes"] else "none"
+        cells = size(peak["total"]), size(steady["total"]), size(steady["trainer"]), others, size(steady["shared"])
+        rows.append((title(name), *cells, size(each["page_cache"]) if each["page_cache"] else "0"))
+    headers = ["", "peak", "steady", "of it the trainer", "other processes", "shared memory", "page cache left"]
+    return _table(headers, rows)
+
+
+def columns(found: Result) -> str:
+    """Rows of figures, turned: for ranks."""
+    rows = found["rows"]
+    keys = list(rows[0])
+    shown = [[key, *(f"{row[key]:,.4g}" for row in rows)] for key in keys[1:]]
+    return _table([keys[0], *(f"{row[keys[0]]:,}" for row in rows)], shown)
+
+
+TABLES = {
+    "save": save,
+    "loop": loop,
+    "load": load,
+    "scale": scale,
+    "memory": memory,
+    "ranks": columns,
+    "simulation": columns,
+}
+REMARKS = {"save": save_remark}

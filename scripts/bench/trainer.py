@@ -1,0 +1,81 @@
+"""A trainer: real steps of a small model beside the state, in each of which the tensors of the state change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from bench.states import State, tensors_of
+
+WIDTH = 512
+BATCH = 128
+MARKED = 4000
+CYCLE = 100
+"""Marks go up to this and begin anew: bf16 holds such numbers exactly."""
+
+
+class Trainer:
+    """Steps, and the changes to the state that come with them.
+
+    To change all bytes would be another benchmark. Here the first and the last element of each tensor (of many tensors,
+    of some thousand spread evenly) is set to the number of the step, modulo ``CYCLE``: a copy that is torn, between
+    tensors or within one, shows.
+    """
+
+    def __init__(self, state: State, device: str, changing_values: int = 0) -> None:
+        self.state = state
+        self.step_number = 0
+        self._device = torch.device(device)
+        self._changing_values = changing_values
+        self._marks = marks_of(state)
+        torch._foreach_zero_(self._marks)
+        self._mark = 0
+        self._model = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+        ).to(self._device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, foreach=True)
+        self._batch = torch.randn(BATCH, WIDTH, device=self._device)
+
+    def step(self, changing: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """One training step. ``changing()`` is held while parameters and state change."""
+        loss = torch.nn.functional.mse_loss(self._model(self._batch), self._batch)
+        torch.autograd.backward(loss)
+        with changing():
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self.change()
+
+    def change(self) -> None:
+        """What a step does to the state."""
+        self.step_number += 1
+        mark = self.step_number % CYCLE
+        torch._foreach_add_(self._marks, float(mark - self._mark))
+        self._mark = mark
+        self.state["step"] = self.step_number
+        for number in range(self._changing_values):
+            self.state["values"][f"value.{number}"] = self.step_number + number / (self._changing_values + 1)
+
+    def synchronize(self) -> None:
+        """Until a device has done all it was told to."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def set_marks(self, state: State) -> None:
+        """Give another state of this structure the marks of this moment."""
+        for theirs, ours in zip(marks_of(state), self._marks, strict=True):
+            theirs.copy_(ours)
+
+
+def marks_of(state: State) -> list[torch.Tensor]:
+    """The elements that change, as views."""
+    tensors = [tensor.view(-1) for tensor in tensors_of(state) if tensor.numel()]
+    stride = max(1, len(tensors) // MARKED)
+    tensors = tensors[::stride] + tensors[-1:] * ((len(tensors) - 1) % stride != 0)
+    return [tensor[:1] for tensor in tensors] + [tensor[-1:] for tensor in tensors if tensor.numel() > 1]
+
+
+def are_of(state: State, step_number: int) -> bool:
+    """Whether all marks in ``state`` are those of that step."""
+    return all(mark.item() == step_number % CYCLE for mark in marks_of(state))
