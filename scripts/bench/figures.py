@@ -15,6 +15,17 @@ def median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
+def copy_limit(found: dict[str, Any]) -> float:
+    """Seconds: of the ways to copy the bytes once that were measured, the median of the fastest.
+
+    From a device that is the copy into pinned memory.
+    """
+    limits: dict[str, list[float]] = found["limits"]
+    if "pinned copy" in limits:
+        return statistics.median(limits["pinned copy"])
+    return min(statistics.median(limits[name]) for name in ("memcpy", "memcpy, all cores") if limits.get(name))
+
+
 @dataclass(frozen=True)
 class SaveLimits:
     """Seconds, medians: of copying the bytes once, and of that and writing them."""
@@ -24,10 +35,8 @@ class SaveLimits:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> SaveLimits:
-        """On a device the copy is that into pinned memory."""
-        limits = found["limits"]
-        copy = statistics.median(limits.get("pinned copy") or limits["memcpy"])
-        return cls(copy, copy + statistics.median(limits["direct write"]))
+        copy = copy_limit(found)
+        return cls(copy, copy + statistics.median(found["limits"]["direct write"]))
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ def sooner_than_peers(found: dict[str, Any]) -> tuple[float, str] | None:
 
 @dataclass(frozen=True)
 class LoopFigures:
-    """What a save costs the loop: seconds, the median and the quartiles of the pairs; in steps; over a memcpy."""
+    """What a save costs the loop: seconds, median and quartiles of the pairs; in steps; over copying the bytes once."""
 
     cost: float
     low: float
@@ -81,7 +90,7 @@ class LoopFigures:
     """Pairs in which the save was not durable by the end of its block: it costs more than was measured."""
 
     @classmethod
-    def of(cls, result: dict[str, Any], memcpy: float) -> LoopFigures:
+    def of(cls, result: dict[str, Any], copy: float) -> LoopFigures:
         costs = result["cost_s"]
         cost = statistics.median(costs)
         low, _, high = statistics.quantiles(costs, method="inclusive") if len(costs) > 1 else (cost, cost, cost)
@@ -89,26 +98,29 @@ class LoopFigures:
             seconds / steps for seconds, steps in zip(result["without_s"], result["steps"], strict=True)
         )
         late = sum(1 for fitted in result["fitted"] if not fitted)
-        return cls(cost, low, high, cost / step, cost / memcpy, len(costs), late)
+        return cls(cost, low, high, cost / step, cost / copy, len(costs), late)
+
+
+COPY, READ_AND_COPY = "copying the bytes once", "direct read and copy"
 
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """Seconds, the median of warm loads; over a direct read and a memcpy; over a memcpy; of the first."""
+    """Seconds, the median of warm loads; over a direct read and a copy; over a copy alone; of the first."""
 
     load: float
     read_ratio: float
-    memcpy_ratio: float
+    copy_ratio: float
     first: float | None
 
 
 def load_figures(found: Result) -> dict[str, LoadFigures]:
     """By contestant; before them that of the limits."""
-    memcpy = statistics.median(found["limits"]["memcpy"])
-    limit = memcpy + statistics.median(found["limits"]["direct read"])
-    rows = {"memcpy": LoadFigures(memcpy, memcpy / limit, 1, None)}
-    rows["direct read and memcpy"] = LoadFigures(limit, 1, limit / memcpy, None)
+    copy = copy_limit(found)
+    limit = copy + statistics.median(found["limits"]["direct read"])
+    rows = {COPY: LoadFigures(copy, copy / limit, 1, None)}
+    rows[READ_AND_COPY] = LoadFigures(limit, 1, limit / copy, None)
     for name, result in found["results"].items():
         load = statistics.median(result["load_s"])
-        rows[name] = LoadFigures(load, load / limit, load / memcpy, result["first_load_s"])
+        rows[name] = LoadFigures(load, load / limit, load / copy, result["first_load_s"])
     return rows

@@ -66,11 +66,14 @@ class Limits:
             pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             self._on_device = self._source.to(device), pinned
 
-    def for_saves(self) -> dict[str, Callable[[], float]]:
-        """Those of a save, by name."""
-        write = self._written.direct_write
-        found = {"memcpy": self.memcpy, "memcpy, all cores": self.memcpy_all_cores, "direct write": write}
+    def of_copies(self) -> dict[str, Callable[[], float]]:
+        """Of copying the bytes once, by name."""
+        found = {"memcpy": self.memcpy, "memcpy, all cores": self.memcpy_all_cores}
         return found | ({"pinned copy": self.pinned_copy} if self._on_device else {})
+
+    def of_saves(self) -> dict[str, Callable[[], float]]:
+        """Of these and a write."""
+        return self.of_copies() | {"direct write": self._written.direct_write}
 
     def memcpy(self) -> float:
         """By one thread, into shared memory that is in use."""
@@ -79,10 +82,14 @@ class Limits:
         return time.perf_counter() - begun
 
     def memcpy_all_cores(self) -> float:
-        """By torch, with as many threads as it has."""
+        """By torch, with a thread for each core."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
         begun = time.perf_counter()
         self._target.copy_(self._source)
-        return time.perf_counter() - begun
+        elapsed = time.perf_counter() - begun
+        torch.set_num_threads(threads)
+        return elapsed
 
     def pinned_copy(self) -> float:
         """From the device into pinned memory."""

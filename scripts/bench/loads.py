@@ -109,11 +109,7 @@ def measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> 
         read = ReadLimit(f"{step_folder(f'{folder}/ours', STEP)}/__0_0.distcp")
         loads = OURS | {name: PEERS[name] for name in names}
         with Limits(made.nbytes, folder, request.device) as limits:
-            turns: dict[str, Callable[[], float]] = {
-                "memcpy": limits.memcpy,
-                "memcpy, all cores": limits.memcpy_all_cores,
-                "direct read": read.direct_read,
-            }
+            turns = limits.of_copies() | {"direct read": read.direct_read}
             turns |= {name: partial(_turn, load, folder, state, made.state) for name, load in loads.items()}
             taken = take(turns, pace, f"load {request.label}")
         read.close()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from bench.states import Request, make
 from bench.trainer import Trainer
 from bench.turns import Pace, take
 
-LONGER = 1.5
+LONGER = 2.0
 """A block is so many times as long as the first warm save took, and some steps more."""
 SPARE_STEPS = 4
 ROW = ("cost_s", "with_s", "without_s", "steps", "fitted")
@@ -124,25 +125,27 @@ def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str) ->
     there = contestants.make_all(names, folder, lambda each: each.prepare(made.state), left_out)
     blocks = {name: Blocks(contestant, trainer) for name, contestant in there.items()}
     with Limits(made.nbytes, folder, request.device) as limits:
+        copies: dict[str, Callable[[], list[float]]] = {
+            name: partial(_alone, limit) for name, limit in limits.of_copies().items()
+        }
         # The first round is the one that calibrates.
-        taken = take(
-            {"memcpy": lambda: [limits.memcpy()]} | {name: _Turn(each) for name, each in blocks.items()},
-            pace,
-            f"loop {request.label}",
-        )
+        taken = take(copies | {name: _Turn(each) for name, each in blocks.items()}, pace, f"loop {request.label}")
     left_out |= taken.left_out
     contestants.close_all(there, left_out)
-    memcpy = taken.found.pop("memcpy", [])
     return {
         "state": made.facts(),
-        "limits": {"memcpy": [row[0] for row in memcpy[1:]]},
+        "limits": {name: [row[0] for row in rows[1:]] for name, rows in taken.found.items() if name in copies},
         "results": {
             name: dict(zip(ROW, map(list, zip(*rows[1:], strict=True)), strict=True))
             for name, rows in taken.found.items()
-            if rows[1:]
+            if name in blocks and rows[1:]
         },
         "left_out": left_out,
     }
+
+
+def _alone(limit: Callable[[], float]) -> list[float]:
+    return [limit()]
 
 
 class _Turn:

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bench.contestants import OURS, title
-from bench.figures import LoopFigures, SaveFigures, SaveLimits, load_figures
+from bench.figures import COPY, READ_AND_COPY, LoopFigures, SaveFigures, SaveLimits, copy_limit, load_figures
 from bench.results import Result
 
 DPI = 110
@@ -76,11 +76,11 @@ def _save(found: Result) -> Figure:
 def _loop(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.6 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
-    memcpy = sorted(found["limits"]["memcpy"])[len(found["limits"]["memcpy"]) // 2]
-    rows = {name: LoopFigures.of(result, memcpy) for name, result in found["results"].items()}
-    _bars(axes, [(name, each.cost) for name, each in rows.items()], "a save costs the loop, ms", memcpy, log=False)
+    copy = copy_limit(found)
+    rows = {name: LoopFigures.of(result, copy) for name, result in found["results"].items()}
+    _bars(axes, [(name, each.cost) for name, each in rows.items()], "a save costs the loop, ms", copy, log=False)
     axes.set_title(
-        f"Training time a save costs: {_about(found)}, {found['train_threads']} training threads; dashed: a memcpy",
+        f"Training time a save costs: {_about(found)}, {found['train_threads']} training threads; dashed: one copy",
         fontsize=10,
         loc="left",
     )
@@ -89,12 +89,12 @@ def _loop(found: Result) -> Figure:
 
 def _load(found: Result) -> Figure:
     rows = load_figures(found)
-    limit = rows.pop("direct read and memcpy").load
-    rows.pop("memcpy")
+    limit = rows.pop(READ_AND_COPY).load
+    rows.pop(COPY)
     figure = Figure(figsize=(8, 0.6 + 0.34 * (len(rows) + 2)), layout="constrained")
     axes = figure.subplots()
     _bars(axes, [(name, each.load) for name, each in rows.items()], "load, s", limit, log=False, milli=False)
-    axes.set_title(f"A load of {_about(found)}; dashed: direct read and memcpy", fontsize=10, loc="left")
+    axes.set_title(f"A load of {_about(found)}; dashed: direct read and copy", fontsize=10, loc="left")
     return figure
 
 

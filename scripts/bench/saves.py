@@ -87,7 +87,7 @@ def measure(
     series = {name: Series(contestant, trainer) for name, contestant in there.items()}
     with Limits(made.nbytes, folder, request.device) as limits:
         turns: dict[str, Callable[[], list[float]]] = {
-            name: partial(_alone, limit) for name, limit in limits.for_saves().items()
+            name: partial(_alone, limit) for name, limit in limits.of_saves().items()
         }
         taken = take(turns | {name: each.save for name, each in series.items()}, pace, f"save {request.label}")
     left_out |= taken.left_out

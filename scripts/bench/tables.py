@@ -9,7 +9,7 @@ from typing import Any
 from tabulate import tabulate
 
 from bench.contestants import title
-from bench.figures import LoopFigures, SaveFigures, SaveLimits, load_figures, sooner_than_peers
+from bench.figures import LoopFigures, SaveFigures, SaveLimits, copy_limit, load_figures, sooner_than_peers
 from bench.results import Result
 
 
@@ -30,7 +30,7 @@ def times(value: float | None) -> str:
 def size(nbytes: float) -> str:
     """In binary units."""
     for unit, of_it in (("GiB", 2**30), ("MiB", 2**20)):
-        if abs(nbytes) >= of_it:
+        if abs(nbytes) >= 0.9995 * of_it:
             return f"{nbytes / of_it:.3g} {unit}"
     return f"{nbytes / 1024:.0f} KiB"
 
@@ -50,9 +50,7 @@ def save(found: Result) -> str:
         first = seconds(each.first_blocked)
         cells = seconds(each.blocked), times(each.blocked_ratio), seconds(each.free)
         rows.append((title(name), *cells, seconds(each.durable), times(each.durable_ratio), first))
-    headers = ["", "blocked", "/ memcpy", "free after", "durable after", "/ (memcpy + write)", "first save blocks"]
-    if "pinned copy" in found["limits"]:
-        headers[2], headers[5] = "/ pinned copy", "/ (pinned copy + write)"
+    headers = ["", "blocked", "/ copy", "free after", "durable after", "/ (copy + write)", "first save blocks"]
     return _table(headers, rows)
 
 
@@ -64,14 +62,14 @@ def save_remark(found: Result) -> str:
 
 
 def loop(found: Result) -> str:
-    memcpy = median(found["limits"]["memcpy"])
-    rows: list[Sequence[str]] = [("a memcpy", seconds(memcpy), "", "", "1x", "")]
+    memcpy = copy_limit(found)
+    rows: list[Sequence[str]] = [("copying the bytes once", seconds(memcpy), "", "", "1x", "")]
     for name, result in found["results"].items():
         each = LoopFigures.of(result, memcpy)
         spread = f"{seconds(each.low)} to {seconds(each.high)}"
         late = f"{each.pairs}, {each.late} late" if each.late else str(each.pairs)
         rows.append((title(name), seconds(each.cost), spread, f"{each.steps:.1f}", times(each.ratio), late))
-    return _table(["", "a save costs the loop", "quartiles", "in steps", "/ memcpy", "pairs"], rows)
+    return _table(["", "a save costs the loop", "quartiles", "in steps", "/ copy", "pairs"], rows)
 
 
 def load(found: Result) -> str:
@@ -81,12 +79,12 @@ def load(found: Result) -> str:
             names.get(name, name),
             seconds(each.load),
             times(each.read_ratio),
-            times(each.memcpy_ratio),
+            times(each.copy_ratio),
             seconds(each.first),
         )
         for name, each in load_figures(found).items()
     ]
-    return _table(["", "load", "/ (read + memcpy)", "/ memcpy", "first load"], rows)
+    return _table(["", "load", "/ (read + copy)", "/ copy", "first load"], rows)
 
 
 def scale(found: Result) -> str:
