@@ -102,7 +102,7 @@ def many_ranks(processes: Sequence[int], gib: float, tensors: int, rounds: int) 
 def simulated(counts: Sequence[int], items: int, rounds: int) -> Job:
     def measure(folder: str) -> dict[str, Any]:
         title = f"{items} tensors, each sharded over all ranks"
-        return {"title": title, "rows": simulation.measure(counts, items, rounds, folder)}
+        return {"title": title, "rows": simulation.measure(counts, items, rounds + 1, folder)}
 
     return Job("simulation", str(items), measure, {"saves": rounds})
 

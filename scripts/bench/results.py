@@ -14,14 +14,15 @@ Result = dict[str, Any]
 
 def result(kind: str, label: str, folder: str, settings: dict[str, Any], found: dict[str, Any]) -> Result:
     """``folder`` is where was written."""
-    return {"kind": kind, "label": label, "machine": describe(folder), "settings": settings} | found
+    about = {"kind": kind, "label": label, "machine": describe(folder), "settings": settings}
+    return {**about, **rounded(found)}
 
 
 def write(found: Result, out: Path) -> Path:
     """Into the folder ``out``; one of the same kind and label is replaced."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{found['kind']}-{found['label']}.json"
-    path.write_text(json.dumps(rounded(found), indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1) + "\n")
     return path
 
 
