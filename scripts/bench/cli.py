@@ -25,9 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.jobs is None:
         print(report.write(args.out))
         return 0
-    # Some peers hold a descriptor for every tensor.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _allow_descriptors()
     # What torch and the peers warn about is not what is looked for here, nor in the processes that they start.
     warnings.simplefilter("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"
@@ -39,6 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.write(found, args.out)
             report.write(args.out)
     return 0
+
+
+def _allow_descriptors() -> None:
+    """As many as may be: some peers hold one for every tensor."""
+    most = int(Path("/proc/sys/fs/nr_open").read_text())
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError):  # that is for root
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _save(args: argparse.Namespace) -> Iterator[Job]:

@@ -122,7 +122,7 @@ def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str) ->
     left_out: dict[str, str] = {}
     for _ in range(SPARE_STEPS):
         trainer.step()
-    there = contestants.make_all(names, folder, lambda each: each.prepare(made.state), left_out)
+    there = contestants.make_all(names, folder, made.state, left_out)
     blocks = {name: Blocks(contestant, trainer) for name, contestant in there.items()}
     with Limits(made.nbytes, folder, request.device) as limits:
         copies: dict[str, Callable[[], list[float]]] = {

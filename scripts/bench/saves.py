@@ -83,7 +83,7 @@ def measure(
     made = make(request)
     trainer = Trainer(made.state, request.device, changing)
     left_out: dict[str, str] = {}
-    there = contestants.make_all(names, folder, lambda each: each.prepare(made.state), left_out)
+    there = contestants.make_all(names, folder, made.state, left_out)
     series = {name: Series(contestant, trainer) for name, contestant in there.items()}
     with Limits(made.nbytes, folder, request.device) as limits:
         turns: dict[str, Callable[[], list[float]]] = {

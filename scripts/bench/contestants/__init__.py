@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench.contestants.contestant import Contestant
+from bench.states import State, tensors_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ ENTRIES = {
     "dcp-save": Entry("DCP save", "dcp", "DcpSave"),
     "torch-save": Entry("torch.save, synced", "torch_save", "TorchSave"),
 }
+SPARE = 1500
 ASYNC_PEERS = ("nvrx", "torch-checkpointing", "torchsnapshot", "dcp-thread", "dcp-process")
 
 
@@ -64,20 +68,34 @@ def names_in(text: str) -> list[str]:
     return names
 
 
-def make_all(
-    names: Sequence[str], folder: str, prepare: Callable[[Contestant], object], left_out: dict[str, str]
-) -> dict[str, Contestant]:
-    """Those that can be had and prepared; ``left_out`` gets a note about each other."""
+def make_all(names: Sequence[str], folder: str, state: State, left_out: dict[str, str]) -> dict[str, Contestant]:
+    """Those that can be had, prepared for ``state``; ``left_out`` gets a note about each other."""
     made: dict[str, Contestant] = {}
+    tensors = sum(1 for _ in tensors_of(state))
+    free = _shareable()
     for name in names:
         try:
-            made[name] = ENTRIES[name].make(f"{folder}/{name}")
-            prepare(made[name])
+            made[name] = contestant = ENTRIES[name].make(f"{folder}/{name}")
+            if contestant.shares_each:
+                # One that runs out of them would take those of all.
+                if tensors > free:
+                    raise OSError(
+                        f"it holds a descriptor and a mapping for each of {tensors:,} tensors; {free:,} are left"
+                    )
+                free -= tensors
+            contestant.prepare(state)
         except Exception as error:
             left_out[name] = told(error)
             if name in made:
                 close_all({name: made.pop(name)}, left_out)
     return made
+
+
+def _shareable() -> int:
+    """How many pieces of shared memory this process may have, with some left for all else."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    mappings = int(Path("/proc/sys/vm/max_map_count").read_text())
+    return max(0, min(descriptors, mappings) - SPARE)
 
 
 def close_all(contestants: dict[str, Contestant], left_out: dict[str, str]) -> None:

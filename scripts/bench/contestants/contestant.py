@@ -45,6 +45,8 @@ class Contestant(ABC):
 
     fsyncs = True
     """Whether it syncs its files itself; the suite does it for those that do not, and counts it."""
+    shares_each = False
+    """Whether it holds a descriptor and a mapping of shared memory for each tensor, of which a process has so many."""
     blocks = False
     """Whether its ``save`` returns when all is written: then there is nothing to overlap with."""
 

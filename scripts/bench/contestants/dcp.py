@@ -57,6 +57,7 @@ class DcpAsync(_Dcp):
             )
         )
         self._planner = ProcessPlanner if process else ThreadPlanner
+        self.shares_each = process
         if process:
             os.environ.setdefault("LOCAL_RANK", "0")
             be_a_job()

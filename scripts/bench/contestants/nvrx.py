@@ -45,7 +45,9 @@ class Nvrx(Contestant):
         names: dict[str, Any] = {}
         for home in HOMES:
             names |= vars(importlib.import_module(f"nvidia_resiliency_ext.checkpointing.async_ckpt.{home}"))
-        return cls(root, SimpleNamespace(**names))
+        made = cls(root, SimpleNamespace(**names))
+        made.shares_each = True
+        return made
 
     @classmethod
     def ours(cls, root: str) -> Nvrx:

@@ -19,6 +19,7 @@ from bench.states import State
 
 class TorchCheckpointing(Contestant):
     fsyncs = False
+    shares_each = True
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
