@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench import contestants, files
-from bench.contestants.contestant import Contestant
+from bench.contestants.contestant import LIMIT_S, Contestant
 from bench.limits import Limits
 from bench.states import Request, make
 from bench.trainer import Trainer
@@ -41,7 +41,10 @@ class Blocks:
         """A cold save, and a warm one that tells how many steps it takes until it is durable."""
         for _ in range(2):
             steps, saved = 0, self._begin()
+            deadline = time.monotonic() + LIMIT_S
             while not saved.poll():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not durable after {LIMIT_S:g} s")
                 self._step()
                 steps += 1
             self._clear_up()
@@ -71,7 +74,8 @@ class Blocks:
         elapsed = time.perf_counter() - begun
         if saved is not None:
             fitted = saved.poll()
-            while not saved.poll():
+            deadline = time.monotonic() + LIMIT_S
+            while not saved.poll() and time.monotonic() < deadline:
                 time.sleep(0.01)
             self._clear_up()
         return elapsed, fitted
@@ -120,6 +124,7 @@ def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str) ->
     made = make(request)
     trainer = Trainer(made.state, request.device)
     left_out: dict[str, str] = {}
+    sharing = contestants.choose_sharing(made.state)
     for _ in range(SPARE_STEPS):
         trainer.step()
     there = contestants.make_all(names, folder, made.state, left_out)
@@ -141,6 +146,7 @@ def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str) ->
             if name in blocks and rows[1:]
         },
         "left_out": left_out,
+        "sharing": sharing,
     }
 
 

@@ -120,6 +120,10 @@ def section(found: Result) -> str:
         parts += [remark] if (remark := REMARKS[found["kind"]](found)) else []
     places = found.get("points", [found])
     for place in places:
+        if place.get("sharing") == "file_system":
+            parts.append(
+                "Those that share each tensor by itself do so by name: this machine has too few descriptors for that."
+            )
         for name, why in place.get("left_out", {}).items():
             where = f" ({place['state']['tensors']:,} tensors)" if len(places) > 1 else ""
             parts.append(f"Left out: {title(name)}{where}: `{why}`")

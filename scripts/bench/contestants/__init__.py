@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from bench.contestants.contestant import Contestant
 from bench.states import State, tensors_of
 
@@ -48,7 +50,8 @@ ENTRIES = {
     "dcp-save": Entry("DCP save", "dcp", "DcpSave"),
     "torch-save": Entry("torch.save, synced", "torch_save", "TorchSave"),
 }
-SPARE = 1500
+SPARE = 4000
+SHARERS = 3
 ASYNC_PEERS = ("nvrx", "torch-checkpointing", "torchsnapshot", "dcp-thread", "dcp-process")
 
 
@@ -72,7 +75,7 @@ def make_all(names: Sequence[str], folder: str, state: State, left_out: dict[str
     """Those that can be had, prepared for ``state``; ``left_out`` gets a note about each other."""
     made: dict[str, Contestant] = {}
     tensors = sum(1 for _ in tensors_of(state))
-    free = _shareable()
+    free = int(Path("/proc/sys/vm/max_map_count").read_text()) - SPARE
     for name in names:
         try:
             made[name] = contestant = ENTRIES[name].make(f"{folder}/{name}")
@@ -80,7 +83,7 @@ def make_all(names: Sequence[str], folder: str, state: State, left_out: dict[str
                 # One that runs out of them would take those of all.
                 if tensors > free:
                     raise OSError(
-                        f"it holds a descriptor and a mapping for each of {tensors:,} tensors; {free:,} are left"
+                        f"it shares each of {tensors:,} tensors by itself; a process has {free:,} mappings left"
                     )
                 free -= tensors
             contestant.prepare(state)
@@ -91,11 +94,14 @@ def make_all(names: Sequence[str], folder: str, state: State, left_out: dict[str
     return made
 
 
-def _shareable() -> int:
-    """How many pieces of shared memory this process may have, with some left for all else."""
+def choose_sharing(state: State) -> str:
+    """How torch shares the memory of tensors from here on: by descriptor, as it does by default, or, if those are too
+    few for what shares each tensor by itself, by name, as its documentation advises then. Returns its name for that."""
+    tensors = sum(1 for _ in tensors_of(state))
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    mappings = int(Path("/proc/sys/vm/max_map_count").read_text())
-    return max(0, min(descriptors, mappings) - SPARE)
+    chosen = "file_descriptor" if tensors * SHARERS * 2 < descriptors - SPARE else "file_system"  # each is sent, too
+    torch.multiprocessing.set_sharing_strategy(chosen)  # type: ignore[no-untyped-call]
+    return chosen
 
 
 def close_all(contestants: dict[str, Contestant], left_out: dict[str, str]) -> None:

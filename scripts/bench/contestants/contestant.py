@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from bench.states import State
 
+LIMIT_S = 300.0
+"""Seconds after which a save is given up."""
+
 
 def _always() -> bool:
     return True
@@ -46,7 +49,7 @@ class Contestant(ABC):
     fsyncs = True
     """Whether it syncs its files itself; the suite does it for those that do not, and counts it."""
     shares_each = False
-    """Whether it holds a descriptor and a mapping of shared memory for each tensor, of which a process has so many."""
+    """Whether it holds a piece of shared memory for each tensor, of which a process can have so many."""
     blocks = False
     """Whether its ``save`` returns when all is written: then there is nothing to overlap with."""
 

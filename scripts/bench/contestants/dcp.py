@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from bench.contestants.contestant import Contestant, Pending, be_a_job
+from bench.contestants.contestant import LIMIT_S, Contestant, Pending, be_a_job
 from bench.states import State
 
 
@@ -86,7 +86,7 @@ class DcpAsync(_Dcp):
                 written.result()
             return bool(written.done())
 
-        return Pending(wait=written.result, poll=poll)
+        return Pending(wait=lambda: written.result(LIMIT_S), poll=poll)
 
     def close(self) -> None:
         self._stager.close()

@@ -14,7 +14,7 @@ import torch
 
 from asyncckpt.nvrx.calls import _SaveCall
 from bench.contestants import dcp
-from bench.contestants.contestant import Contestant, Pending, be_a_job
+from bench.contestants.contestant import LIMIT_S, Contestant, Pending, be_a_job
 from bench.states import State
 
 POLL_S = 0.001
@@ -83,7 +83,10 @@ class Nvrx(Contestant):
             call[1].failures(alone=True)  # ours
             return
         # nvrx's own: its worker says that it is done into this queue, from where finalizing takes it.
+        deadline = time.monotonic() + LIMIT_S
         while call.async_caller.comp_q.empty():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not written after {LIMIT_S:g} s")
             time.sleep(POLL_S)
 
     def _poll(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from torch_checkpointing import CheckpointManager
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig, WriteStream
 
-from bench.contestants.contestant import Contestant, Pending
+from bench.contestants.contestant import LIMIT_S, Contestant, Pending
 from bench.states import State
 
 
@@ -38,7 +38,7 @@ class TorchCheckpointing(Contestant):
                 written.result()
             return bool(written.done())
 
-        return Pending(wait=written.result, poll=poll)
+        return Pending(wait=lambda: written.result(LIMIT_S), poll=poll)
 
     def changing(self) -> AbstractContextManager[object]:
         lock: AbstractContextManager[object] = self._manager.lock()
