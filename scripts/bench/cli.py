@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import resource
 import warnings
@@ -21,7 +22,10 @@ DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "benchmarks"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print tables, write what came of it."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.out is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("there is no matplotlib to draw with: pip install 'asyncckpt[bench]', or give no --out")
     if args.jobs is None:
         print(report.write(args.out))
         return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import fill
 
-from bench import pictures
 from bench.contestants import title
 from bench.results import KINDS, Result, read
 from bench.tables import REMARKS, TABLES, size
@@ -63,6 +62,8 @@ COMMANDS = """    python scripts/bench all                  # all of this page
 
 def write(out: Path) -> Path:
     """Draw all pictures anew, and write ``README.md``, from the JSON that is in ``out``. Returns its path."""
+    from bench import pictures  # only here: to measure, nothing that draws is needed
+
     results = read(out)
     lines = [
         "# What it costs",
