@@ -27,7 +27,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 MODULES = {"torch-checkpointing": "torch_checkpointing", "torchsnapshot": "torchsnapshot"}
 MISSING = {name for name, module in MODULES.items() if importlib.util.find_spec(module) is None}
 # Older versions of torch have not what makes DCP's async_save fast.
-MISSING |= set() if hasattr(staging, "DefaultStager") else {"dcp-thread", "dcp-process"}
+MISSING |= set() if hasattr(torch.distributed.checkpoint.staging, "DefaultStager") else {"dcp-thread", "dcp-process"}
 MISSING |= set() if (FOLDER / "nvrx-0.7.0").is_dir() else {"nvrx"}
 
 
@@ -40,10 +40,11 @@ def run(folder: Path, *commands: str) -> dict[str, results.Result]:
     where, out = folder / "work", folder / "out"
     lines = [[*command.split(), "--folder", str(where), "--out", str(out)] for command in commands]
     arguments = [str(SCRIPT), *lines[0]] if len(lines) == 1 else ["-c", SEVERAL, json.dumps(lines)]
+    path = [str(SCRIPT.parent.parent), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (SCRIPT.parent.parent, SCRIPT.parent)))},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,
         timeout=110,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,10 +26,17 @@ class _Dcp(Contestant):
 
 def load(path: str, state: State) -> State:
     """With DCP's ``load``."""
+    with _quiet():
+        state_dict_loader.load(state, checkpoint_id=path)
+    return state
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a word about there being no job."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
-        state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-    return state
+        yield
 
 
 class ThreadPlanner(DefaultSavePlanner):
@@ -98,5 +107,6 @@ class DcpSave(_Dcp):
     blocks = True
 
     def save(self, number: int, state: State) -> Pending:
-        save(state, storage_writer=FileSystemWriter(self.path(number)), no_dist=not dist.is_initialized())
+        with _quiet():
+            save(state, storage_writer=FileSystemWriter(self.path(number)))
         return Pending()
