@@ -14,6 +14,7 @@ from bench.figures import COPY, READ_AND_COPY, LoopFigures, SaveFigures, SaveLim
 from bench.results import Result
 
 DPI = 110
+MUCH = 20
 OURS_COLOUR, KIN_COLOUR, PEER_COLOUR, LIMIT_COLOUR = "#1f6fb4", "#7fb2dd", "#b9b9b9", "#c0392b"
 
 Bars = Sequence[tuple[str, float | None]]
@@ -28,24 +29,28 @@ def draw(found: Result, path: Path) -> None:
         figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
 
 
-def _bars(axes: Any, bars: Bars, label: str, limit: float | None, log: bool, milli: bool = True) -> None:
-    """Horizontal ones; ``limit`` is a line through all."""
-    shown = [(name, value) for name, value in bars if value is not None]
+def _bars(axes: Any, bars: Bars, label: str, limit: float, milli: bool = True) -> None:
+    """Horizontal ones, with a line at ``limit`` through all; on a logarithmic axis where they differ much."""
     scale = 1e3 if milli else 1.0
-    values = [value * scale for _, value in shown]
+    shown = [(name, value * scale) for name, value in bars if value is not None]
+    values = [value for _, value in shown] or [limit * scale]
     rows = list(range(len(shown)))[::-1]
-    axes.barh(rows, values, color=[_colour(name) for name, _ in shown], height=0.7)
+    axes.barh(rows, [value for _, value in shown], color=[_colour(name) for name, _ in shown], height=0.7)
     axes.set_yticks(rows, [title(name) for name, _ in shown])
-    if log and values and min(values) > 0:
+    low, high = min(*values, limit * scale), max(*values, limit * scale)
+    if low > 0 and high > MUCH * low:
         axes.set_xscale("log")
-        axes.set_xlim(left=min([*values, *([limit * scale] if limit else [])]) / 2, right=max(values) * 2.5)
+        axes.set_xlim(low / 2, high * 3)
     else:
-        axes.set_xlim(left=min(0.0, *values) * 1.1 if values else 0, right=max(values, default=1) * 1.15)
-    for row, value in zip(rows, values, strict=True):
-        axes.annotate(f" {value:.3g}", (max(value, 0), row), va="center", fontsize=8)
-    if limit is not None:
-        axes.axvline(limit * scale, color=LIMIT_COLOUR, linestyle="--", linewidth=1)
+        axes.set_xlim(min(0.0, low) * 1.1, high * 1.15)
+    for row, (_, value) in zip(rows, shown, strict=True):
+        axes.annotate(f" {_digits(value)}", (max(value, 0), row), va="center", fontsize=8)
+    axes.axvline(limit * scale, color=LIMIT_COLOUR, linestyle="--", linewidth=1)
     axes.set_xlabel(label)
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
 
 
 def _colour(name: str) -> str:
@@ -66,24 +71,22 @@ def _save(found: Result) -> Figure:
     limits = SaveLimits.of(found)
     rows = {name: SaveFigures.of(result, limits) for name, result in found["results"].items()}
     rows = {name: each for name, each in rows.items() if each.blocked is not None}
-    _bars(blocked, [(name, each.blocked) for name, each in rows.items()], "blocked, ms", limits.copy, log=True)
+    _bars(blocked, [(name, each.blocked) for name, each in rows.items()], "blocked, ms", limits.copy)
     label = "durable after, s"
-    _bars(durable, [(name, each.durable) for name, each in rows.items()], label, limits.durable, log=True, milli=False)
+    _bars(durable, [(name, each.durable) for name, each in rows.items()], label, limits.durable, milli=False)
     figure.suptitle(f"A save of {_about(found)}; dashed: the limits", fontsize=10)
     return figure
 
 
 def _loop(found: Result) -> Figure:
-    figure = Figure(figsize=(8, 0.6 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
     copy = copy_limit(found)
     rows = {name: LoopFigures.of(result, copy) for name, result in found["results"].items()}
-    _bars(axes, [(name, each.cost) for name, each in rows.items()], "a save costs the loop, ms", copy, log=False)
-    axes.set_title(
-        f"Training time a save costs: {_about(found)}, {found['train_threads']} training threads; dashed: one copy",
-        fontsize=10,
-        loc="left",
-    )
+    _bars(axes, [(name, each.cost) for name, each in rows.items()], "a save costs the loop, ms", copy)
+    threads = found["train_threads"]
+    about = f"{_about(found)}; {threads} training thread{'s' * (threads != 1)}; dashed: one copy"
+    figure.suptitle(f"What a save costs the training loop\n{about}", fontsize=10)
     return figure
 
 
@@ -91,10 +94,10 @@ def _load(found: Result) -> Figure:
     rows = load_figures(found)
     limit = rows.pop(READ_AND_COPY).load
     rows.pop(COPY)
-    figure = Figure(figsize=(8, 0.6 + 0.34 * (len(rows) + 2)), layout="constrained")
+    figure = Figure(figsize=(8, 0.9 + 0.34 * (len(rows) + 2)), layout="constrained")
     axes = figure.subplots()
-    _bars(axes, [(name, each.load) for name, each in rows.items()], "load, s", limit, log=False, milli=False)
-    axes.set_title(f"A load of {_about(found)}; dashed: direct read and copy", fontsize=10, loc="left")
+    _bars(axes, [(name, each.load) for name, each in rows.items()], "load, s", limit, milli=False)
+    figure.suptitle(f"A load of {_about(found)}; dashed: direct read and copy", fontsize=10)
     return figure
 
 
@@ -152,7 +155,7 @@ def _memory(found: Result) -> Figure:
     axes.set_yticks(ticks, labels)
     axes.set_xlabel("GiB, after saves; red: peak, without page cache")
     axes.legend(fontsize=7)
-    axes.set_title(f"Memory that saving takes beside {_about(found)}", fontsize=10, loc="left")
+    figure.suptitle(f"Memory that saving takes beside {_about(found)}", fontsize=10)
     return figure
 
 
