@@ -106,7 +106,10 @@ def heading(found: Result) -> str:
     if "title" in found:
         return str(found["title"])
     facts = found["state"]
-    told = f"{facts['description']}: {facts['tensors']:,} tensors, {size(facts['bytes'])}"
+    told, tensors = str(facts["description"]), f"{facts['tensors']:,} tensors"
+    if not told.startswith(tensors):
+        told += f": {tensors}"
+    told += f", {size(facts['bytes'])}"
     if facts["device"] != "cpu":
         told += f", on {facts['device']}"
     if "train_threads" in found:

@@ -42,15 +42,17 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def save(found: Result) -> str:
     limits = SaveLimits.of(found)
-    rows: list[Sequence[str]] = [("the limits", seconds(limits.copy), "1x", "", seconds(limits.durable), "1x", "")]
+    rows: list[Sequence[object]] = [
+        ("the limits", seconds(limits.copy), "1x", "", seconds(limits.durable), "1x", "", "")
+    ]
     for name, values in found["limits"].items():
-        rows.append((f"- {name}", seconds(median(values)), "", "", "", "", ""))
+        rows.append((f"- {name}", seconds(median(values)), "", "", "", "", "", ""))
     for name, result in found["results"].items():
         each = SaveFigures.of(result, limits)
         first = seconds(each.first_blocked)
         cells = seconds(each.blocked), times(each.blocked_ratio), seconds(each.free)
-        rows.append((title(name), *cells, seconds(each.durable), times(each.durable_ratio), first))
-    headers = ["", "blocked", "/ copy", "free after", "durable after", "/ (copy + write)", "first save blocks"]
+        rows.append((title(name), *cells, seconds(each.durable), times(each.durable_ratio), first, each.saves))
+    headers = ["", "blocked", "/ copy", "free after", "durable after", "/ (copy + write)", "first save blocks", "saves"]
     return _table(headers, rows)
 
 
