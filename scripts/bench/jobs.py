@@ -47,14 +47,14 @@ class Choices:
 
 def save(request: Request, choices: Choices, changing: int = 0) -> Job:
     def measure(folder: str) -> dict[str, Any]:
-        return saves.measure(request, choices.names, choices.pace, folder, changing=changing, check=choices.check)
+        return saves.measure(request, choices.names, choices.pace, folder, changing=changing, checked=choices.check)
 
     return Job("save", _label(request), measure, choices.settings() | {"changing_values": changing})
 
 
 def train(request: Request, choices: Choices, threads: int) -> Job:
     def measure(folder: str) -> dict[str, Any]:
-        return loop.measure(request, choices.names, threads, choices.pace, folder)
+        return loop.measure(request, choices.names, threads, choices.pace, folder, checked=choices.check)
 
     return Job("loop", f"{_label(request)}-{threads}-threads", measure, choices.settings())
 

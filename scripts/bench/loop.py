@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from bench import contestants, files
+from bench.contestants import told
 from bench.contestants.contestant import LIMIT_S, Contestant
 from bench.limits import Limits
-from bench.states import Request, make
+from bench.saves import check
+from bench.states import Made, Request, make
 from bench.trainer import Trainer
 from bench.turns import Pace, take
 
@@ -34,12 +36,14 @@ class Blocks:
         self._contestant = contestant
         self._trainer = trainer
         self._number = 0
+        self._step_number = 0
         self._steps = 0
         self._save_first = False
 
     def calibrate(self) -> None:
         """A cold save, and a warm one that tells how many steps it takes until it is durable."""
         for _ in range(2):
+            self.remove()
             steps, saved = 0, self._begin()
             deadline = time.monotonic() + LIMIT_S
             while not saved.poll():
@@ -47,7 +51,6 @@ class Blocks:
                     raise TimeoutError(f"not durable after {LIMIT_S:g} s")
                 self._step()
                 steps += 1
-            self._clear_up()
         self._steps = int(steps * LONGER) + SPARE_STEPS
 
     def pair(self) -> list[float]:
@@ -62,6 +65,8 @@ class Blocks:
         return [with_s - without_s, with_s, without_s, float(self._steps), float(fitted)]
 
     def _block(self, save: bool) -> tuple[float, bool]:
+        if save:
+            self.remove()
         self._trainer.synchronize()
         fitted = True
         begun = time.perf_counter()
@@ -77,7 +82,6 @@ class Blocks:
             deadline = time.monotonic() + LIMIT_S
             while not saved.poll() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            self._clear_up()
         return elapsed, fitted
 
     def _step(self) -> None:
@@ -85,9 +89,15 @@ class Blocks:
 
     def _begin(self) -> _Saved:
         self._number += 1
+        self._step_number = self._trainer.step_number
         return _Saved(self._contestant, self._number, self._trainer)
 
-    def _clear_up(self) -> None:
+    def check(self, made: Made) -> None:
+        """That the newest checkpoint is not torn by the steps that came after it. Raises ``RuntimeError``."""
+        check(self._contestant, self._number, self._step_number, self._trainer, made)
+
+    def remove(self) -> None:
+        """The newest checkpoint."""
         self._contestant.remove(self._number)
 
 
@@ -110,17 +120,19 @@ class _Saved:
         return self._written and not (self._syncing is not None and self._syncing.is_alive())
 
 
-def measure(request: Request, names: Sequence[str], threads: int, pace: Pace, folder: str) -> dict[str, Any]:
+def measure(
+    request: Request, names: Sequence[str], threads: int, pace: Pace, folder: str, *, checked: bool = True
+) -> dict[str, Any]:
     """The cost by these contestants, with a trainer of so many threads, and what copying the bytes once takes."""
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _measure(request, names, pace, folder) | {"train_threads": threads}
+        return _measure(request, names, pace, folder, checked) | {"train_threads": threads}
     finally:
         torch.set_num_threads(usual)
 
 
-def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> dict[str, Any]:
+def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str, checked: bool) -> dict[str, Any]:
     made = make(request)
     trainer = Trainer(made.state, request.device)
     left_out: dict[str, str] = {}
@@ -136,6 +148,14 @@ def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str) ->
         # The first round is the one that calibrates.
         taken = take(copies | {name: _Turn(each) for name, each in blocks.items()}, pace, f"loop {request.label}")
     left_out |= taken.left_out
+    for name, each in blocks.items():
+        if checked and name in taken.found:
+            try:
+                each.check(made)
+            except Exception as error:
+                left_out[name] = told(error)
+                del taken.found[name]
+        each.remove()
     contestants.close_all(there, left_out)
     return {
         "state": made.facts(),
@@ -147,6 +167,7 @@ def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str) ->
         },
         "left_out": left_out,
         "sharing": sharing,
+        "checked": checked,
     }
 
 

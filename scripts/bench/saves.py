@@ -66,18 +66,23 @@ class Series:
         self._contestant.remove(self._number)
 
     def check(self, made: Made) -> None:
-        """That the last checkpoint has the values of its moment. Raises ``RuntimeError``."""
-        into = blank(made.state)
-        loaded = self._contestant.load(self._number, into)
-        if loaded["step"] != self._step_number or not are_of(loaded, self._step_number):
-            raise RuntimeError(f"its checkpoint is not of step {self._step_number}")
-        self._trainer.set_marks(loaded)
-        if not same_tensors(made.state, loaded):
-            raise RuntimeError("its checkpoint has other values")
+        """That the newest checkpoint has the values of its moment. Raises ``RuntimeError``."""
+        check(self._contestant, self._number, self._step_number, self._trainer, made)
+
+
+def check(contestant: Contestant, number: int, step_number: int, trainer: Trainer, made: Made) -> None:
+    """That checkpoint ``number`` is of that step, in all tensors, and has the values of ``made``, which ``trainer``
+    trains. Raises ``RuntimeError``."""
+    loaded = contestant.load(number, blank(made.state))
+    if loaded["step"] != step_number or not are_of(loaded, step_number):
+        raise RuntimeError(f"its checkpoint is not of step {step_number}")
+    trainer.set_marks(loaded)
+    if not same_tensors(made.state, loaded):
+        raise RuntimeError("its checkpoint has other values")
 
 
 def measure(
-    request: Request, names: Sequence[str], pace: Pace, folder: str, *, changing: int = 0, check: bool = True
+    request: Request, names: Sequence[str], pace: Pace, folder: str, *, changing: int = 0, checked: bool = True
 ) -> dict[str, Any]:
     """Saves by these contestants, and the limits."""
     made = make(request)
@@ -94,7 +99,7 @@ def measure(
     left_out |= taken.left_out
     found = taken.found
     for name, each in series.items():
-        if check and name in found:
+        if checked and name in found:
             try:
                 each.check(made)
             except Exception as error:
@@ -108,7 +113,7 @@ def measure(
         "results": {name: _columns(rows) for name, rows in found.items() if name not in turns},
         "left_out": left_out,
         "sharing": sharing,
-        "checked": check,
+        "checked": checked,
     }
 
 

@@ -13,7 +13,7 @@ from bench.turns import Pace
 
 
 def measure(
-    requests: Sequence[Request], names: Sequence[str], pace: Pace, folder: str, check: bool
+    requests: Sequence[Request], names: Sequence[str], pace: Pace, folder: str, checked: bool
 ) -> list[dict[str, Any]]:
     """One measurement of saves for each request, each with its part of the time there is."""
     pace = replace(pace, budget=pace.budget / len(requests))
@@ -21,5 +21,5 @@ def measure(
     for number, request in enumerate(requests):
         inside = Path(folder, f"point-{number}")
         inside.mkdir()
-        points.append(saves.measure(request, names, pace, str(inside), check=check))
+        points.append(saves.measure(request, names, pace, str(inside), checked=checked))
     return points
