@@ -119,7 +119,9 @@ def _scale(found: Result) -> Figure:
                 if name in point["results"]:
                     value = getattr(SaveFigures.of(point["results"][name], limit), kind)
                     line += [(x, value)] if value is not None else []
-            ours = {"color": OURS_COLOUR, "linewidth": 2.5, "zorder": 5} if name == OURS else {"linewidth": 1}
+            ours = (
+                {"color": _colour(name), "linewidth": 2.5, "zorder": 5} if name.startswith(OURS) else {"linewidth": 1}
+            )
             axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=title(name), **ours) if line else None
         axes.set_xscale("log")
         axes.set_yscale("log")
