@@ -56,11 +56,11 @@ EXPLANATIONS = {
     ),
 }
 PEERS = (
-    "The peers are at the settings that make them fast: DCP's `async_save` keeps its stager and caches its plans; nvrx has "
-    "a warm worker, cached structure and two threads; torch_checkpointing has its staging memory beforehand, its lock "
-    "around the optimizer's step, and direct I/O where the file system takes it as it is, unaligned. They come with the "
-    "extra `bench`, nvrx by `scripts/peers.sh`; one that is missing, or fails, is left out with a note. After a run the "
-    "last checkpoint of each is loaded back and compared."
+    "The peers are at the settings that make them fast: DCP's `async_save` keeps its stager and caches its "
+    "plans; nvrx has a warm worker, cached structure and two threads; torch_checkpointing has its staging "
+    "memory beforehand, its lock around the optimizer's step, and direct I/O where the file system takes it as "
+    "it is, unaligned. They come with the extra `bench`, nvrx by `scripts/peers.sh`; one that is missing, or "
+    "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
 COMMANDS = """    python scripts/bench all                  # all of this page
     python scripts/bench save --state 8000x50kB --values 5000 --changing 50
