@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -12,45 +11,44 @@ from types import TracebackType
 
 import torch
 
+from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.spans import READ_THREADS, RUN_BYTES
 from asyncckpt.worker.storage import OutputFile
 
 WRITE_THREADS = 2
-WRITE_BYTES = 16 << 20
+# Above these sizes a disk gets no faster, if the buffers are on huge pages.
+WRITE_BYTES = 4 << 20
+READ_THREADS = 4
+READ_BYTES = 2 << 20
 
 
 class WriteLimit:
     """A direct write of so many bytes into a new file, until they are on storage."""
 
     def __init__(self, nbytes: int, folder: str) -> None:
-        """The bytes are in shared memory, touched."""
+        """They are the same few over and over, in the best of buffers."""
         self._path = f"{folder}/limit"
-        self.segment = Segment.create("asyncckpt-bench", nbytes)
-        self.segment.touch()
-        self.segment.view[:PAGE] = os.urandom(PAGE)
+        self._buffers = [huge_buffer(WRITE_BYTES) for _ in range(WRITE_THREADS)]
+        for buffer in self._buffers:
+            buffer[:] = os.urandom(len(buffer))
         self._nbytes = max(PAGE, nbytes // PAGE * PAGE)
 
     def direct_write(self) -> float:
         """In large pieces, by a few threads."""
-        with self.segment.view[: self._nbytes] as view:
-            begun = time.perf_counter()
-            file = OutputFile(self._path, direct=True)
+        begun = time.perf_counter()
+        file = OutputFile(self._path, direct=True)
 
-            def write(offset: int) -> None:
-                with view[offset : offset + WRITE_BYTES] as piece:
-                    file.write(piece, offset)
+        def write(number: int) -> None:
+            for offset in range(number * WRITE_BYTES, self._nbytes, WRITE_THREADS * WRITE_BYTES):
+                file.write(self._buffers[number][: self._nbytes - offset], offset)
 
-            with ThreadPoolExecutor(WRITE_THREADS) as pool:
-                list(pool.map(write, range(0, self._nbytes, WRITE_BYTES)))
-            file.sync()
-            file.close()
-            elapsed = time.perf_counter() - begun
+        with ThreadPoolExecutor(WRITE_THREADS) as pool:
+            list(pool.map(write, range(WRITE_THREADS)))
+        file.sync()
+        file.close()
+        elapsed = time.perf_counter() - begun
         os.unlink(self._path)
         return elapsed
-
-    def close(self) -> None:
-        self.segment.close()
 
 
 class Limits:
@@ -60,7 +58,9 @@ class Limits:
         self._nbytes = nbytes
         self._source = torch.ones(nbytes, dtype=torch.uint8)
         self._written = WriteLimit(nbytes, folder)
-        self._target = torch.frombuffer(self._written.segment.view, dtype=torch.uint8, count=nbytes)
+        self._shared = Segment.create("asyncckpt-bench", nbytes)
+        self._shared.touch()
+        self._target = torch.frombuffer(self._shared.view, dtype=torch.uint8, count=nbytes)
         self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None
         if device.startswith("cuda"):
             pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -104,7 +104,7 @@ class Limits:
 
     def close(self) -> None:
         del self._target
-        self._written.close()
+        self._shared.close()
 
     def __enter__(self) -> Limits:
         return self
@@ -116,16 +116,16 @@ class Limits:
 
 
 class ReadLimit:
-    """A direct read of a file, into buffers that are used again."""
+    """A direct read of a file, into the best of buffers, used again."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._buffers = [mmap.mmap(-1, RUN_BYTES) for _ in range(READ_THREADS)]
+        self._buffers = [huge_buffer(READ_BYTES) for _ in range(READ_THREADS)]
 
     def direct_read(self) -> float:
         begun = time.perf_counter()
         fd = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
-        offsets = range(0, os.fstat(fd).st_size, RUN_BYTES)
+        offsets = range(0, os.fstat(fd).st_size, READ_BYTES)
 
         def read(number: int) -> None:
             for offset in offsets[number::READ_THREADS]:
@@ -135,7 +135,3 @@ class ReadLimit:
             list(pool.map(read, range(READ_THREADS)))
         os.close(fd)
         return time.perf_counter() - begun
-
-    def close(self) -> None:
-        for buffer in self._buffers:
-            buffer.close()

@@ -112,7 +112,6 @@ def measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> 
             turns = limits.of_copies() | {"direct read": read.direct_read}
             turns |= {name: partial(_turn, load, folder, state, made.state) for name, load in loads.items()}
             taken = take(turns, pace, f"load {request.label}")
-        read.close()
     return {
         "state": made.facts(),
         "limits": {name: taken.found[name][1:] for name in turns if name not in loads},

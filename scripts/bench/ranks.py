@@ -63,8 +63,6 @@ def _rank(rank: int, world_size: int, meeting: str, folder: str, total: int, ten
     if rank == 0:
         medians = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
         Path(folder, "result.json").write_text(json.dumps([prepared, *medians]))
-    if writer is not None:
-        writer.close()
     dist.destroy_process_group()
 
 
