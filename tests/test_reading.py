@@ -16,7 +16,7 @@ from asyncckpt import direct_file, reader
 from asyncckpt.engine import Engine
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.shm.segment import PAGE
-from asyncckpt.spans import DataFile, read_pool
+from asyncckpt.spans import RUN_BYTES, DataFile, read_pool
 from asyncckpt.wanted import Wanted
 from asyncckpt.worker.manifest import Index, Item, checksum, spans
 
@@ -62,7 +62,7 @@ def test_all_is_read_once_and_a_piece_at_a_time(checkpoint: Path, nbytes_read: l
     size = (checkpoint / "__0_0.distcp").stat().st_size
     assert sum(nbytes_read) <= size + 2 * PAGE * len(nbytes_read)
     if state["large"].data_ptr() % 4096:
-        assert max(nbytes_read) <= 2 << 20
+        assert max(nbytes_read) <= RUN_BYTES + 2 * PAGE
 
 
 @pytest.fixture
