@@ -1,9 +1,13 @@
-"""A file that is read past the page cache, where the file system allows: in whole blocks, into aligned memory."""
+"""A file that is read past the page cache, where the file system allows: in whole blocks, into aligned memory.
+
+Whoever forks meanwhile may have what is read end in the child, see open(2).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Sequence
@@ -62,7 +66,15 @@ class DirectFile:
         aligned = begin // PAGE * PAGE
         buffer = _buffer(round_up(end) - aligned)
         with translated("reading", self.path):
-            done = self._read([buffer], aligned)
+            try:
+                done = self._read([buffer], aligned)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Some file systems refuse direct I/O only now, or want other blocks than ours.
+                self._memory_alignment = 0
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                done = self._read([buffer], aligned)
         return buffer[:done][begin - aligned : end - aligned]
 
     def read_around(
@@ -81,7 +93,7 @@ class DirectFile:
             try:
                 done = self._read([head, middle, tail], aligned)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in (errno.EINVAL, errno.EFAULT):  # of memory that no device may write to
                     raise
                 self._memory_alignment = 0
                 return None

@@ -498,8 +498,13 @@ class Engine:
                 # On the first rank it is taken back already; here it may be being written, and is so in vain.
                 for pending in filter(None, home.pending):
                     if pending.order.save_id == victim and not pending.slot_free:
-                        if (replaced := self._under_way.get(victim)) is not None:
-                            replaced.wait_staged(self.config.timeout)
+                        if not pending.copied.wait(self.config.timeout):
+                            raise SaveTimeoutError(
+                                f"the copy of what is to be replaced has taken {self.config.timeout:g} s so far",
+                                path=pending.order.path,
+                                rank=pending.order.rank,
+                                step=pending.order.step,
+                            )
                         client.cancel(pending, self._replaced(pending, save), self.config.timeout)
         if home.free_slot() is None:
             client.wait_for(lambda: home.free_slot() is not None, self.config.timeout, "waiting for a free slot")
@@ -514,8 +519,7 @@ class Engine:
         if self.config.when_busy == "skip":
             return True, None
         for pending in sorted(busy, key=lambda pending: -pending.order.save_id):
-            other = self._under_way.get(pending.order.save_id)
-            if pending.slot_free or (other is not None and not other.staged()):
+            if pending.slot_free or not pending.copied.is_set():
                 continue  # its slot is free as it is, or is being copied into
             if home.client.cancel(pending, self._replaced(pending, save), self.config.timeout):
                 return False, pending.order.save_id
@@ -536,24 +540,29 @@ class Engine:
 
     def _stage(self, save: Save, order: Order, home: Home, tensors: Sequence[torch.Tensor]) -> None:
         ready = ready_events(tensors)
+        # In this order: from when the order is begun, the worker may read of the slot what it is told has arrived.
         home.slots.take(order.slot, order.save_id)
+        self._memory = None  # what was held is being overwritten
         home.write_objects(order.slot)
         # Of the worker whose memory this is: should it have died since, this says so.
         pending = home.client.begin(order)
-        self._memory = None  # what was held is being overwritten
-        save._begun_in_worker = True
-        home.begin(order.slot, pending)
-        self._under_way[order.save_id] = save
-        pending.future.add_done_callback(lambda outcome: self._ended(save, order, outcome))
-        if self.config.overlap:
-            if self._stager is None:
-                self._stager = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-stager")
-            self._copies = [copy for copy in self._copies if not copy.done()]
-            self._copies.append(self._stager.submit(self._copy, save, pending, home, tensors, ready))
-        else:
-            error = self._copy(save, pending, home, tensors, ready)
-            if error is not None:
-                raise error
+        try:
+            save._begun_in_worker = True
+            home.begin(order.slot, pending)
+            self._under_way[order.save_id] = save
+            pending.future.add_done_callback(lambda outcome: self._ended(save, order, outcome))
+            if self.config.overlap:
+                if self._stager is None:
+                    self._stager = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-stager")
+                self._copies = [copy for copy in self._copies if not copy.done()]
+                self._copies.append(self._stager.submit(self._copy, save, pending, home, tensors, ready))
+                return
+        except BaseException as error:  # an interrupt: nobody else would ever call it off
+            self._call_off(pending, home, error)
+            raise
+        failure = self._copy(save, pending, home, tensors, ready)
+        if failure is not None:
+            raise failure
 
     def _copy(
         self, save: Save, pending: Pending, home: Home, tensors: Sequence[torch.Tensor], ready: Ready
@@ -564,18 +573,25 @@ class Engine:
             home.copy(pending.order.slot, tensors, ready, self._pool, save._copies_queued)
             save._timings["copy_s"] = time.perf_counter() - begun
             home.slots.set(pending.order.slot, State.STAGED)
+            home.client.copied(pending)
             home.client.staged(pending, dict(save._timings))
             save._staged.set()
         except BaseException as error:
-            failure = error if isinstance(error, CheckpointError) else _staging_error(error, pending.order)
-            if home.client.alive:
-                home.client.cancel(pending, failure, self.config.timeout)
+            failure = self._call_off(pending, home, error)
             if not isinstance(error, Exception):
                 raise
             if not self.config.overlap:
                 save._reported = True  # it is raised at once
             return failure
         return None
+
+    def _call_off(self, pending: Pending, home: Home, error: BaseException) -> CheckpointError:
+        """Staging has come to nothing. Returns what the save fails with."""
+        failure = error if isinstance(error, CheckpointError) else _staging_error(error, pending.order)
+        home.client.copied(pending)
+        if home.client.alive:
+            home.client.cancel(pending, failure, self.config.timeout)
+        return failure
 
     def _ended(self, save: Save, order: Order, outcome: Future[Committed]) -> None:
         """On whatever thread learned of it. First the books, then the handle, on which somebody may be waiting."""

@@ -13,7 +13,7 @@ import torch
 from asyncckpt.device_copy import Fence, Ready
 from asyncckpt.image import PAGE_ALIGNED_FROM, Image, Place
 from asyncckpt.pinned import PinnedMemory
-from asyncckpt.shm.segment import Segment, round_up
+from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, SlotTable, State
 from asyncckpt.staging import SlotStager
 from asyncckpt.worker.client import Pending, WorkerClient
@@ -154,7 +154,7 @@ class Home:
         """Copy ``tensors`` into ``slot``, see ``SlotStager.copy``. The first from CUDA has the memory pinned."""
         if ready and self._pinned is None:
             # Only large tensors: small ones are brought over many at a time, and no copy may cross a cut.
-            large = [each.payload_at for each in self.plan.image.tensors if each.payload_bytes >= PAGE_ALIGNED_FROM]
+            large = [each.payload_at for each in self.plan.image.tensors if _is_on_pages(each)]
             cuts = [offset + place for offset in self._offsets for place in (0, *large)]
             self._pinned = PinnedMemory(self.segment, cuts, next(iter(ready)))
         self._stagers[slot].copy(tensors, ready, pool, partial(self.slots.arrived, slot), queued)
@@ -182,7 +182,12 @@ class Home:
 
     def _is_free(self, slot: int) -> bool:
         save = self.pending[slot]
-        return save is None or save.slot_free
+        return save is None or (save.slot_free and save.copied.is_set())
+
+
+def _is_on_pages(place: Place) -> bool:
+    """Whether a copy can begin there that no other copy has a part in."""
+    return place.payload_bytes >= PAGE_ALIGNED_FROM and place.payload_at % PAGE == 0
 
 
 def _fitting(

@@ -10,7 +10,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import itemgetter
 from typing import Protocol
 
@@ -122,8 +122,9 @@ def copy_chunks(
             chunk.copy(tensors)
             done(chunk)
 
-    others = [pool.submit(work) for _ in range(min(_THREADS, len(chunks)) - 1)]
+    others: list[Future[None]] = []
     try:
+        others += (pool.submit(work) for _ in range(min(_THREADS, len(chunks)) - 1))
         work()
     finally:
         left.clear()

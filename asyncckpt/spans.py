@@ -129,6 +129,8 @@ class SpanFile(ABC):
         edges = np.fromiter(chain.from_iterable(ranges), np.int64).reshape(-1, 2)
         edges = edges[edges[:, 0] < edges[:, 1]]
         bounds = np.asarray(self._bounds, np.int64)
+        if len(edges) and edges[:, 1].max() > bounds[-1]:
+            raise DamagedCheckpointError("the index of this file names bytes beyond its end", path=self.path)
         # How many ranges begin with a span, less those that end before it; their sum is how many touch it.
         change = np.zeros(len(bounds) + 1, np.int64)
         np.add.at(change, np.searchsorted(bounds, edges[:, 0], "right") - 1, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import compress
 from operator import attrgetter
 
@@ -69,8 +70,9 @@ class SlotStager:
             copy_chunks(self._host, mine, pool, done)
             queued([each.fence(events) for each, events in under_way])
         finally:
-            for each, events in under_way:
-                each.wait(events, done)
+            with ExitStack() as all_of_them:
+                for each, events in under_way:
+                    all_of_them.callback(each.wait, events, done)
 
     def close(self) -> None:
         """Let go of the memory, whoever still holds on to this (the traceback of an error does)."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -32,7 +32,7 @@ Finish = Callable[[memoryview], None]
 class Wanted:
     """The bytes that are wanted of one data file.
 
-    No two of them overlap, unless they are the same bytes. They go straight to memory of this process, or else are
+    They may overlap. They go straight to memory of this process, or else are
     given to a function once they are all there, and good; it must not keep them.
     """
 
@@ -183,11 +183,14 @@ class _Targets:
         # Tied tensors have the same bytes, and boxes may lie in each other: then what is between two may stick out.
         self._overlap = any(map(operator.lt, begins[1:], ends))
         self._reach = list(accumulate(ends, max)) if self._overlap else ends
+        # Others may be tied where they are wanted, and were not when they were stored: the last one wins.
+        order = sorted(range(len(begins)), key=addresses.__getitem__)
+        self._tied = any(addresses[b] < addresses[a] + ends[a] - begins[a] for a, b in pairwise(order))
 
     def find(self, begin: int, end: int) -> Destination | None:
         """The only one that has to do with a part of the file."""
         first, last = self._meeting(begin, end)
-        if last != first + 1:
+        if self._tied or last != first + 1:  # what is checked there must not be written by others
             return None
         return Destination(self._begins[first], self._ends[first], self._addresses[first])
 

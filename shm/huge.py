@@ -11,10 +11,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-from asyncckpt.shm.segment import round_up
+from asyncckpt.shm.segment import MADV_HUGEPAGE, round_up
 
 _HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,7 +27,10 @@ def huge_buffer(nbytes: int) -> memoryview:
     mapping = mmap.mmap(-1, round_up(nbytes) + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     begin = -address % _HUGE_PAGE
-    _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(round_up(nbytes, _HUGE_PAGE)), _MADV_HUGEPAGE)
+    length = min(round_up(nbytes, _HUGE_PAGE), len(mapping) - begin)
+    # A process that is forked while a device writes here must not have a part in these pages.
+    for advice in (MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(length), advice)
     buffer = memoryview(mapping)[begin : begin + nbytes]
     for page in range(0, nbytes, mmap.PAGESIZE):
         buffer[page] = 0

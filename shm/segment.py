@@ -19,7 +19,7 @@ PAGE = mmap.PAGESIZE
 _F_ADD_SEALS = 1033
 _F_SEAL_SHRINK = 2
 _F_SEAL_GROW = 4
-_MADV_HUGEPAGE = 14
+MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
 # Through ctypes, in pieces: mmap.madvise would hold Python's lock for all the seconds that fresh memory takes.
@@ -95,7 +95,7 @@ class Segment:
             return
         address = self.address
         # Fewer, larger pages where the host gives them to shared memory (shmem_enabled: advise); a hint, else nothing.
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self.nbytes), _MADV_HUGEPAGE)
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self.nbytes), MADV_HUGEPAGE)
         for offset in range(0, self.nbytes, _TOUCH_BYTES):
             nbytes = min(_TOUCH_BYTES, self.nbytes - offset)
             if _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:

@@ -4,6 +4,9 @@ A slot holds one image. Its life is FREE -> STAGING -> STAGED -> WRITING -> FREE
 that the worker knows them when the trainer is gone: a slot that is STAGED holds a whole state and is written out, one
 that is STAGING does not and is thrown away.
 
+While a slot is STAGING, a third word says how much of its image is there, from the first byte on, and stays as it is:
+the trainer tells it, and the worker writes that much.
+
 Who may change a state: the trainer FREE -> STAGING -> STAGED, and STAGING -> FREE when staging failed; the worker
 STAGED -> WRITING -> FREE, and any -> FREE for a save that is given up. Each change is one aligned 8-byte store, the
 last one of its step: a process killed between two stores leaves one of the states above, never a mixture.

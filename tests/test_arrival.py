@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.device_copy import Fence, Ready
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StorageError
+from asyncckpt.home import Home
 from asyncckpt.shm.slots import State
 from asyncckpt.staging import SlotStager
 from asyncckpt.worker.writer import PIECE_BYTES
@@ -134,6 +137,51 @@ def test_what_is_being_staged_is_not_replaced(root: Path, monkeypatch: pytest.Mo
                 assert save.step == 1
         assert checkpointer.load(state := state_of(0)) == 2
         assert all(torch.equal(state[name], tensor) for name, tensor in state_of(2).items())
+
+
+def test_a_slot_is_nobodys_while_a_failed_save_is_copied_into_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save has failed on another rank, of which this one hears in the middle of its copy."""
+    go_on = threading.Event()
+
+    def copy(self: SlotStager, *arguments: object) -> None:
+        assert go_on.wait(30)
+        real_copy(self, *arguments)  # type: ignore[arg-type]
+
+    with Checkpointer(root, Config(slots=1, overlap=True)) as checkpointer:
+        checkpointer.prepare(state_of(0))
+        monkeypatch.setattr(SlotStager, "copy", copy)
+        first = checkpointer.save(1, state_of(1))
+        (known,) = checkpointer._engine._homes.known
+        home = known.home
+        assert home is not None and (pending := home.pending[0]) is not None
+        elsewhere = SaveDroppedError("replaced")
+        home.client._finish(pending.order.save_id, elsewhere)
+        assert first.staged() and home.client.cancel(pending, elsewhere, 30) and home.free_slot() is None
+        timer = threading.Timer(0.2, go_on.set)
+        timer.start()
+        checkpointer.save(2, state_of(2)).result(60)
+        timer.join()
+        assert checkpointer.load(state := state_of(0)) == 2
+        assert all(torch.equal(state[name], tensor) for name, tensor in state_of(2).items())
+
+
+def test_interrupted_before_the_copy_it_is_called_off(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Home.begin
+
+    def interrupted(self: Home, *arguments: object) -> None:
+        begin(self, *arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with Checkpointer(root, Config(slots=1)) as checkpointer:
+        checkpointer.prepare(state_of(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(Home, "begin", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, state_of(1))
+        with contextlib.suppress(CheckpointError):  # of the first
+            checkpointer.wait(60)
+        checkpointer.save(2, state_of(2)).result(60)
+        assert checkpointer.steps() == [2]
 
 
 TRAINER = """

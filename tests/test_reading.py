@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from asyncckpt import direct_file, reader
+from asyncckpt import direct, direct_file, reader
+from asyncckpt.catalog import read_manifest
 from asyncckpt.engine import Engine
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.shm.segment import PAGE
+from asyncckpt.source import FolderSource
 from asyncckpt.spans import RUN_BYTES, DataFile, read_pool
 from asyncckpt.wanted import Wanted
 from asyncckpt.worker.manifest import Index, Item, checksum, spans
@@ -98,6 +102,46 @@ def test_aligned_memory_is_read_in_place(
     reader.load({"large": aligned}, str(checkpoint))
     assert torch.equal(aligned, torch.arange(float(LARGE)))
     assert how != "refused" or not any(went)
+
+
+def test_tensors_that_are_tied_only_where_they_are_wanted(
+    tmp_path: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads write to the same memory: what is checked must be elsewhere."""
+    monkeypatch.setattr(direct_file, "_memory_alignment", lambda fd: 512)
+    with Engine() as engine:
+        engine.save(tmp_path / "untied", {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}).result(60)
+    for _ in range(5):
+        reader.load({"a": aligned, "b": aligned}, str(tmp_path / "untied"))
+
+
+def test_direct_reads_that_are_refused_only_when_they_are_made(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def preadv(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    reader.load(state := {"large": torch.zeros(LARGE)}, str(checkpoint))
+    assert torch.equal(state["large"], torch.arange(float(LARGE)))
+
+
+def test_an_index_that_means_harm(tmp_path: Path) -> None:
+    """Of a tensor it says more bytes than its dtype and shape have, all checksums in order."""
+    with Engine() as engine:
+        engine.save(tmp_path / "c", {"w": torch.ones(16)}).result(60)
+    folder = str(tmp_path / "c")
+    index = Index.parse((tmp_path / "c" / "__0_0.index.json").read_bytes(), folder)
+    index.items[:] = [item._replace(payload_bytes=item.payload_bytes + 512) for item in index.items]
+    memory = torch.zeros(4096)
+    held = ExitStack()
+    with held, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Index, "parse", lambda *_: index)
+        assert direct.draft({"w": memory[:16]}, FolderSource(folder, read_manifest(folder)), folder, held) is None
 
 
 def test_damage_in_what_was_read_in_place(

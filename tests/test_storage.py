@@ -66,7 +66,7 @@ def _attempt(tmp_path: Path, segment: Segment, store: LocalStorage, existing: Ex
         spans=Region(PAGE + 128, len(words)),
     )
     order = Order(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
-    arrival = Arrival(order, SlotTable(segment.view), changed := threading.Condition())
+    arrival = Arrival(order, SlotTable(segment.view), changed := threading.Condition(), lambda: True)
     with changed:
         arrival.stage({})
     return Attempt(store, arrival, layout, segment)

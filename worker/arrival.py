@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.slots import SlotTable, State
@@ -19,7 +20,10 @@ class Arrival:
     slot is the trainer's again.
     """
 
-    def __init__(self, order: Order, slots: SlotTable, changed: threading.Condition) -> None:
+    def __init__(
+        self, order: Order, slots: SlotTable, changed: threading.Condition, wanted: Callable[[], bool]
+    ) -> None:
+        """``wanted``: whether its save can still succeed."""
         self.order = order
         self.timings: dict[str, float] = {}
         self.followed = False
@@ -27,7 +31,9 @@ class Arrival:
         self.is_freed = False
         self._slots = slots
         self._changed = changed
-        self._failure: CheckpointError | None = None
+        self._wanted = wanted
+        self.failure: CheckpointError | None = None
+        """Why the rest is not coming."""
 
     def stage(self, timings: dict[str, float]) -> None:
         """All of it is there; the slot belongs to the worker from now on."""
@@ -37,7 +43,7 @@ class Arrival:
 
     def fail(self, reason: CheckpointError) -> None:
         """The rest is not coming."""
-        self._failure = reason
+        self.failure = reason
         self._changed.notify_all()
 
     def says_staged(self) -> bool:
@@ -45,22 +51,24 @@ class Arrival:
         order, slots = self.order, self._slots
         return slots.state(order.slot) is State.STAGED and slots.save_id(order.slot) == order.save_id
 
-    def set(self, state: State) -> None:
+    def set_state(self, state: State) -> None:
         """Change the state of its slot."""
         self._slots.set(self.order.slot, state)
 
     def wait_beyond(self, nbytes: int, whole: int) -> int:
         """Wait until more than ``nbytes`` of the ``whole`` are there. Returns how many, in bytes.
 
-        They stay as they are. Raises what was given to ``fail``, as it is when the trainer ends: so this needs no
-        timeout.
+        They stay as they are. Raises what was given to ``fail``, as it is when the trainer ends; the wait is over, too,
+        when the save is, which has a timeout.
         """
         with self._changed:
             while True:
-                if self._failure is not None:
-                    raise self._failure
                 if self.is_staged:
                     return whole
+                if self.failure is None and not self._wanted():
+                    self.failure = CheckpointError("the save failed while it was being staged")
+                if self.failure is not None:
+                    raise self.failure
                 arrived = self._slots.nbytes(self.order.slot)
                 # The last byte is told of before the slot is STAGED, on which alone the trainer has committed itself.
                 if nbytes < arrived < whole:

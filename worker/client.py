@@ -78,12 +78,16 @@ class WorkerOptions:
 
 
 class Pending:
-    """A save the worker was told of. ``future``: its end. ``slot_free``: whether its slot may be reused."""
+    """A save the worker was told of.
+
+    ``future``: its end. ``slot_free``: the worker has no more to do with its slot. ``copied``: nobody copies into that.
+    """
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self.future: Future[Committed] = Future()
         self.slot_free = False
+        self.copied = threading.Event()
         # The worker's own limit ends a save; this one is for a worker that has stopped.
         self.overdue_at = time.monotonic() + order.timeout + 2 * grace(order.timeout)
 
@@ -177,13 +181,19 @@ class WorkerClient:
         self._send(Describe(segment, layout))
 
     def begin(self, order: Order) -> Pending:
-        """Announce a save whose slot is being staged."""
+        """Announce a save whose slot is being staged. What the slot is told to hold may be read from now on."""
         pending = Pending(order)
         with self.changed:
             self.check_usable()
             self._pending[order.save_id] = pending
         self._send(Begin(order))
         return pending
+
+    def copied(self, pending: Pending) -> None:
+        """Nobody copies into its slot any more."""
+        pending.copied.set()
+        with self.changed:
+            self.changed.notify_all()
 
     def staged(self, pending: Pending, timings: dict[str, float]) -> None:
         """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
@@ -379,7 +389,9 @@ class WorkerClient:
 
     def _free(self, save_id: int) -> None:
         with self.changed:
-            pending = self._pending[save_id]
+            pending = self._pending.get(save_id)
+            if pending is None:  # the worker died meanwhile
+                return
             pending.slot_free = True
             if pending.future.done():
                 del self._pending[save_id]

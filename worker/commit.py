@@ -1,4 +1,4 @@
-"""All or nothing: from a staged slot to a published checkpoint.
+"""All or nothing: from a slot, as it fills, to a published checkpoint.
 
 In this order, each step durable before the next: on every rank the data file and its index; then on the first DCP's
 ``.metadata``, the manifest, the folder they stand in, the rename to the final name, the folder above. So whatever has
@@ -49,7 +49,6 @@ class Attempt:
 
         Returns the checksums of its spans. Raises ``StorageError``, or why the image does not arrive.
         """
-        begun = time.perf_counter()
         layout, order = self.layout, self.order
         image = self.segment.view[(start := layout.slots[order.slot]) : start + layout.data_bytes]
         bounds = self._region(layout.spans).cast("Q")
@@ -58,7 +57,15 @@ class Attempt:
         orphan_s = None if order.rank > 0 else order.timeout if order.world_size > 1 else ORPHAN_S
         self._folder = self.storage.begin(order.path, order.attempt, total, orphan_s)
         path = self._path(layout.data_name)
-        checksums, self.direct = write_image(self.storage, pool, path, image, bounds, self.arrival.wait_beyond)
+        begun = 0.0
+
+        def wait_beyond(nbytes: int, whole: int) -> int:
+            nonlocal begun
+            arrived = self.arrival.wait_beyond(nbytes, whole)
+            begun = begun or time.perf_counter()  # when there is something to write
+            return arrived
+
+        checksums, self.direct = write_image(self.storage, pool, path, image, bounds, wait_beyond)
         self._index_tail = Index.tail(checksums)
         self.timings["write_s"] = time.perf_counter() - begun
         return checksums

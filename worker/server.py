@@ -175,11 +175,15 @@ class Server:
                 self._committer.expect(order)
                 with self._changed:
                     slots = self._holdings.room(order.segment).slots
-                    self._begun[order.save_id] = Arrival(order, slots, self._changed)
+                    self._begun[order.save_id] = Arrival(
+                        order, slots, self._changed, lambda: self._committer.wanted(order)
+                    )
                     self._changed.notify_all()
             case Staged(save_id, timings):
                 with self._changed:
-                    self._staged(self._begun.pop(save_id), timings)
+                    arrival = self._begun.pop(save_id, None)
+                    if arrival is not None:  # else it was called off
+                        self._staged(arrival, timings)
             case Cancel(save_id, reason):
                 self._cancel(save_id, reason)
             case Release(number):
@@ -247,7 +251,7 @@ class Server:
             if arrival is not None and following:
                 arrival.fail(reason)  # the rest is up to who follows it
             elif arrival is not None:
-                arrival.set(State.FREE)
+                arrival.set_state(State.FREE)
         self._send(Cancelled(save_id, in_time=arrival is not None, slot_free=not following))
         if arrival is not None and not following:
             self._committer.failed(arrival.order, reason)
@@ -269,7 +273,7 @@ class Server:
         self._holdings.staged(arrival.order)
         arrival.stage(timings)
         if arrival is self._followed:
-            arrival.set(State.WRITING)
+            arrival.set_state(State.WRITING)
         elif arrival.followed:  # in vain
             self._free(arrival)
         else:
@@ -288,7 +292,7 @@ class Server:
             self._changed.wait_for(lambda: self._queue or self._to_follow() or self._leaving)
             if self._queue:
                 arrival = self._queue.popleft()
-                arrival.set(State.WRITING)
+                arrival.set_state(State.WRITING)
                 return arrival
             self._followed = self._to_follow()
             if self._followed is not None:
@@ -320,7 +324,8 @@ class Server:
             self._let_go(arrival)
             report = attempt.seal()
         except Exception as error:
-            logger.exception("writing %s failed", order.path)
+            if error is not arrival.failure:  # that is no fault of writing
+                logger.exception("writing %s failed", order.path)
             self._let_go(arrival)
             self._committer.failed(order, told(error, order), attempt)
         else:
@@ -337,7 +342,7 @@ class Server:
         if arrival.is_freed:
             return
         arrival.is_freed = True
-        arrival.set(State.FREE)
+        arrival.set_state(State.FREE)
         self._send(Written(arrival.order.save_id))
 
     def _ended(self, outcome: Committed | Failed) -> None:

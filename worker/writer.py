@@ -37,10 +37,16 @@ class ImageFile:
         self._file = storage.create(path, large=True)
         self._pool, self._image = pool, image
         self._pieces: list[Future[None]] = []
-        self._begin = 0
+        self._begin = self._good = 0
 
     def advance(self, end: int) -> None:
-        """The image is final up to ``end``, in bytes: write all whole pieces of that."""
+        """The image is final up to ``end``, in bytes: write all whole pieces of that.
+
+        Raises ``StorageError`` if those before have come to nothing.
+        """
+        while self._good < len(self._pieces) and self._pieces[self._good].done():
+            self._pieces[self._good].result()
+            self._good += 1
         while self._begin + PIECE_BYTES <= end:
             self._submit(self._begin + PIECE_BYTES)
 

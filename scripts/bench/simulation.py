@@ -84,7 +84,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
         for save in range(1, saves + 1):
             path = os.path.join(folder, f"save-{save}")
             order = Order(save, 1, 0, path, "attempt", save, 0, 1, "refuse", None, False, 300.0)
-            arrival = Arrival(order, SlotTable(segment.view), changed := threading.Condition())
+            arrival = Arrival(order, SlotTable(segment.view), changed := threading.Condition(), lambda: True)
             with changed:
                 arrival.stage({})
             attempt = Attempt(storage, arrival, layout, segment)
