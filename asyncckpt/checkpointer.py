@@ -143,7 +143,14 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
         begun = time.perf_counter()
-        fill = partial(load, state_dict, verify=verify, weights_only=weights_only, process_group=self._process_group)
+        fill = partial(
+            load,
+            state_dict,
+            verify=verify,
+            weights_only=weights_only,
+            process_group=self._process_group,
+            progress=self.config.progress,
+        )
         found = self._load_from_memory(fill, step) if memory else None
         source: Literal["memory", "storage"] = "memory"
         if found is None:

@@ -6,6 +6,7 @@ All but the demo work without torch, and read no pickle.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -13,10 +14,10 @@ import sys
 from typing import Any
 
 from tabulate import tabulate
-from tqdm import tqdm
 
 from asyncckpt import catalog, demo
 from asyncckpt.errors import CheckpointError
+from asyncckpt.progress import Progress
 from asyncckpt.verify import verify
 from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.steps import complete_steps, step_folder
@@ -124,13 +125,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    try:
-        total = catalog.read_manifest(args.path).nbytes
-    except CheckpointError:
-        total = None
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="verifying", leave=False, disable=None if not args.json else True
-    ) as bar:
+    with Progress("verifying", shown=not args.json) as bar:
+        with contextlib.suppress(CheckpointError):  # verify says what is wrong
+            bar.expect(catalog.read_manifest(args.path).nbytes)
         report = verify(args.path, bar.update)
     if args.json:
         damages = [{"file": damage.path, "what": damage.message} for damage in report.damages]

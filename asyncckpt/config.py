@@ -61,6 +61,10 @@ class Config:
     """Tells apart jobs that save to the same root and are not the same; a trainer finds what that of its own job has
     left. None: there is one job for a root."""
 
+    progress: bool = True
+    """Show how far a load is that takes longer than some seconds: a bar on stderr, on the first rank, if that is a
+    terminal."""
+
     timeout: float = 600.0
     """Seconds after which a wait for the worker (for a free slot, for memory, for its end) gives up with an error."""
 
@@ -242,6 +246,7 @@ _OPTIONS = {
     "keep_every": _Option("--async-ckpt-keep-every", int),
     "linger": _Option("--async-ckpt-linger", float),
     "job_id": _Option("--async-ckpt-job-id", str),
+    "progress": _Option("--async-ckpt-progress", _truth),
     "timeout": _Option("--async-ckpt-timeout", float),
     "commit_timeout": _Option("--async-ckpt-commit-timeout", float),
     "host": _Option("--async-ckpt-host", str),

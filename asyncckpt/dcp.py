@@ -139,6 +139,7 @@ def load(
         weights_only=weights_only,
         process_group=process_group,
         no_dist=no_dist,
+        progress=Config.from_env().progress,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.progress import Progress
 from asyncckpt.source import Source
 from asyncckpt.spans import SpanFile, read_pool
 from asyncckpt.structure import PLAIN, is_leaf
@@ -73,13 +74,15 @@ class DirectLoad:
         if self._left and not leaves.containers.isdisjoint(self._left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
 
-    def read(self, *, verify: bool, weights_only: bool) -> None:
+    def read(self, progress: Progress, *, verify: bool, weights_only: bool) -> None:
         """Fill the state dict. Raises ``DamagedCheckpointError``, ``UntrustedValueError``, ``StorageError``."""
         warn_left_out(self._left, self._path)
         self._weights_only = weights_only
+        if progress.shown:
+            progress.expect(sum(wanted.nbytes_read(file) for file, wanted in self._wanted.items()))
         with read_pool() as pool:
             for file, wanted in self._wanted.items():
-                wanted.read(file, pool, verify=verify)
+                wanted.read(file, pool, verify=verify, tell=progress.update)
 
     def _of(self, file: SpanFile) -> Wanted:
         wanted = self._wanted.get(file)

@@ -29,6 +29,7 @@ from torch.futures import Future
 from asyncckpt.catalog import is_ours, read_manifest
 from asyncckpt.direct import draft, left_out, some, warn_left_out
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
+from asyncckpt.progress import Progress
 from asyncckpt.source import FolderSource, Source
 from asyncckpt.spans import read_pool
 from asyncckpt.structure import stateful_types
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# A load that takes longer has a progress bar.
+_LONG_S = 3.0
+
 
 def load(
     state_dict: dict[str, Any],
@@ -52,6 +56,7 @@ def load(
     process_group: Any = None,
     no_dist: bool = False,
     source: Source | None = None,
+    progress: bool = False,
 ) -> None:
     """Load the checkpoint ``path`` into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
@@ -60,7 +65,7 @@ def load(
     they are copied: after an error part of ``state_dict`` may be loaded, also with bad bytes.
 
     With ``weights_only`` no value may run code while it is unpickled, see ``trust.py``. ``source``: where to read from
-    (None: the folder ``path``).
+    (None: the folder ``path``). ``progress``: with a bar, see ``Config.progress``.
 
     In a job of many ranks all of ``process_group`` (None: of the job) load together, each what its part needs, and what
     goes wrong on one rank is raised on all.
@@ -73,15 +78,17 @@ def load(
     keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
     kinds = stateful_types(state_dict)
     states = {key: state_dict[key].state_dict() if type(state_dict[key]) in kinds else state_dict[key] for key in keys}
+    shown = progress and _is_first()
     with contextlib.ExitStack() as held, _without_gc(), _unwrapped():
+        bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=shown))
         found = on_all(lambda: source or _find(path, held), ranks)
         plain = planner is None and found is not None
         drafted = on_all(lambda: draft(states, found, path, held) if plain and found is not None else None, ranks)
         if all(gather(drafted is not None, ranks)) and drafted is not None:
             with _wrapped():
-                on_all(partial(drafted.read, verify=verify, weights_only=weights_only), ranks)
+                on_all(partial(drafted.read, bar, verify=verify, weights_only=weights_only), ranks)
         else:
-            reader = on_all(lambda: _reader(path, found, verify=verify, weights_only=weights_only), ranks)
+            reader = on_all(lambda: _reader(path, found, bar, verify=verify, weights_only=weights_only), ranks)
             planner = planner or _CheckingPlanner(path, weights_only=weights_only)
             load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
     for key in keys:
@@ -151,13 +158,13 @@ def _find(path: str, held: contextlib.ExitStack) -> Source | None:
     return FolderSource(path, read_manifest(path))
 
 
-def _reader(path: str, source: Source | None, *, verify: bool, weights_only: bool) -> StorageReader:
+def _reader(path: str, source: Source | None, progress: Progress, *, verify: bool, weights_only: bool) -> StorageReader:
     """For DCP."""
     reader: StorageReader
     if source is None:
         reader = _StockReader(path, weights_only=weights_only)
     else:
-        reader = ImageReader(path, verify=verify, weights_only=weights_only, source=source)
+        reader = ImageReader(path, verify=verify, weights_only=weights_only, source=source, progress=progress)
     reader.read_metadata()  # so that what is wrong with it is said by us: DCP would make a text of it
     return reader
 
@@ -217,6 +224,11 @@ def _many(process_group: Any) -> bool:
     return dist.get_world_size(process_group) > 1
 
 
+def _is_first() -> bool:
+    """Whether this is the first rank of the job, which speaks for all."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 class _StockReader(FileSystemReader):
     """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
 
@@ -243,13 +255,15 @@ class ImageReader(StorageReader):
         verify: bool = True,
         weights_only: bool = True,
         source: Source | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """``source``: where its files are; None: in the folder ``path``.
+        """``source``: where its files are; None: in the folder ``path``. ``progress`` is told of what is read.
 
         Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``.
         """
         self._verify = verify
         self._weights_only = weights_only
+        self._progress = progress or Progress("", shown=False)
         self._metadata: Metadata | None = None
         self._path = os.path.abspath(os.fspath(path))
         self._source = source or FolderSource(self._path, read_manifest(self._path))
@@ -278,19 +292,29 @@ class ImageReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         storage: Mapping[Any, Any] = self._metadata.storage_data if self._metadata is not None else {}
         per_file: dict[str, list[tuple[ReadItem, int]]] = {}
+        sizes: dict[str, dict[int, int]] = {}  # of what is stored, by its place: a first guess at what is to be read
         for item in plan.items:
             place = storage[item.storage_index]
             per_file.setdefault(place.relative_path, []).append((item, place.offset))
+            sizes.setdefault(place.relative_path, {})[place.offset] = place.length
+        expected = {name: sum(each.values()) for name, each in sizes.items()}
+        self._progress.expect(sum(expected.values()))
         with read_pool() as pool:
             for name, requests in sorted(per_file.items()):
-                self._read_file(name, requests, planner, pool)
+                self._read_file(name, requests, expected[name], planner, pool)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _read_file(
-        self, name: str, requests: list[tuple[ReadItem, int]], planner: LoadPlanner, pool: ThreadPoolExecutor
+        self,
+        name: str,
+        requests: list[tuple[ReadItem, int]],
+        expected: int,
+        planner: LoadPlanner,
+        pool: ThreadPoolExecutor,
     ) -> None:
+        """Of which ``expected`` bytes were expected."""
         file = self._source.open(name)
         try:
             stored = {item.at: item for item in file.index.items}
@@ -311,7 +335,9 @@ class ImageReader(StorageReader):
                     )
                 filled.append((item, tensor))
                 wanted.box(tensor, stored[at], item.storage_offsets, item.lengths)
-            wanted.read(file, pool, verify=self._verify)
+            if self._progress.shown:
+                self._progress.expect(wanted.nbytes_read(file) - expected)
+            wanted.read(file, pool, verify=self._verify, tell=self._progress.update)
             for item, tensor in filled:
                 planner.commit_tensor(item, tensor)
         finally:

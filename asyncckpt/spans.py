@@ -28,6 +28,9 @@ Consume = Callable[[int, memoryview], None]
 
 OnDamage = Callable[[DamagedCheckpointError], None]
 
+Tell = Callable[[int], object]
+"""Called with the bytes read since the last call. On any thread."""
+
 
 class Destination(NamedTuple):
     """Where the bytes from ``begin`` to ``end`` of a file belong: in the memory at ``address``."""
@@ -70,12 +73,14 @@ class SpanFile(ABC):
         pool: ThreadPoolExecutor,
         on_damage: OnDamage | None = raise_damage,
         find: FindDestination | None = None,
+        tell: Tell | None = None,
     ) -> None:
         """Read the spans that the byte ``ranges`` (begin, end) touch, and ``consume`` them piece by piece.
 
         They are good if this returns: a bad span goes to ``on_damage``, once it is consumed, or in part, and that
         raises, or else reading goes on. None: nothing is checked. Where ``find`` has a destination for many bytes, they
-        may be read straight to it, and are then not given to ``consume``.
+        may be read straight to it, and are then not given to ``consume``. ``tell`` hears of all, in the end of as many
+        as ``nbytes_read`` says.
 
         Raises ``DamagedCheckpointError``, ``StorageError``.
         """
@@ -89,6 +94,8 @@ class SpanFile(ABC):
                     except IndexError:
                         return
                     self._read_run(first, last, consume, on_damage, find)
+                    if tell is not None:
+                        tell(self._bounds[last] - self._bounds[first])
             except BaseException:
                 runs.clear()  # so that the other threads end
                 raise
@@ -100,6 +107,10 @@ class SpanFile(ABC):
             runs.clear()
         for task in tasks:
             task.result()
+
+    def nbytes_read(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """How many bytes ``read`` has to read for the byte ``ranges``: whole spans."""
+        return sum(self._bounds[last] - self._bounds[first] for first, last in self._touched(ranges))
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +137,16 @@ class SpanFile(ABC):
 
         Each of up to ``RUN_BYTES``, if no span is longer.
         """
+        runs: list[tuple[int, int]] = []
+        for first, last in self._touched(ranges):
+            while first < last:
+                stop = self._stop(first, last, RUN_BYTES)
+                runs.append((first, stop))
+                first = stop
+        return runs
+
+    def _touched(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The spans that ``ranges`` touch, (first, last + 1) of all that stand side by side."""
         edges = np.fromiter(chain.from_iterable(ranges), np.int64).reshape(-1, 2)
         edges = edges[edges[:, 0] < edges[:, 1]]
         bounds = np.asarray(self._bounds, np.int64)
@@ -137,13 +158,7 @@ class SpanFile(ABC):
         np.add.at(change, np.searchsorted(bounds, edges[:, 1], "left"), -1)
         touched = np.diff(np.cumsum(change[: len(bounds)]) > 0, prepend=False, append=False)
         turns = np.flatnonzero(touched).tolist()
-        runs: list[tuple[int, int]] = []
-        for first, last in zip(turns[::2], turns[1::2], strict=True):
-            while first < last:
-                stop = self._stop(first, last, RUN_BYTES)
-                runs.append((first, stop))
-                first = stop
-        return runs
+        return zip(turns[::2], turns[1::2], strict=True)
 
     def _stop(self, first: int, last: int, nbytes: int) -> int:
         """Where to end what begins with span ``first``, so that it has up to ``nbytes``, or is that span alone."""

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from asyncckpt.shm.memcpy import address_of, memcpy, memcpy_holding
-from asyncckpt.spans import Destination, SpanFile, raise_damage
+from asyncckpt.spans import Destination, SpanFile, Tell, raise_damage
 from asyncckpt.structure import PLAIN
 from asyncckpt.worker.manifest import Item
 
@@ -77,25 +77,34 @@ class Wanted:
         """The stored object ``item``, and the zeros behind it."""
         self._add(item.at, item.at + item.nbytes, finish)
 
-    def read(self, file: SpanFile, pool: ThreadPoolExecutor, *, verify: bool) -> None:
-        """Read all that is wanted of ``file``.
+    def nbytes_read(self, file: SpanFile) -> int:
+        """How many bytes ``read`` reads, with all that stands around what is wanted."""
+        return sum(file.nbytes_read(self._ranges(batch)) for batch in self._batches(self._rows()))
+
+    def read(self, file: SpanFile, pool: ThreadPoolExecutor, *, verify: bool, tell: Tell | None = None) -> None:
+        """Read all that is wanted of ``file``, and ``tell`` how far it is.
 
         Raises ``DamagedCheckpointError``, ``StorageError``; then part of it may have been read, but none was finished
         that is damaged.
         """
-        rows: Sequence[int] = range(len(self._begins))
-        begins = self._begins
-        if begins != sorted(begins):
-            rows = sorted(rows, key=begins.__getitem__)
         # Values whose bytes must be brought together first are read a batch at a time, to bound that memory.
-        for batch in self._batches(rows):
-            self._read_batch(file, batch, pool, verify)
+        for batch in self._batches(self._rows()):
+            self._read_batch(file, batch, pool, verify, tell)
 
     def _add(self, begin: int, end: int, finish: Finish) -> None:
         self._finish[len(self._begins)] = finish
         self._begins.append(begin)
         self._ends.append(end)
         self._addresses.append(0)
+
+    def _rows(self) -> Sequence[int]:
+        """In the order of the file."""
+        rows = range(len(self._begins))
+        begins = self._begins
+        return rows if begins == sorted(begins) else sorted(rows, key=begins.__getitem__)
+
+    def _ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        return [(self._begins[row], self._ends[row]) for row in rows]
 
     def _batches(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
         first = size = 0
@@ -110,7 +119,9 @@ class Wanted:
             size += nbytes
         yield rows[first:]
 
-    def _read_batch(self, file: SpanFile, rows: Sequence[int], pool: ThreadPoolExecutor, verify: bool) -> None:
+    def _read_batch(
+        self, file: SpanFile, rows: Sequence[int], pool: ThreadPoolExecutor, verify: bool, tell: Tell | None
+    ) -> None:
         finishing: list[tuple[Finish, memoryview]] = []
         for row in rows if self._finish else ():
             finish = self._finish.get(row)
@@ -122,11 +133,11 @@ class Wanted:
                 data = memoryview(bytearray(end - begin))
                 self._addresses[row] = address_of(data) if data else 0
             finishing.append((finish, data))
-        ranges = [(self._begins[row], self._ends[row]) for row in rows]
         # Those that have an address: to copy, or to read there.
         to = [row for row in rows if self._addresses[row] and self._begins[row] < self._ends[row]]
         targets = _Targets(*([column[row] for row in to] for column in (self._begins, self._ends, self._addresses)))
-        file.read(ranges, targets.fill, pool, raise_damage if verify else None, targets.find)
+        on_damage = raise_damage if verify else None
+        file.read(self._ranges(rows), targets.fill, pool, on_damage, targets.find, tell)
         for finish, data in finishing:
             finish(data)
 

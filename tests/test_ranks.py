@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 import signal
@@ -651,3 +653,20 @@ def test_replicas_are_loaded_without_dcp_where_all_ranks_can(tmp_path: Path) -> 
     (path / index.data).write_bytes(data)
     bad = run(2, _load_in_vain, root, None, folder=tmp_path)
     assert bad[0] == bad[1] and "DamagedCheckpointError" in bad[0] and index.items[0].name in bad[0]
+
+
+def _load_with_a_bar(root: str) -> tuple[bool, str]:
+    """Whether all is there, and what the terminal was sent."""
+    vars(reader)["_LONG_S"] = 0.0
+    into = replicas(99)
+    with Checkpointer(root, QUICK) as checkpointer, contextlib.redirect_stderr(io.StringIO()) as terminal:
+        vars(terminal)["isatty"] = lambda: True
+        checkpointer.load(into)
+    return equal(into, replicas(1)), terminal.getvalue()
+
+
+def test_the_first_rank_alone_shows_how_far_a_load_is(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    run(2, _save_one, root, folder=tmp_path)
+    (first, shown), (other, silence) = run(2, _load_with_a_bar, root, folder=tmp_path)
+    assert first and other and "loading" in shown and not silence
