@@ -28,14 +28,14 @@ class Progress:
     The methods are for any thread, and raise nothing: when the terminal fails, there is no bar any more.
     """
 
-    def __init__(self, what: str, *, delay: float = 0.0, shown: bool = True) -> None:
-        """``what`` stands before the bar. Not ``shown``: there is no bar at all."""
+    def __init__(self, what: str, *, delay: float = 0.1, shown: bool = True) -> None:
+        """``what`` stands before the bar. ``delay`` is more than 0. Not ``shown``: there is no bar at all."""
         self._lock = threading.Lock()
         self._bar: _Bar | None = None
         with self._harmless():
             if shown and sys.stderr is not None and sys.stderr.isatty():
-                # miniters: it looks at the clock each time. By tqdm's guess, and with no thread to correct that, it would
-                # stand still where storage becomes slow.
+                # miniters: it looks at the clock each time. By tqdm's guess, and with no thread to correct that, it
+                # would stand still where storage becomes slow.
                 self._bar = _Bar(total=0, unit="B", unit_scale=True, desc=what, leave=False, delay=delay, miniters=1)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from contextlib import redirect_stderr
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,12 +38,17 @@ class Gone(Terminal):
         return super().write(text)
 
 
+NO_DELAY = 1e-9
+
 Ends = list[tuple[float, float | None]]
 
 
 @pytest.fixture(autouse=True)
-def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_LONG_S", 0.0)
+def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each time: these loads are short."""
+    monkeypatch.setattr(progress._Bar, "__init__", partialmethod(progress._Bar.__init__, mininterval=0))
+    monkeypatch.setattr(reader, "_LONG_S", NO_DELAY)
+    monkeypatch.setattr(cli, "Progress", partial(progress.Progress, delay=NO_DELAY))
 
 
 @pytest.fixture
@@ -124,10 +129,7 @@ def test_it_can_be_switched_off(
 
 
 @pytest.mark.parametrize("writes", range(6))
-def test_a_terminal_that_fails_does_no_harm(
-    writes: int, saved: Path, state: dict[str, Any], ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress._Bar, "__init__", partialmethod(progress._Bar.__init__, mininterval=0))
+def test_a_terminal_that_fails_does_no_harm(writes: int, saved: Path, state: dict[str, Any], ends: Ends) -> None:
     _load(saved, state, Gone(writes))
     ends.clear()
     _load(saved, state, terminal := Terminal())  # with a bar: what failed holds no lock

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pickle
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import asyncckpt
-from asyncckpt import Checkpointer, Config, dcp, engines, reader
+from asyncckpt import Checkpointer, Config, dcp, engines, progress, reader
 from asyncckpt.catalog import indexes, read_manifest
 from asyncckpt.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StructureChangedError
@@ -657,10 +658,13 @@ def test_replicas_are_loaded_without_dcp_where_all_ranks_can(tmp_path: Path) -> 
 
 def _load_with_a_bar(root: str) -> tuple[bool, str]:
     """Whether all is there, and what the terminal was sent."""
-    vars(reader)["_LONG_S"] = 0.0
     into = replicas(99)
-    with Checkpointer(root, QUICK) as checkpointer, contextlib.redirect_stderr(io.StringIO()) as terminal:
-        vars(terminal)["isatty"] = lambda: True
+    terminal = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, Checkpointer(root, QUICK) as checkpointer:
+        patch.setattr(reader, "_LONG_S", 1e-9)
+        patch.setattr(progress._Bar, "__init__", partialmethod(progress._Bar.__init__, mininterval=0))
+        patch.setattr(terminal, "isatty", lambda: True)
+        patch.setattr(sys, "stderr", terminal)
         checkpointer.load(into)
     return equal(into, replicas(1)), terminal.getvalue()
 
