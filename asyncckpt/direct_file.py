@@ -9,11 +9,10 @@ import ctypes
 import errno
 import fcntl
 import os
-import threading
 from collections.abc import Sequence
 
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.shm.huge import huge_buffer
+from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.storage import translated
 
@@ -24,10 +23,10 @@ _STATX_BYTES = 256
 _STX_MASK_AT = 0
 _STX_DIO_MEM_ALIGN_AT = 152
 
-BUFFER_BYTES = 2 << 20
+# Of each thread: what is read at once, and the rest of the blocks at its ends.
+_BUFFER_BYTES = (2 << 20) + 2 * PAGE
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_held = threading.local()
 
 
 class DirectFile:
@@ -134,8 +133,4 @@ def _memory_alignment(fd: int) -> int:
 
 
 def _buffer(nbytes: int) -> memoryview:
-    """The first ``nbytes`` of this thread's own buffer, which goes with the thread."""
-    buffer: memoryview | None = getattr(_held, "buffer", None)
-    if buffer is None or len(buffer) < nbytes:
-        buffer = _held.buffer = huge_buffer(max(round_up(nbytes), BUFFER_BYTES + 2 * PAGE))
-    return buffer[:nbytes]
+    return own_buffer(max(nbytes, _BUFFER_BYTES))[:nbytes]

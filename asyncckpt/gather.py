@@ -17,10 +17,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import compress
-from operator import itemgetter
 
 import torch
 
+from asyncckpt.structure import picker
 from asyncckpt.targets import Targets
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class _Group:
     """The tensors of one dtype in a run. Where they go is kept: to make a view costs more than to copy into it."""
 
     def __init__(self, numbers: Sequence[int], targets: Targets, there: torch.Tensor, begin: int) -> None:
-        self._pick = itemgetter(*numbers) if len(numbers) > 1 else itemgetter(slice(numbers[0], numbers[0] + 1))
+        self._pick = picker(numbers)
         dtype = targets.specs[numbers[0]].dtype
         self._integer = None if dtype in _COPIED_AS_THEY_ARE else _INTEGERS[dtype.itemsize]
         self._into: list[torch.Tensor] = []

@@ -11,13 +11,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from operator import itemgetter
 from typing import Protocol
 
 import torch
 
 from asyncckpt.image import TensorSpec
 from asyncckpt.shm.memcpy import memcpy
+from asyncckpt.structure import picker
 from asyncckpt.targets import Targets
 
 # Tensors of fewer elements are copied many at a time, 0.6 us each. From here on each copy would start threads of
@@ -74,7 +74,7 @@ class Many:
         """``non_blocking``: the copies are only queued, on the current stream of the device the tensors are on."""
         self.begin = targets.places[numbers[0]].payload_at
         self._non_blocking = non_blocking
-        self._pick = itemgetter(*numbers) if len(numbers) > 1 else itemgetter(slice(numbers[0], numbers[0] + 1))
+        self._pick = picker(numbers)
         self._targets = list(map(targets.tensor, numbers))
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ import pickle
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +29,7 @@ from asyncckpt.fingerprint import Fingerprint, alias_key
 from asyncckpt.group import Group
 from asyncckpt.image import Image, TensorSpec
 from asyncckpt.objects import Raw, StoredObjects
-from asyncckpt.structure import PLAIN, Structure, StructureChanged
+from asyncckpt.structure import PLAIN, Structure, StructureChanged, picker
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
 from asyncckpt.worker.messages import Layout, Region
 
@@ -266,12 +266,12 @@ class _FlatSource:
         position = {name: number for number, name in enumerate(flat)}
         tensor_at = [position[item.index.fqn] for item in tensor_items]
         object_at = [position[item.index.fqn] for item in object_items]
-        self._tensors, self._objects = _picker(tensor_at), _picker(object_at)
+        self._tensors, self._objects = picker(tensor_at), picker(object_at)
         self._types = list(map(type, leaves))
         self._opaque_at = {at for at in object_at if isinstance(leaves[at], torch.Tensor)}
         # DTensors, by their place among the tensors: their local bytes are stored, their spec is part of the structure.
         self._sharded = [number for number, at in enumerate(tensor_at) if isinstance(leaves[at], DTensor)]
-        self._pick_sharded = _picker(self._sharded)
+        self._pick_sharded = picker(self._sharded)
         self._specs = [leaves[tensor_at[number]]._spec for number in self._sharded]
 
     def read(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
@@ -375,13 +375,6 @@ def _waited_for(local: Any) -> torch.Tensor:
     wait: Callable[[], torch.Tensor] | None = getattr(local, "wait", None)
     tensor: torch.Tensor = local if wait is None else wait()
     return tensor
-
-
-def _picker(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function that takes the values at ``positions`` out of a list, in C."""
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    return lambda leaves: [leaves[position] for position in positions]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -7,7 +7,8 @@ whether the containers still have the same keys, which for a flat dict of any si
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ _STATELESS = PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool,
 
 class StructureChanged(Exception):
     """The state is not as it was planned. Internal: the answer is to plan anew."""
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...] | list[Any]]:
+    """A function that takes the values at ``positions`` out of a list, in C."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda leaves: [leaves[position] for position in positions]
 
 
 def is_leaf(value: object) -> bool:

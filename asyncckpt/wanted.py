@@ -32,8 +32,8 @@ Finish = Callable[[memoryview], None]
 class Wanted:
     """The bytes that are wanted of one data file.
 
-    They may overlap. They go straight to memory of this process, or else are
-    given to a function once they are all there, and good; it must not keep them.
+    They may overlap. They go straight to memory of this process, or else are given to a function once they are all
+    there, and good; it must not keep them.
     """
 
     def __init__(self) -> None:
@@ -46,19 +46,16 @@ class Wanted:
     def whole(self, tensor: torch.Tensor, item: Item) -> None:
         """All of the stored tensor ``item``, for one of its dtype and shape."""
         if tensor.is_cpu and _is_filled_by_bytes(tensor):
-            self._begins.append(item.payload_at)
-            self._ends.append(item.payload_at + item.payload_bytes)
-            self._addresses.append(tensor.data_ptr())
+            self._add(item.payload_at, item.payload_at + item.payload_bytes, tensor.data_ptr())
         else:
-            end = item.payload_at + item.payload_bytes
-            self._add(item.payload_at, end, partial(_copy_box, tensor, item, item.shape))
+            self._bring(item.payload_at, item.payload_bytes, partial(_copy_box, tensor, item, item.shape))
 
     def box(self, tensor: torch.Tensor, item: Item, offsets: Sequence[int], lengths: Sequence[int]) -> None:
         """The box of ``lengths`` at ``offsets`` of the stored tensor ``item``, for one of its shape."""
         first, count = _extent(item.shape, offsets, lengths)
         dtype = dtype_of(item)
         begin = item.payload_at + first * dtype.itemsize
-        end = begin + count * dtype.itemsize
+        nbytes = count * dtype.itemsize
         in_a_row = tensor.dtype == dtype and tensor.numel() == count
         if (
             in_a_row
@@ -67,15 +64,13 @@ class Wanted:
             and tensor.is_cpu
             and _is_filled_by_bytes(tensor)
         ):
-            self._begins.append(begin)
-            self._ends.append(end)
-            self._addresses.append(tensor.data_ptr())
+            self._add(begin, begin + nbytes, tensor.data_ptr())
         else:
-            self._add(begin, end, partial(_copy_box, tensor, item, lengths))
+            self._bring(begin, nbytes, partial(_copy_box, tensor, item, lengths))
 
     def object(self, item: Item, finish: Finish) -> None:
         """The stored object ``item``, and the zeros behind it."""
-        self._add(item.at, item.at + item.nbytes, finish)
+        self._bring(item.at, item.nbytes, finish)
 
     def nbytes_read(self, file: SpanFile) -> int:
         """How many bytes ``read`` reads, with all that stands around what is wanted."""
@@ -91,11 +86,15 @@ class Wanted:
         for batch in self._batches(self._rows()):
             self._read_batch(file, batch, pool, verify, tell)
 
-    def _add(self, begin: int, end: int, finish: Finish) -> None:
-        self._finish[len(self._begins)] = finish
+    def _add(self, begin: int, end: int, address: int) -> None:
         self._begins.append(begin)
         self._ends.append(end)
-        self._addresses.append(0)
+        self._addresses.append(address)
+
+    def _bring(self, begin: int, nbytes: int, finish: Finish) -> None:
+        """Together, for ``finish``."""
+        self._finish[len(self._begins)] = finish
+        self._add(begin, begin + nbytes, 0)
 
     def _rows(self) -> Sequence[int]:
         """In the order of the file."""

@@ -9,7 +9,9 @@ huge ones nearly everywhere.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
+import threading
 
 from asyncckpt.shm.segment import MADV_HUGEPAGE, round_up
 
@@ -17,6 +19,7 @@ _HUGE_PAGE = 2 << 20
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage"
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_own = threading.local()
 
 
 def huge_buffer(nbytes: int) -> memoryview:
@@ -37,6 +40,15 @@ def huge_buffer(nbytes: int) -> memoryview:
     return buffer
 
 
+def own_buffer(nbytes: int) -> memoryview:
+    """One of this thread's own, of ``nbytes`` or more: the same on every call, if it will do. It goes with it."""
+    buffer: memoryview | None = getattr(_own, "buffer", None)
+    if buffer is None or len(buffer) < nbytes:
+        buffer = _own.buffer = huge_buffer(round_up(nbytes))
+    return buffer
+
+
+@functools.cache
 def only_private() -> bool:
     """Whether this host gives huge pages to private memory alone, and not to memory files that ask for them."""
     return _setting("shmem_enabled") in ("never", "deny") and _setting("enabled") != "never"

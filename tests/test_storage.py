@@ -166,7 +166,7 @@ def test_through_buffers_or_not_it_is_the_same_file(
         real_write(self, data, offset)
 
     monkeypatch.setattr(OutputFile, "write", write)
-    monkeypatch.setattr(writer, "_bounces", lambda: bounces)
+    monkeypatch.setattr(writer, "only_private", lambda: bounces)
     data = os.urandom(2 * PIECE_BYTES + 5 * PAGE)
     with Segment.create("test", len(data)) as segment, ThreadPoolExecutor(2) as pool:
         segment.view[:] = data

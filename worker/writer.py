@@ -5,8 +5,6 @@ Nothing here knows tensors. A few threads keep the disk busy while another check
 
 from __future__ import annotations
 
-import functools
-import threading
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -14,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from asyncckpt.shm.huge import huge_buffer, only_private
+from asyncckpt.shm.huge import only_private, own_buffer
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import round_up
 from asyncckpt.worker.manifest import checksum
@@ -23,7 +21,6 @@ from asyncckpt.worker.storage import LocalStorage
 # Measured: a direct write reaches the disk's speed at 4 MiB a piece, two at a time; 16 MiB leaves Python out of it.
 PIECE_BYTES = 16 << 20
 _BUFFER_BYTES = 4 << 20
-_own = threading.local()
 
 
 class ImageFile:
@@ -79,28 +76,15 @@ class ImageFile:
         self._begin = end
 
     def _write(self, begin: int, end: int) -> None:
-        if not (self._file.direct and _bounces()):
+        if not (self._file.direct and only_private()):
             self._file.write(self._image[begin:end], begin)
             return
-        buffer = _buffer()
-        for at in range(begin, end, len(buffer)):
-            nbytes = min(len(buffer), end - at)
+        # By way of huge pages: a copy costs less than the small ones do.
+        buffer = own_buffer(_BUFFER_BYTES)
+        for at in range(begin, end, _BUFFER_BYTES):
+            nbytes = min(_BUFFER_BYTES, end - at)
             memcpy(address_of(buffer), address_of(self._image[at:end]), nbytes)
             self._file.write(buffer[:nbytes], at)
-
-
-@functools.cache
-def _bounces() -> bool:
-    """Whether what is written goes through buffers, for their huge pages: a copy costs less than small pages do."""
-    return only_private()
-
-
-def _buffer() -> memoryview:
-    """This thread's own, which goes with the thread."""
-    buffer: memoryview | None = getattr(_own, "buffer", None)
-    if buffer is None:
-        buffer = _own.buffer = huge_buffer(_BUFFER_BYTES)
-    return buffer
 
 
 def write_image(
