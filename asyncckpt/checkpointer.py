@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncckpt import catalog
+from asyncckpt.address import job_of_checkpoints
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
 from asyncckpt.errors import (
@@ -70,7 +71,7 @@ class Checkpointer:
         except OSError as error:
             raise StorageError(f"making the folder for checkpoints failed: {error.strerror}", path=self.root) from error
         name = config.job_id if config is not None else None
-        self._engine = Engine(config, process_group, job=f"{os.path.realpath(self.root)}\n{name or ''}")
+        self._engine = Engine(config, process_group, job=job_of_checkpoints(self.root, name))
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._newest: Save | None = None

@@ -51,7 +51,7 @@ from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Existing, Order
 from asyncckpt.worker.storage import exists_error, fits, remove_attempt, translated
-from asyncckpt.worker.visit import Visit
+from asyncckpt.worker.visit import Visit, take_door
 
 logger = logging.getLogger(__name__)
 
@@ -676,7 +676,10 @@ class Engine:
             if self._visit is not None:
                 self._visit.retire(self.config.timeout)
                 self._visit = None
-            self._open_door(client, door)
+            if door is None:
+                client.open(self.config.timeout)
+            else:
+                take_door(client, door, self.config.timeout)
         except BaseException as error:
             if client is not None:
                 client.close(self.config.timeout)
@@ -684,20 +687,6 @@ class Engine:
                 self._bury()
             raise
         return client
-
-    def _open_door(self, client: WorkerClient, door: str | None) -> None:
-        """Have the worker take its door, which may be that of one whose trainer died while it took over."""
-        deadline = time.monotonic() + self.config.timeout
-        while True:
-            try:
-                client.open(self.config.timeout)
-                return
-            except JobTakenError:
-                if door is None or time.monotonic() > deadline:
-                    raise
-            if (visit := Visit.pay(door, self.config.timeout, deserted())) is not None:
-                with visit:
-                    visit.retire(self.config.timeout)
 
     def _bury(self) -> None:
         """A worker has died. The next may be started at once, but not one after the other."""

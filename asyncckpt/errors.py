@@ -101,3 +101,11 @@ class SaveTimeoutError(CheckpointError, TimeoutError):
 
 class SaveDroppedError(CheckpointError):
     """The save was given up because all slots were busy, as ``when_busy`` says: skipped, or replaced by a newer."""
+
+
+class VersionError(CheckpointError):
+    """Weights of an older version than there were before, and nobody said that this is meant."""
+
+
+class WeightsTimeoutError(CheckpointError, TimeoutError):
+    """No weights as asked for were published within the time."""

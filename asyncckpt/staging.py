@@ -23,8 +23,11 @@ _device = attrgetter("device")
 class SlotStager:
     """Copies the tensors of one plan into one slot. Which tensors is new on every call; where to is not."""
 
-    def __init__(self, image: Image, segment: Segment, offset: int) -> None:
-        """The slot is the ``image.nbytes`` at ``offset`` of ``segment``."""
+    def __init__(self, image: Image, segment: Segment, offset: int, converted: Sequence[bool] = ()) -> None:
+        """The slot is the ``image.nbytes`` at ``offset`` of ``segment``.
+
+        ``converted``: which tensors come in another dtype than they are stored in, from the host; none, if empty.
+        """
         # Of tensors that share their bytes the first is copied for all.
         self._own = [
             spec.alias is None and place.payload_bytes > 0
@@ -33,6 +36,7 @@ class SlotStager:
         self._all_own = all(self._own)
         specs, places = list(compress(image.specs, self._own)), list(compress(image.tensors, self._own))
         self._targets: Targets | None = Targets(specs, places, segment, offset)
+        self._converted = list(compress(converted, self._own)) or [False] * len(specs)
         self._nbytes = image.nbytes
         # How the work is divided depends on which devices the tensors are on, and is kept as long as they stay there.
         self._devices: list[torch.device] = []
@@ -89,8 +93,9 @@ class SlotStager:
             if device.type == "cuda":
                 self._device_copies.append(DeviceCopy(device, its, self._targets))
             else:
-                chunks_of = host_chunks if device.type == "cpu" else many_chunks
-                self._host += chunks_of(its, self._targets)
+                plain = [number for number in its if device.type == "cpu" and not self._converted[number]]
+                self._host += host_chunks(plain, self._targets)
+                self._host += many_chunks([number for number in its if number not in set(plain)], self._targets)
         self._host.sort(key=_begin)
         self._devices = devices
 

@@ -39,13 +39,13 @@ class Segment:
     where and when is the business of the slots (see ``slots.py``).
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
         """Map ``nbytes`` of the memory file ``fd``, which the segment owns from here on."""
         self._fd = fd
         self._map: mmap.mmap | None = None
         self.nbytes = nbytes
         try:
-            self._map = mmap.mmap(fd, nbytes)
+            self._map = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
             self.view = memoryview(self._map)
         except BaseException:
             self.close()
@@ -53,24 +53,24 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Segment:
-        """Make a memory file of ``nbytes`` (rounded up to pages) that nobody can shrink or grow.
+        """Make a memory file of ``nbytes`` that nobody can shrink or grow.
 
         ``name`` shows in ``/proc/PID/maps``. No memory is taken before it is touched. Raises ``OSError``.
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, round_up(nbytes))
+            os.ftruncate(fd, nbytes)
             # A file that shrinks under a mapping is a bus error in whoever touches it.
             fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, round_up(nbytes))
+        return cls(fd, nbytes)
 
     @classmethod
-    def attach(cls, fd: int) -> Segment:
+    def attach(cls, fd: int, *, writable: bool = True) -> Segment:
         """Map the memory file behind ``fd``, which the segment owns from here on."""
-        return cls(fd, os.fstat(fd).st_size)
+        return cls(fd, os.fstat(fd).st_size, writable=writable)
 
     def fileno(self) -> int:
         """The descriptor, to be handed to another process."""

@@ -4,22 +4,29 @@ A slot holds one image. Its life is FREE -> STAGING -> STAGED -> WRITING -> FREE
 that the worker knows them when the trainer is gone: a slot that is STAGED holds a whole state and is written out, one
 that is STAGING does not and is thrown away.
 
+Beside that stands what is *published* of a slot, for readers of weights (see ``leases.py``): it stays so, whatever
+becomes of its save, until the trainer takes that back to stage something else there.
+
 While a slot is STAGING, a third word says how much of its image is there, from the first byte on, and stays as it is:
 the trainer tells it, and the worker writes that much.
 
 Who may change a state: the trainer FREE -> STAGING -> STAGED, and STAGING -> FREE when staging failed; the worker
 STAGED -> WRITING -> FREE, and any -> FREE for a save that is given up. Each change is one aligned 8-byte store, the
-last one of its step: a process killed between two stores leaves one of the states above, never a mixture.
+last one of its step: a process killed between two stores leaves one of the states above, never a mixture. What is
+published the trainer alone writes; of that, too, the last word is what counts.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 from asyncckpt.shm.segment import PAGE
 
 HEADER_BYTES = PAGE
-_WORDS_PER_SLOT = 3
+# A state, the save it is of, what has arrived; then an epoch, a version, whether it may go back, the ranks.
+_STATE, _SAVE_ID, _ARRIVED, _EPOCH, _VERSION, _ROLLED_BACK, _RANKS = range(7)
+_WORDS_PER_SLOT = 7
 MAX_SLOTS = HEADER_BYTES // (8 * _WORDS_PER_SLOT)
 
 
@@ -32,6 +39,19 @@ class State(enum.IntEnum):
     WRITING = 3
 
 
+class Published(NamedTuple):
+    """What readers may know of a slot. Ordered: the greater one is the newer."""
+
+    epoch: int
+    """Of the publishing process: a later one has a greater number."""
+    version: int
+    """Grows within an epoch."""
+    rolled_back: bool
+    """Whether this epoch knows that its versions may be lower than those of the one before."""
+    ranks: int
+    """How many publish that version, each its part."""
+
+
 class SlotTable:
     """The states of the slots of one segment, over its header page. A fresh (zeroed) page says all are FREE."""
 
@@ -41,29 +61,50 @@ class SlotTable:
 
     def state(self, slot: int) -> State:
         """The state of ``slot``."""
-        return State(self._words[slot * _WORDS_PER_SLOT])
+        return State(self._words[slot * _WORDS_PER_SLOT + _STATE])
 
     def save_id(self, slot: int) -> int:
         """The save that ``slot`` was last taken for."""
-        return self._words[slot * _WORDS_PER_SLOT + 1]
+        return self._words[slot * _WORDS_PER_SLOT + _SAVE_ID]
 
     def take(self, slot: int, save_id: int) -> None:
         """Trainer: ``slot`` is being staged for ``save_id``."""
-        self._words[slot * _WORDS_PER_SLOT + 1] = save_id
-        self._words[slot * _WORDS_PER_SLOT + 2] = 0
+        self._words[slot * _WORDS_PER_SLOT + _SAVE_ID] = save_id
+        self._words[slot * _WORDS_PER_SLOT + _ARRIVED] = 0
         self.set(slot, State.STAGING)
 
     def set(self, slot: int, state: State) -> None:
         """Change the state of ``slot``; see the module for who may."""
-        self._words[slot * _WORDS_PER_SLOT] = state
+        self._words[slot * _WORDS_PER_SLOT + _STATE] = state
 
     def arrived(self, slot: int, nbytes: int) -> None:
         """Trainer: the first ``nbytes`` of the image being staged in ``slot`` are there, and stay as they are."""
-        self._words[slot * _WORDS_PER_SLOT + 2] = nbytes
+        self._words[slot * _WORDS_PER_SLOT + _ARRIVED] = nbytes
 
     def nbytes(self, slot: int) -> int:
         """How many bytes of the image that ``slot`` was last taken for have arrived."""
-        return self._words[slot * _WORDS_PER_SLOT + 2]
+        return self._words[slot * _WORDS_PER_SLOT + _ARRIVED]
+
+    def publish(self, slot: int, published: Published) -> None:
+        """Trainer: tell readers what is in ``slot``, which they may read from now on."""
+        first = slot * _WORDS_PER_SLOT
+        self._words[first + _EPOCH] = published.epoch
+        self._words[first + _VERSION] = published.version
+        self._words[first + _ROLLED_BACK] = published.rolled_back
+        self._words[first + _RANKS] = published.ranks
+
+    def withdraw(self, slot: int) -> None:
+        """Trainer: nothing is published in ``slot``, which must be claimed."""
+        self._words[slot * _WORDS_PER_SLOT + _RANKS] = 0
+
+    def published(self, slot: int) -> Published | None:
+        """What is published in ``slot``, if anything is."""
+        first = slot * _WORDS_PER_SLOT
+        ranks = self._words[first + _RANKS]
+        if not ranks:
+            return None
+        epoch, version, rolled_back = self._words[first + _EPOCH : first + _RANKS]
+        return Published(epoch, version, bool(rolled_back), ranks)
 
     def close(self) -> None:
         """Let go of the header page."""

@@ -51,6 +51,7 @@ from asyncckpt.worker.messages import (
     Refused,
     Release,
     Staged,
+    WeightLayout,
     Written,
 )
 from asyncckpt.worker.rounds import grace
@@ -176,7 +177,7 @@ class WorkerClient:
         """Have the worker commit together with those of the other ranks."""
         self._send(Join(meeting, timeout))
 
-    def describe(self, segment: int, layout: Layout | FileLayout) -> None:
+    def describe(self, segment: int, layout: Layout | FileLayout | WeightLayout) -> None:
         """Tell what stands where in a segment. All that is constant must be written by now."""
         self._send(Describe(segment, layout))
 

@@ -1,7 +1,7 @@
 """The holdings of a worker: its segments, and which whole images are in them.
 
 An image is held from the moment it is staged until its slot is taken again. When the trainer has died, whoever knocks
-at the door is told of them, and handed the memory.
+at the door is told of them, and handed the memory. What is published is shown to readers at any time, for reading.
 
 A trainer that takes over hands the memory on to its own worker before the old one leaves, and only then has it take the
 door. So at any instant one of the two holds what is staged, and can be found.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from array import array
@@ -21,11 +22,28 @@ from multiprocess.connection import Connection
 from multiprocess.reduction import send_handle
 
 from asyncckpt.errors import JobTakenError
+from asyncckpt.shm.leases import reopen
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker.door import Door
 from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.messages import Busy, FileLayout, Held, Holding, Layout, Look, Order, Region, Retire, Take
+from asyncckpt.worker.messages import (
+    Browse,
+    Busy,
+    FileLayout,
+    Held,
+    Holding,
+    Layout,
+    Look,
+    Order,
+    Read,
+    Region,
+    Retire,
+    Shelf,
+    Shelves,
+    Take,
+    WeightLayout,
+)
 from asyncckpt.worker.visit import is_leaving
 from asyncckpt.worker.wire import receive, send
 
@@ -46,11 +64,19 @@ class Room:
         self._closing = False
         self.closed = threading.Event()
         self.segment = segment
-        self.slots = SlotTable(segment.view)
-        self.layout: Layout | FileLayout | None = None
+        self._slots: SlotTable | None = None
+        self.layout: Layout | FileLayout | WeightLayout | None = None
         self.constants: tuple[int, ...] = ()
 
-    def describe(self, layout: Layout | FileLayout) -> None:
+    @property
+    def slots(self) -> SlotTable:
+        """Of a segment with a header page."""
+        with self._lock:
+            if self._slots is None:
+                self._slots = SlotTable(self.segment.view)
+            return self._slots
+
+    def describe(self, layout: Layout | FileLayout | WeightLayout) -> None:
         """What its bytes are; the constant ones are in place."""
         self.layout = layout
         self.constants = tuple(checksum(self.region(region)) for region in layout.constants())
@@ -82,7 +108,8 @@ class Room:
         self._drop()
 
     def _drop(self) -> None:
-        self.slots.close()
+        if self._slots is not None:
+            self._slots.close()
         self.segment.close()
         self.closed.set()
 
@@ -199,7 +226,7 @@ class Holdings:
         if not self._find_door(seconds):
             return
         begun = time.monotonic()
-        while self._images and not self._retired:
+        while self._is_wanted() and not self._retired:
             with self._lock:
                 if not self._visitors and time.monotonic() - max(begun, self._last_visit) > seconds:
                     return
@@ -213,7 +240,7 @@ class Holdings:
         """
         deadline = time.monotonic() + seconds
         stays_since: float | None = None
-        while self._name is not None and self._door is None and self._images and time.monotonic() < deadline:
+        while self._name is not None and self._door is None and self._is_wanted() and time.monotonic() < deadline:
             try:
                 self.open()
             except JobTakenError:
@@ -244,6 +271,12 @@ class Holdings:
                         self._hand_over(visitor, numbers)
                     case Retire():
                         self.retire()
+                    case Browse():
+                        with self._lock:
+                            shelves = self._shelves()
+                        send(visitor, Shelves(shelves))
+                    case Read(number):
+                        self._lend(visitor, number)
         finally:
             with self._lock:
                 self._visitors -= 1
@@ -267,9 +300,37 @@ class Holdings:
             return ()
         # Nothing is staged any more: what is whole stays so.
         images = tuple(map(self._held, whole))
-        numbers = tuple(sorted({image.order.segment for image in images}))
-        send(visitor, Holding(self._worker, self._retired, numbers, images))
+        with self._lock:
+            shelves = tuple(shelf for shelf in self._shelves() if isinstance(shelf.layout, WeightLayout))
+        wanted = {image.order.segment for image in images}
+        wanted.update(*((shelf.segment, *shelf.layout.slots) for shelf in shelves))
+        numbers = tuple(sorted(wanted))
+        send(visitor, Holding(self._worker, self._retired, numbers, images, shelves))
         return numbers
+
+    def _is_wanted(self) -> bool:
+        """Whether anything is held that somebody may come for."""
+        with self._lock:
+            return bool(self._images or self._shelves())
+
+    def _shelves(self) -> tuple[Shelf, ...]:
+        """Where something is published. The lock is held."""
+        return tuple(
+            Shelf(number, room.layout)
+            for number, room in self._rooms.items()
+            if isinstance(room.layout, Layout | WeightLayout)
+            and any(room.slots.published(slot) is not None for slot in range(len(room.layout.slots)))
+        )
+
+    def _lend(self, visitor: Connection, number: int) -> None:
+        with self._lock:
+            if number not in self._rooms:
+                raise EOFError  # it was given back meanwhile: the reader has to begin anew
+            fd = reopen(self._rooms[number].segment.fileno(), os.O_RDONLY)
+        try:
+            send_handle(visitor, fd, None)
+        finally:
+            os.close(fd)
 
     def _hand_over(self, visitor: Connection, numbers: tuple[int, ...]) -> None:
         with self._lock:

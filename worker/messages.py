@@ -29,6 +29,11 @@ And at the door (see ``door.py``), with a process that did not start the worker:
     visitor  Take
     worker   descriptors                  of these segments
     visitor  Retire                       I have it; finish what is staged and leave
+
+    reader   Browse                       what is published?
+    worker   Shelves                      in these segments, see there
+    reader   Read
+    worker   a descriptor                 of one segment, for reading alone
 """
 
 from __future__ import annotations
@@ -85,6 +90,19 @@ class FileLayout:
     def constants(self) -> tuple[Region, ...]:
         """What stays the same from save to save."""
         return (self.sizes,)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Of a segment that has but a header page: its slots are other segments, of these numbers, each a file of tensors
+    that says itself what is in it (see ``asyncckpt/weights/image.py``).
+    """
+
+    slots: tuple[int, ...]
+
+    def constants(self) -> tuple[Region, ...]:
+        """There are none."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -185,7 +203,7 @@ class Adopt:
 @dataclass(frozen=True)
 class Describe:
     segment: int
-    layout: Layout | FileLayout
+    layout: Layout | FileLayout | WeightLayout
 
 
 @dataclass(frozen=True)
@@ -301,13 +319,24 @@ class Busy:
 
 
 @dataclass(frozen=True)
+class Shelf:
+    """A segment in which something is published: which slots and what, its header page says."""
+
+    segment: int
+    layout: Layout | WeightLayout
+
+
+@dataclass(frozen=True)
 class Holding:
-    """``leaving``: somebody has had the worker retire, and it is only finishing its work."""
+    """``leaving``: somebody has had the worker retire, and it is only finishing its work. ``shelves``: those of weights
+    that are no part of a checkpoint.
+    """
 
     worker: int
     leaving: bool
     segments: tuple[int, ...]
     images: tuple[Held, ...]
+    shelves: tuple[Shelf, ...]
 
 
 @dataclass(frozen=True)
@@ -318,6 +347,23 @@ class Take:
 @dataclass(frozen=True)
 class Retire:
     pass
+
+
+@dataclass(frozen=True)
+class Browse:
+    pass
+
+
+@dataclass(frozen=True)
+class Shelves:
+    shelves: tuple[Shelf, ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Answered by a descriptor of that ``segment``, or by the end of the visit where it is gone."""
+
+    segment: int
 
 
 FromTrainer = Open | Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close

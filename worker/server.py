@@ -314,12 +314,13 @@ class Server:
         os.umask(order.umask)
         attempt: Attempt | FileAttempt | None = None
         try:
-            if room.layout is None:
-                raise CheckpointError("the trainer never described this segment")
-            if isinstance(room.layout, FileLayout):
-                attempt = FileAttempt(self._storage, order, room.layout, room.segment)
-            else:
-                attempt = Attempt(self._storage, arrival, room.layout, room.segment)
+            match room.layout:
+                case FileLayout() as layout:
+                    attempt = FileAttempt(self._storage, order, layout, room.segment)
+                case Layout() as layout:
+                    attempt = Attempt(self._storage, arrival, layout, room.segment)
+                case _:
+                    raise CheckpointError("the trainer never described this segment as a checkpoint's")
             self._holdings.written(order, attempt.write(pool))
             self._let_go(arrival)
             report = attempt.seal()

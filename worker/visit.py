@@ -14,10 +14,11 @@ import psutil
 from multiprocess.connection import Connection
 from multiprocess.reduction import recv_handle
 
-from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.errors import CheckpointError, JobTakenError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
+from asyncckpt.worker.client import WorkerClient, deserted
 from asyncckpt.worker.door import door_names, knock, peer_pid, taken
-from asyncckpt.worker.messages import Busy, Held, Holding, Look, Retire, Take
+from asyncckpt.worker.messages import Busy, Holding, Look, Retire, Take
 from asyncckpt.worker.wire import receive, send
 
 logger = logging.getLogger(__name__)
@@ -28,16 +29,18 @@ _ASK_S = 0.02
 
 
 class Visit:
-    """At a worker whose trainer is gone: the ``images`` it holds, and the ``segments`` they are in, mapped here.
+    """At a worker whose trainer is gone: the ``images`` and ``shelves`` it holds, and the ``segments`` they are in,
+    mapped here.
 
     The worker stays as long as the visit lasts, and its ``linger`` beyond it.
     """
 
-    def __init__(self, connection: Connection, worker: int, segments: dict[int, Segment], images: list[Held]) -> None:
+    def __init__(self, connection: Connection, holding: Holding, segments: dict[int, Segment]) -> None:
         self._connection = connection
-        self.worker = worker
+        self.worker = holding.worker
         self.segments = segments
-        self.images = images
+        self.images = list(holding.images)
+        self.shelves = list(holding.shelves)
 
     @classmethod
     def pay(cls, door: str, timeout: float, left: Collection[int] = ()) -> Visit | None:
@@ -81,7 +84,7 @@ class Visit:
             for segment in segments.values():
                 segment.close()
             raise
-        return cls(connection, reply.worker, segments, list(reply.images))
+        return cls(connection, reply, segments)
 
     def retire(self, timeout: float) -> None:
         """Have the worker leave once all is written, and wait for that. What is mapped here stays.
@@ -117,6 +120,24 @@ class Visit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def take_door(client: WorkerClient, door: str, timeout: float) -> None:
+    """Have the worker of this process take its ``door``, which may be that of one whose trainer died as it took over.
+
+    Raises ``JobTakenError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            client.open(timeout)
+            return
+        except JobTakenError:
+            if time.monotonic() > deadline:
+                raise
+        if (visit := Visit.pay(door, timeout, deserted())) is not None:
+            with visit:
+                visit.retire(timeout)
 
 
 def make_room(timeout: float) -> bool:

@@ -96,7 +96,7 @@ def receive_and_unpack(connection: Connection) -> tuple[int, Any]:
     _memory = None
     if parcel.nbytes:
         fd = recv_handle(connection)
-        _memory = memoryview(mmap.mmap(fd, round_up(parcel.nbytes)))
+        _memory = memoryview(mmap.mmap(fd, parcel.nbytes))
         os.close(fd)
     _arrived.clear()
     try:

@@ -1,0 +1,17 @@
+"""Weights for readers: the newest of a training, in shared memory, for the rollout workers of its host and of others.
+
+publisher = WeightPublisher("policy")                   # the trainer
+publisher.publish(model.state_dict(), version=step)     # one copy
+
+subscriber = WeightSubscriber("policy")                 # any process of the host
+with subscriber.acquire() as weights:                   # no copy
+    engine.load_weights(weights.items())
+"""
+
+from __future__ import annotations
+
+from asyncckpt.weights.publisher import Publication, WeightPublisher
+from asyncckpt.weights.subscriber import WeightSubscriber
+from asyncckpt.weights.weights import Weights
+
+__all__ = ["Publication", "WeightPublisher", "WeightSubscriber", "Weights"]

@@ -1,0 +1,353 @@
+"""The trainer's end: puts its newest weights where readers of its host can take them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from asyncckpt.address import job_of_weights
+from asyncckpt.config import Config
+from asyncckpt.errors import ClosedError, UnsavableStateError, VersionError, WeightsTimeoutError
+from asyncckpt.host_copy import copy_pool
+from asyncckpt.shm.slots import MAX_SLOTS, Published
+from asyncckpt.structure import StructureChanged
+from asyncckpt.weights.image import Form
+from asyncckpt.weights.plan import WeightPlan
+from asyncckpt.weights.sharing import Sharing, local
+from asyncckpt.weights.shelf import Shelf
+from asyncckpt.worker.client import WorkerClient, deserted
+from asyncckpt.worker.door import door_name
+from asyncckpt.worker.visit import Visit, take_door
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.002
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What became of one ``publish``.
+
+    ``skipped``: every slot was being read, and readers go on with the version before. ``timings``: seconds of
+    ``plan_s`` (seeing that the structure is as before, or planning), ``slot_s`` (finding a slot), ``copy_s``.
+    """
+
+    version: int
+    epoch: int
+    skipped: bool
+    timings: Mapping[str, float]
+
+
+class WeightPublisher:
+    """Publishes weights, version after version, for every ``WeightSubscriber`` with its ``address`` on this host.
+
+    The memory is held by a worker process, so readers go on when the trainer dies, and one that is started in its place
+    goes on where it was. The methods are for one thread at a time. ``close`` it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        slots: int = 3,
+        when_busy: Literal["skip", "wait"] = "skip",
+        process_group: ProcessGroup | None = None,
+        config: Config | None = None,
+    ) -> None:
+        """``address``: any text, by which readers find this.
+
+        ``slots``: images of the weights in memory, 2 or more, taken as they are needed: one to publish in, the others
+        are the newest versions, which stay readable. A slot that is read is left alone; when all but that with the
+        newest version are, a publication is skipped (``when_busy="skip"``), or waits for a reader to end, at most
+        ``Config.timeout`` seconds.
+
+        ``process_group``: its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
+        readers are to be where all of them are. None: this process alone. Of ``config``: ``timeout``, ``linger`` and
+        what is about the worker process.
+        """
+        if not 2 <= slots <= MAX_SLOTS:
+            raise ValueError(f"slots is from 2 to {MAX_SLOTS}, not {slots}")
+        if when_busy not in ("skip", "wait"):
+            raise ValueError(f"when_busy is 'skip' or 'wait', not {when_busy!r}")
+        self.address = address
+        self._slots = slots
+        self._when_busy = when_busy
+        self._config = config or Config()
+        self._sharing = Sharing(process_group)
+        self._door = door_name(job_of_weights(address), self._sharing.rank)
+        self._client: WorkerClient | None = None
+        self._plan: WeightPlan | None = None
+        # The last one is published in; those before it, of other structures, are left until that has a version.
+        self._shelves: list[Shelf] = []
+        self._last: Published | None = None
+        """Of a publisher before this one."""
+        self._version: int | None = None
+        self._epoch = 0
+        self._rolled_back = False
+        self._pool = copy_pool()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def publish(
+        self,
+        weights: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        *,
+        dtype: torch.dtype | None = None,
+        roll_back: bool = False,
+    ) -> Publication:
+        """Copy ``weights`` and let readers see them, all at once, as ``version`` (0 or more).
+
+        ``weights``: a state dict (what in it is no tensor is left out), or pairs of name and tensor, taken one by one,
+        each copied before the next is asked for. When this returns the caller may change them. ``dtype``: what tensors
+        of floating point are converted to on the way (not those of 8 bits).
+
+        Versions grow. ``roll_back=True`` allows one that is not newer than the last, also than the last of a trainer
+        before this one, and readers take it.
+
+        Raises ``VersionError``, ``UnsavableStateError``, ``OutOfMemoryError``, ``JobTakenError`` where another process
+        publishes under this address, ``WorkerDiedError`` (the next call starts another worker), ``ClosedError``,
+        ``WeightsTimeoutError`` where ``when_busy`` is "wait" and readers do not end. Then nothing is published, and
+        what was stays.
+        """
+        if version < 0:
+            raise ValueError(f"a version is 0 or more, not {version}")
+        with self._lock:
+            client = self._running_client()
+            epoch = self._epoch_of(version, roll_back=roll_back)
+            timings = {"plan_s": 0.0, "slot_s": 0.0, "copy_s": 0.0}
+            if isinstance(weights, Mapping):
+                slot = self._copy_all(weights, dtype, client, timings)
+            else:
+                slot = self._copy_each(iter(weights), dtype, client, timings)
+            self._version = version
+            if slot is not None:
+                self._shelves[-1].publish(slot, Published(epoch, version, self._rolled_back, self._sharing.ranks))
+                for shelf in self._shelves[:-1]:
+                    shelf.close(client)
+                del self._shelves[:-1]
+            return Publication(version, epoch, slot is None, timings)
+
+    def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
+        """Do all that first publications would have to: start the worker, plan, take the memory of all slots.
+
+        Publishes nothing. Raises as ``publish`` does.
+        """
+        with self._lock:
+            client = self._running_client()
+            plan, _ = self._planned(self._sharing.own(weights), dtype)
+            self._shelf_for(plan, client).fill(plan, client, self._slots, self._config.timeout)
+
+    def close(self) -> None:
+        """End the worker, and give the memory back; readers keep what they have leased. Safe to call twice."""
+        self._close(linger=False)
+
+    def _close(self, *, linger: bool) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                if self._client is not None and linger:
+                    self._client.desert(self._config.timeout)
+                elif self._client is not None:
+                    self._client.close(self._config.timeout)
+            finally:
+                while self._shelves:
+                    self._shelves.pop().close(None)
+                self._pool.shutdown()
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A training that ends by an error is likely to be started again.
+        self._close(linger=kind is not None and issubclass(kind, Exception))
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            if self._client is not None:
+                self._client.abandon()
+                warnings.warn("a WeightPublisher was not closed", ResourceWarning, stacklevel=2, source=self)
+            self._closed = True
+
+    # What a publication goes through.
+
+    def _running_client(self) -> WorkerClient:
+        if self._closed:
+            raise ClosedError("this publisher is closed; make a new one")
+        timeout = self._config.timeout
+        if self._client is not None and not self._client.alive:
+            logger.warning("starting another worker for the weights at %r, as one has died", self.address)
+            self._client.close(timeout)
+            self._client = None
+        if self._client is None:
+            visit = None if self._shelves else Visit.pay(self._door, timeout, deserted())
+            if visit is not None:
+                self._inherit(visit)
+            client = WorkerClient(replace(self._config.worker_options(), door=self._door))
+            try:
+                # First the memory: until this worker has it, the one before it must stay.
+                for shelf in self._shelves:
+                    shelf.hand_over(client, timeout)
+                if visit is not None:
+                    visit.retire(timeout)
+                take_door(client, self._door, timeout)
+            except BaseException:
+                client.close(timeout)
+                raise
+            self._client = client
+        return self._client
+
+    def _inherit(self, visit: Visit) -> None:
+        """Take over what a publisher before this one has left."""
+        for shelf in visit.shelves:
+            images = [visit.segments[number] for number in shelf.layout.slots]
+            self._shelves.append(Shelf(visit.segments[shelf.segment], images))
+        self._last = max((each for shelf in self._shelves for each in shelf.published()), default=None)
+        if self._last is not None:
+            self._version = self._last.version
+
+    def _epoch_of(self, version: int, *, roll_back: bool) -> int:
+        """Whether ``version`` may be published now, and in which epoch, which is the same on all ranks."""
+        last = self._version
+        goes_back = last is not None and version <= last
+        if goes_back and not roll_back:
+            raise VersionError(
+                f"version {version} is not newer than {last}, the last one published at {self.address!r}; publish it"
+                " with roll_back=True if the training has gone back"
+            )
+        if self._epoch == 0 or goes_back:
+            # By the clock, so that it grows even where nothing is left of the publisher before this one.
+            least = 0 if self._last is None else self._last.epoch
+            self._epoch = max(self._sharing.gather(max(time.time_ns(), least + 1)))
+            self._rolled_back = goes_back
+        return self._epoch
+
+    def _planned(
+        self, own: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+    ) -> tuple[WeightPlan, Sequence[torch.Tensor]]:
+        if self._plan is not None:
+            try:
+                return self._plan, self._plan.capture(own, dtype)
+            except StructureChanged as error:
+                logger.info("the weights at %r are planned anew: %s", self.address, error)
+        self._plan = WeightPlan.make(own, dtype, self._sharing)
+        return self._plan, self._plan.capture(own, dtype)
+
+    def _shelf_for(self, plan: WeightPlan, client: WorkerClient) -> Shelf:
+        """Where images of ``plan`` go, from now on the last one."""
+        shelf = next((shelf for shelf in self._shelves if shelf.is_for(plan)), None)
+        if shelf is None:
+            shelf = Shelf.make(client, self._config.timeout)
+        else:
+            self._shelves.remove(shelf)
+        self._shelves.append(shelf)
+        return shelf
+
+    def _claim(self, plan: WeightPlan, client: WorkerClient, timings: dict[str, float]) -> int | None:
+        """A slot of ``plan``'s shelf, on all ranks, or on none."""
+        begun = time.perf_counter()
+        deadline = time.monotonic() + self._config.timeout
+        shelf = self._shelf_for(plan, client)
+        while True:
+            slot = shelf.claim(plan, client, self._slots, self._config.timeout)
+            if all(self._sharing.gather(slot is not None)):
+                timings["slot_s"] += time.perf_counter() - begun
+                return slot
+            if self._when_busy == "skip":
+                return None
+            if time.monotonic() > deadline:
+                raise WeightsTimeoutError(
+                    f"readers have kept all slots at {self.address!r} for {self._config.timeout:g} s; have more slots,"
+                    " or when_busy='skip'"
+                )
+            time.sleep(_PAUSE_S)
+
+    def _copy_all(
+        self, weights: Mapping[str, Any], dtype: torch.dtype | None, client: WorkerClient, timings: dict[str, float]
+    ) -> int | None:
+        begun = time.perf_counter()
+        plan, tensors = self._planned(self._sharing.own(weights), dtype)
+        timings["plan_s"] += time.perf_counter() - begun
+        slot = self._claim(plan, client, timings)
+        if slot is None:
+            return None
+        begun = time.perf_counter()
+        self._shelves[-1].copy(slot, plan, tensors, self._pool)
+        timings["copy_s"] += time.perf_counter() - begun
+        return slot
+
+    def _copy_each(
+        self,
+        stream: Iterator[tuple[str, torch.Tensor]],
+        dtype: torch.dtype | None,
+        client: WorkerClient,
+        timings: dict[str, float],
+    ) -> int | None:
+        """As ``_copy_all``, for tensors that come one by one, and may be gone when the next one comes."""
+        plan, kept = self._plan, dict[str, torch.Tensor]()
+        slot: int | None = None
+        begun = time.perf_counter()
+        if plan is not None and plan.dtype == dtype:
+            slot = self._claim(plan, client, timings)
+            begun = time.perf_counter()
+            copied = self._copy_known(stream, plan, slot, kept)
+            if slot is None or (not kept and len(copied) == len(plan.names)):
+                timings["copy_s"] += time.perf_counter() - begun
+                return slot
+            # Another structure than before, of which a part is in the slot, and the first that is new has been kept.
+            kept = {name: self._shelves[-1].target(slot, plan, number).clone() for name, number in copied} | kept
+        for name, tensor in stream:
+            self._keep(name, tensor, dtype, kept)
+        timings["copy_s"] += time.perf_counter() - begun
+        return self._copy_all(kept, dtype, client, timings)
+
+    def _copy_known(
+        self,
+        stream: Iterator[tuple[str, torch.Tensor]],
+        plan: WeightPlan,
+        slot: int | None,
+        kept: dict[str, torch.Tensor],
+    ) -> list[tuple[str, int]]:
+        """Copy what of ``stream`` is in ``plan`` into ``slot``, up to the first that is not, which is ``kept``.
+
+        Returns names and numbers in the image of those that were copied. With no slot, ``stream`` is but walked
+        through: other ranks may be walking with it.
+        """
+        copied: dict[str, int] = {}
+        for name, tensor in stream:
+            if slot is None:
+                continue
+            number = plan.find(self._whole(name, tensor, plan.dtype))
+            if number is None or name in copied:
+                self._keep(name, tensor, plan.dtype, kept)
+                break
+            self._shelves[-1].target(slot, plan, number, tensor.device).copy_(local(tensor))
+            copied[name] = number
+        return list(copied.items())
+
+    def _keep(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, kept: dict[str, torch.Tensor]) -> None:
+        form = self._whole(name, tensor, dtype)
+        if name in kept:
+            raise UnsavableStateError(f"{name!r} comes twice")
+        kept[name] = local(tensor).to("cpu", form.dtype, copy=True)
+
+    def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Form:
+        form = self._sharing.form(name, tensor, dtype)
+        if form.shape != form.whole:
+            raise UnsavableStateError(f"{name!r} is a part of a tensor: publish such as a state dict, not one by one")
+        return form

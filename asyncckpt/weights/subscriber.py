@@ -1,0 +1,174 @@
+"""The reader's end: takes the newest weights out of the trainer's shared memory, on the same host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from types import TracebackType
+
+from asyncckpt.address import job_of_checkpoints, job_of_weights
+from asyncckpt.errors import ClosedError, VersionError, WeightsTimeoutError
+from asyncckpt.shm.slots import Published
+from asyncckpt.weights.reading import Found, Leased, Publications
+from asyncckpt.weights.weights import Weights
+from asyncckpt.worker.door import door_name
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+# While nothing is new: how often to look at what is mapped, and how often to ask for what is not.
+_LEAST_PAUSE_S = 0.0005
+_MOST_PAUSE_S = 0.01
+_ASK_AGAIN_S = 0.05
+
+
+class WeightSubscriber:
+    """Reads what the trainer with an address publishes, see ``WeightPublisher``; of the same user, on the same host.
+
+    It may be there before the trainer, outlive it, and find the one that is started in its place. The methods are for
+    one thread at a time; what was acquired may be used and released by any. ``close`` it, or use it as a context
+    manager: what is still leased then stays leased.
+    """
+
+    def __init__(self, address: str, *, prefix: str = "") -> None:
+        """``prefix``: only tensors whose names begin with that, and without it."""
+        self._set_up(job_of_weights(address), prefix)
+
+    @classmethod
+    def of_checkpoints(
+        cls, root: str | os.PathLike[str], *, job_id: str | None = None, prefix: str = ""
+    ) -> WeightSubscriber:
+        """For what the ``Checkpointer`` of ``root`` (and ``Config.job_id``) publishes of its saves.
+
+        The names are those in the checkpoint: ``prefix="model."`` for a state dict with the weights under "model".
+        """
+        subscriber = cls.__new__(cls)
+        subscriber._set_up(job_of_checkpoints(root, job_id), prefix)
+        return subscriber
+
+    def _set_up(self, job: str, prefix: str) -> None:
+        self._job = job
+        self._prefix = prefix
+        self._ranks = [Publications(door_name(job, 0), _ANSWER_S)]
+        self._newest: Published | None = None
+        self._closed = False
+
+    def versions(self) -> list[int]:
+        """The versions that can be acquired now, the newest last."""
+        self._refresh()
+        return [published.version for published in sorted(self._complete())]
+
+    def acquire(
+        self,
+        min_version: int | None = None,
+        *,
+        version: int | None = None,
+        roll_back: bool = False,
+        timeout: float = 60.0,
+    ) -> Weights:
+        """The newest weights, leased; wait until they are of ``min_version`` or later. Or those of ``version``.
+
+        A version is complete, and of all publishing ranks. It costs no copy. Raises ``WeightsTimeoutError`` when there
+        is none such within ``timeout`` seconds; ``VersionError`` when a trainer that was started anew publishes older
+        versions than this reader has had, and did not say that it means to (``roll_back=True``: take them).
+        """
+        deadline = time.monotonic() + timeout
+        ask_at, pause = 0.0, _LEAST_PAUSE_S
+        while True:
+            if time.monotonic() >= ask_at:
+                self._refresh()
+                ask_at = time.monotonic() + _ASK_AGAIN_S
+            complete = self._complete()
+            wanted = _wanted(complete, min_version, version)
+            if wanted is not None:
+                if version is None and not roll_back:
+                    self._check_not_older(wanted)
+                parts = self._lease(wanted, complete[wanted])
+                if parts is not None:
+                    self._newest = wanted if version is None else self._newest
+                    return Weights(wanted, parts, self._prefix)
+                pause = _LEAST_PAUSE_S  # something newer has come
+            if time.monotonic() > deadline:
+                raise WeightsTimeoutError(self._what_is_missing(complete, min_version, version, timeout))
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, _MOST_PAUSE_S)
+
+    def close(self) -> None:
+        """Let go of all that is not leased. Safe to call twice."""
+        self._closed = True
+        for rank in self._ranks:
+            rank.close()
+
+    def __enter__(self) -> WeightSubscriber:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refresh(self) -> None:
+        if self._closed:
+            raise ClosedError("this subscriber is closed; make a new one")
+        self._ranks[0].refresh()
+        # The first rank says how many there are.
+        ranks = max((published.ranks for published in self._ranks[0].all()), default=1)
+        while len(self._ranks) < ranks:
+            self._ranks.append(Publications(door_name(self._job, len(self._ranks)), _ANSWER_S))
+        for rank in self._ranks[1:ranks]:
+            rank.refresh()
+
+    def _complete(self) -> dict[Published, list[Found]]:
+        """What all ranks have published, and where each has its part."""
+        offers = [rank.all() for rank in self._ranks]
+        return {
+            published: [offer[published] for offer in offers[: published.ranks]]
+            for published in offers[0]
+            if all(published in offer for offer in offers[: published.ranks]) and published.ranks <= len(offers)
+        }
+
+    def _lease(self, published: Published, found: list[Found]) -> list[Leased] | None:
+        parts: list[Leased] = []
+        for rank, there in zip(self._ranks, found, strict=False):
+            part = rank.lease(published, there)
+            if part is None:
+                for each in parts:
+                    each.give_back()
+                return None
+            parts.append(part)
+        return parts
+
+    def _check_not_older(self, published: Published) -> None:
+        last = self._newest
+        if last is not None and published.version < last.version and not published.rolled_back:
+            raise VersionError(
+                f"version {published.version} is the newest, and this reader has had {last.version}: the trainer was"
+                " started anew and has gone back; acquire with roll_back=True to take what it publishes"
+            )
+
+    def _what_is_missing(
+        self,
+        complete: dict[Published, list[Found]],
+        min_version: int | None,
+        version: int | None,
+        timeout: float,
+    ) -> str:
+        asked = "no weights"
+        if version is not None:
+            asked = f"no weights of version {version}"
+        elif min_version is not None:
+            asked = f"no weights of version {min_version} or later"
+        there = ", ".join(str(published.version) for published in sorted(complete)) or "none"
+        half = {published for rank in self._ranks for published in rank.all()} - set(complete)
+        hint = ""
+        if half:
+            hint = f"; {max(half).ranks} ranks publish, and not all of them on this host: see broadcast_weights"
+        return f"{asked} within {timeout:g} s; the versions that are there: {there}{hint}"
+
+
+def _wanted(complete: dict[Published, list[Found]], min_version: int | None, version: int | None) -> Published | None:
+    if version is not None:
+        return max((each for each in complete if each.version == version), default=None)
+    newest = max(complete, default=None)
+    return None if newest is None or newest.version < (min_version or 0) else newest

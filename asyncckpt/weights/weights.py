@@ -1,0 +1,136 @@
+"""Weights: one published version, for as long as it is leased."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from asyncckpt.errors import ClosedError, MismatchError
+from asyncckpt.shm.slots import Published
+from asyncckpt.weights.image import Entry
+from asyncckpt.weights.reading import Leased
+
+logger = logging.getLogger(__name__)
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """The tensors of one version by name, in the trainer's shared memory: nothing is copied.
+
+    They are for reading: to write to one is a segmentation fault. Only a tensor that several ranks have parts of is put
+    together, into memory of its own, each time it is asked for.
+
+    While this is leased nobody writes there. The lease ends with ``release``, with the block where this is used as a
+    context manager, or with this process. Tensors may be used for longer: then the lease ends with the last of them.
+    """
+
+    def __init__(self, published: Published, parts: Sequence[Leased], prefix: str) -> None:
+        """``parts``: of all ranks, in their order. Of names that begin with ``prefix``, the rest is used."""
+        self.version = published.version
+        self.epoch = published.epoch
+        """Of the publisher: a restarted one has a greater number."""
+        self._parts: Sequence[Leased] = parts
+        self._chunks: dict[str, list[tuple[Leased, Entry]]] = {}
+        for part in parts:
+            for name, entry in part.entries.items():
+                if name.startswith(prefix):
+                    self._chunks.setdefault(name[len(prefix) :], []).append((part, entry))
+        self._released = False
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Raises ``KeyError``, ``ClosedError`` after ``release``, ``MismatchError`` where a part of it is missing."""
+        chunks = self._chunks[name]
+        if self._released:
+            raise ClosedError(f"the lease on version {self.version} has ended; acquire it again")
+        part, entry = chunks[0]
+        whole = _whole(chunks)
+        if entry.shape == whole:
+            return part.tensor(entry)
+        if sum(math.prod(each.shape) for _, each in chunks) != math.prod(whole):
+            raise MismatchError(f"of {name!r}, {whole}, not every part was published in version {self.version}")
+        tensor = torch.empty(whole, dtype=entry.dtype)
+        for part, each in chunks:
+            at = tuple(slice(begin, begin + size) for begin, size in zip(each.offsets, each.shape, strict=True))
+            tensor[at] = part.tensor(each)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._chunks)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(entry.nbytes for chunks in self._chunks.values() for _, entry in chunks)
+
+    def buckets(self, nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """All tensors, in groups of at most ``nbytes`` bytes, for engines that load in pieces; a larger tensor alone.
+
+        Nothing is copied for it.
+        """
+        bucket: list[tuple[str, torch.Tensor]] = []
+        left = nbytes
+        for name in self:
+            size = sum(entry.nbytes for _, entry in self._chunks[name])
+            if bucket and size > left:
+                yield bucket
+                bucket, left = [], nbytes
+            bucket.append((name, self[name]))
+            left -= size
+        if bucket:
+            yield bucket
+
+    @contextlib.contextmanager
+    def safetensors(self, folder: str | os.PathLike[str] | None = None) -> Iterator[list[str]]:
+        """The same memory as safetensors files, one a publishing rank: the paths of links in ``folder`` (None: one made
+        for this), which are removed at the end of the block.
+
+        For readers that want a path: they map the trainer's memory, and nothing is copied. They must be done with it
+        when the lease ends. Weights of a checkpoint are in another form, and have none: ``ValueError``.
+        """
+        if not all(part.is_file for part in self._parts):
+            raise ValueError("these are of a checkpoint; only a WeightPublisher's are laid out as safetensors files")
+        with contextlib.ExitStack() as stack:
+            if folder is None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncckpt-"))
+            paths = []
+            for rank, part in enumerate(self._parts):
+                name = f"weights-{os.getpid()}-{part.segment.fileno()}-{self.version}-{rank}.safetensors"
+                path = Path(folder, name)
+                path.symlink_to(f"/proc/{os.getpid()}/fd/{part.segment.fileno()}")
+                stack.callback(path.unlink, missing_ok=True)  # some readers do that themselves
+                paths.append(os.fspath(path))
+            yield paths
+
+    def release(self) -> None:
+        """End the lease, or leave it to the last tensor that is still in use. Safe to call twice."""
+        self._released = True
+        parts, self._parts = self._parts, ()
+        if not all([part.give_back() for part in parts]):
+            logger.info("tensors of version %d are still in use: their memory is kept as it is", self.version)
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _whole(chunks: Sequence[tuple[Leased, Entry]]) -> tuple[int, ...]:
+    """The shape of the tensor that these are all parts of."""
+    _, first = chunks[0]
+    if first.whole is not None:
+        return first.whole
+    ends = [[begin + size for begin, size in zip(each.offsets, each.shape, strict=True)] for _, each in chunks]
+    return tuple(map(max, zip(*ends, strict=True)))
