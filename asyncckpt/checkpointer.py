@@ -27,6 +27,7 @@ from asyncckpt.handle import Save
 from asyncckpt.memory import Memory, MemorySource, choose_in_memory
 from asyncckpt.plan import StateDict
 from asyncckpt.reader import from_first, gather, load
+from asyncckpt.versions import Publication
 from asyncckpt.worker.messages import Held
 from asyncckpt.worker.steps import complete_steps, set_aside, step_folder
 
@@ -112,6 +113,23 @@ class Checkpointer:
             path, state_dict, step=step, keep_last=self.config.keep_last, keep=partial(self.config.keeps, step)
         )
         return self._newest
+
+    def publish(self, save: Save, version: int | None = None, *, roll_back: bool = False) -> Publication:
+        """Let readers on this host have what was staged for ``save``, as ``version`` (None: its step). No copy is made.
+
+        To be called after ``save`` and before the next one, on all ranks. Readers find it by
+        ``WeightSubscriber.of_checkpoints(root)``. They see all tensors of the state, in the dtypes they have, and while
+        they read, that slot is left alone. One slot always stays for saves, so that no reader holds them up: with the
+        usual two slots one version is readable, with three two. Where a reader holds on to what would have to go,
+        nothing is published, and the result says so.
+
+        Versions grow; ``roll_back=True`` allows one that does not, for a training that has gone back. Raises
+        ``VersionError``, and as ``save`` does.
+        """
+        number = save.step if version is None else version
+        if number is None:
+            raise ValueError("a save without a step needs a version")
+        return self._engine.publish(save, number, roll_back=roll_back)
 
     def load(
         self,

@@ -47,6 +47,7 @@ from asyncckpt.memory import Memory
 from asyncckpt.plan import StateDict, flat_names, make_plan
 from asyncckpt.shm.slots import State
 from asyncckpt.structure import StructureChanged, stateful_to_dict
+from asyncckpt.versions import Publication, Versions
 from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Existing, Order
@@ -84,6 +85,7 @@ class Engine:
         self._visit: Visit | None = None
         self._has_visited = False
         self._memory: Memory | None = None
+        self._versions = Versions()
         self._process_group = process_group
         self._alone = alone
         self._group: Group | None = None
@@ -183,6 +185,36 @@ class Engine:
             self._check_usable()
             if self._client is None:
                 self._client = self._start_worker(Group(self.config, self._process_group, alone=self._alone))
+
+    def publish(self, save: Save, version: int, *, roll_back: bool = False) -> Publication:
+        """Let readers see, as ``version``, what was staged for ``save``, where it is.
+
+        Its slot is not staged in again while somebody reads it, and as long as there is another. With ``overlap`` this
+        waits until all is staged. Skipped where the image is not there any more, or never was; or where no other slot
+        would be left for saves, as readers have them all.
+
+        Raises ``VersionError``, see ``Versions.admit``; ``SaveTimeoutError``, ``RankFailedError``, ``ClosedError``.
+        """
+        with self._lock:
+            self._check_usable()
+            group, number = self._ranks(), next(self._ids)
+
+            def agree(epoch: int) -> int:
+                return group.consult("epoch", number, lambda: epoch, lambda epochs: [max(epochs)] * len(epochs))
+
+            published = self._versions.admit(version, group.world_size, agree, roll_back=roll_back)
+            save.wait_staged(self.config.timeout)
+            image = self._homes.image_of(save._number)
+            why = "its image is not in memory any more, or never was"
+            if image is not None:
+                home, slot = image
+                if not home.client.has_door:
+                    raise CheckpointError("readers cannot find the worker, which has no door: see the log")
+                if home.publish(slot, published):
+                    return Publication(version, published.epoch, skipped=False)
+                why = "readers have all slots but that; more of them would help (Config.slots)"
+            logger.warning("version %d is not published: %s", version, why)
+            return Publication(version, published.epoch, skipped=True)
 
     def any_says(self, mine: bool) -> bool:
         """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it.
@@ -301,7 +333,7 @@ class Engine:
         with self._lock:
             self._check_usable()
             group, number = self._ranks(), next(self._ids)
-            save = Save(final, step)
+            save = Save(final, step, number)
             try:
                 self._raise_failure()
                 carry_out(group, number, save)
@@ -506,16 +538,24 @@ class Engine:
                                 step=pending.order.step,
                             )
                         client.cancel(pending, self._replaced(pending, save), self.config.timeout)
-        if home.free_slot() is None:
-            client.wait_for(lambda: home.free_slot() is not None, self.config.timeout, "waiting for a free slot")
-        return home.free_slot()
+        slot: int | None = None
+
+        def claimed() -> bool:
+            nonlocal slot
+            if slot is None:
+                slot = home.claim_slot()
+            return slot is not None
+
+        client.wait_for(claimed, self.config.timeout, "waiting for a free slot")
+        return slot
 
     def _when_busy(self, group: Group, home: Home, save: Save) -> tuple[bool, int | None]:
         """First rank: whether to skip ``save``, and which one it replaces."""
         # Until a save has ended, some rank may not have a free slot yet.
         busy = [pending for pending in home.pending if pending is not None and not pending.future.done()]
         if len(busy) < len(home.pending):
-            return False, None
+            # Unless all but those under way are being read: then another is free soon.
+            return self.config.when_busy == "skip" and home.claim_slot() is None, None
         if self.config.when_busy == "skip":
             return True, None
         for pending in sorted(busy, key=lambda pending: -pending.order.save_id):
@@ -701,6 +741,7 @@ class Engine:
             self._has_visited = True
             if self._visit is not None:
                 self._memory = Memory(self._job, self._visit.segments, self._visit.images)
+                self._versions.inherit(self._visit.last_published())
 
     def _leave_homes(self) -> None:
         """Let go of the memory, which has lost its worker."""

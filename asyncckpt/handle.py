@@ -20,9 +20,10 @@ class Save:
     ``path`` is where the checkpoint will stand, ``step`` the training step it is of (None where it has none).
     """
 
-    def __init__(self, path: str, step: int | None) -> None:
+    def __init__(self, path: str, step: int | None, number: int = 0) -> None:
         self.path = Path(path)
         self.step = step
+        self._number = number
         self._begun = time.perf_counter()
         self._timings: dict[str, float] = {}
         self._staged = threading.Event()

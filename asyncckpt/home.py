@@ -13,8 +13,9 @@ import torch
 from asyncckpt.device_copy import Fence, Ready
 from asyncckpt.image import PAGE_ALIGNED_FROM, Image, Place
 from asyncckpt.pinned import PinnedMemory
+from asyncckpt.shm.leases import Claims
 from asyncckpt.shm.segment import PAGE, Segment, round_up
-from asyncckpt.shm.slots import HEADER_BYTES, SlotTable, State
+from asyncckpt.shm.slots import HEADER_BYTES, Published, SlotTable, State
 from asyncckpt.staging import SlotStager
 from asyncckpt.worker.client import Pending, WorkerClient
 from asyncckpt.worker.messages import FileLayout, Held, Layout, Region
@@ -103,8 +104,13 @@ class Home:
             spares.remove(spare)
         self.segment.touch()
         self.slots = SlotTable(self.segment.view)
+        self._claims: Claims | None = None
+        published = self._published()
+        if published:
+            self._claims = Claims(self.segment)
         held = [] if spare is None else sorted(spare.held, key=lambda each: each.order.save_id)
         kept = [each.order.slot for each in held]
+        kept += [slot for _, slot in published if slot not in kept]
         # Least recently used first: what is held is overwritten last, the newest of it last of all.
         self._turns = [slot for slot in range(slots) if slot not in kept] + kept
         self._kept = set(kept)
@@ -124,13 +130,34 @@ class Home:
         del self.pending[slots:]
         self._turns = [slot for slot in self._turns if slot < slots]
 
-    def free_slot(self) -> int | None:
-        """A slot that is not under way, if there is one; that least recently used, so that they take turns."""
-        return next((slot for slot in self._turns if self._is_free(slot)), None)
+    def claim_slot(self) -> int | None:
+        """A slot to stage in, if there is one: that least recently used, so that they take turns.
+
+        It is not under way, nobody reads what was published there, and from now on nobody can.
+        """
+        for slot in self._turns:
+            if self._is_free(slot) and self._claim(slot):
+                return slot
+        return None
 
     def free_slots(self) -> list[int]:
         """All that are not under way, and hold nothing that anybody may want."""
         return [slot for slot in self._turns if self._is_free(slot) and slot not in self._kept]
+
+    def publish(self, slot: int, published: Published) -> bool:
+        """Let readers see what was staged in ``slot``.
+
+        False, and nothing is published, where they have all others, so that none would be left that they cannot keep;
+        or where they have this one already, as another version.
+        """
+        if self._claims is None:
+            self._claims = Claims(self.segment)
+        others = [other for _, other in self._published() if other != slot]
+        if not self._claims.claim(slot) or (len(others) == len(self.pending) - 1 and not any(map(self._claim, others))):
+            return False
+        self.slots.publish(slot, published)
+        self._claims.offer(slot)
+        return True
 
     def begin(self, slot: int, pending: Pending) -> None:
         """``slot`` is taken for a save."""
@@ -177,8 +204,24 @@ class Home:
             self._pinned.close()
         for stager in self._stagers:
             stager.close()
+        if self._claims is not None:
+            self._claims.close()
         self.slots.close()
         return Spare(self.segment, self.layout)
+
+    def _published(self) -> list[tuple[Published, int]]:
+        """What readers may see, and in which slots, the oldest first."""
+        found = ((self.slots.published(slot), slot) for slot in range(len(self.pending)))
+        return sorted((published, slot) for published, slot in found if published is not None)
+
+    def _claim(self, slot: int) -> bool:
+        """Have no reader look at ``slot``; False where one does."""
+        if self._claims is None:
+            return True
+        if not self._claims.claim(slot):
+            return False
+        self.slots.withdraw(slot)
+        return True
 
     def _is_free(self, slot: int) -> bool:
         save = self.pending[slot]

@@ -82,6 +82,14 @@ class Homes:
         """From now on, find it."""
         self.known.insert(0, Known(key, plan, home))
 
+    def image_of(self, save_id: int) -> tuple[Home, int] | None:
+        """Where what was staged for a save still is, whole: the home and the slot."""
+        for home in (known.home for known in self.known if known.home is not None):
+            for slot, pending in enumerate(home.pending):
+                if pending is not None and pending.order.save_id == save_id and pending.whole:
+                    return home, slot
+        return None
+
     def inherit(self, visit: Visit) -> None:
         """Where no memory is left to be adopted: that which the worker of an earlier trainer holds."""
         if self.spares:

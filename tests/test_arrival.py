@@ -156,7 +156,7 @@ def test_a_slot_is_nobodys_while_a_failed_save_is_copied_into_it(root: Path, mon
         assert home is not None and (pending := home.pending[0]) is not None
         elsewhere = SaveDroppedError("replaced")
         home.client._finish(pending.order.save_id, elsewhere)
-        assert first.staged() and home.client.cancel(pending, elsewhere, 30) and home.free_slot() is None
+        assert first.staged() and home.client.cancel(pending, elsewhere, 30) and home.claim_slot() is None
         timer = threading.Timer(0.2, go_on.set)
         timer.start()
         checkpointer.save(2, state_of(2)).result(60)

@@ -107,7 +107,7 @@ def test_packages_are_the_folders() -> None:
     config = configparser.ConfigParser()
     config.read(HERE / "setup.cfg")
     packages = set(config["options"]["packages"].split())
-    assert packages == {"asyncckpt", "asyncckpt.nvrx", "asyncckpt.shm", "asyncckpt.worker"}
+    assert packages == {"asyncckpt", "asyncckpt.nvrx", "asyncckpt.shm", "asyncckpt.weights", "asyncckpt.worker"}
     for name, room in ROOMS.items():
         folders = {path.name for path in room.iterdir() if path.is_dir() and not path.is_symlink()}
         assert {folder for folder in folders if folder[0] != "_"} == SUITES[name]

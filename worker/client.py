@@ -82,6 +82,7 @@ class Pending:
     """A save the worker was told of.
 
     ``future``: its end. ``slot_free``: the worker has no more to do with its slot. ``copied``: nobody copies into that.
+    ``whole``: its image is complete.
     """
 
     def __init__(self, order: Order) -> None:
@@ -89,6 +90,7 @@ class Pending:
         self.future: Future[Committed] = Future()
         self.slot_free = False
         self.copied = threading.Event()
+        self.whole = False
         # The worker's own limit ends a save; this one is for a worker that has stopped.
         self.overdue_at = time.monotonic() + order.timeout + 2 * grace(order.timeout)
 
@@ -113,6 +115,8 @@ class WorkerClient:
         self._death: WorkerDiedError | None = None
         self._closing = False
         self._deserting = False
+        self.has_door = False
+        """Whether others can find the worker."""
         self.started_s = self._await_ready(options.start_timeout)
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
         self._listener.start()
@@ -148,8 +152,10 @@ class WorkerClient:
         reply, _ = self._ask(Open(), timeout, "making the worker known")
         if isinstance(reply, Refused):
             raise reply.error
-        if isinstance(reply, Opened) and reply.trouble is not None:
-            logger.warning("a trainer that is started in the place of this one will not find it: %s", reply.trouble)
+        trouble = reply.trouble if isinstance(reply, Opened) else None
+        self.has_door = trouble is None
+        if trouble is not None:
+            logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
 
     def adopt(self, segment: Segment, held: tuple[Held, ...], timeout: float) -> int:
         """Have the worker take over a segment whose worker is gone, with the images in it. Returns its number there.
@@ -198,6 +204,7 @@ class WorkerClient:
 
     def staged(self, pending: Pending, timings: dict[str, float]) -> None:
         """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
+        pending.whole = True
         self._send(Staged(pending.order.save_id, timings))
 
     def cancel(self, pending: Pending, reason: CheckpointError, timeout: float) -> bool:

@@ -16,6 +16,7 @@ from multiprocess.reduction import recv_handle
 
 from asyncckpt.errors import CheckpointError, JobTakenError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slots import Published, SlotTable
 from asyncckpt.worker.client import WorkerClient, deserted
 from asyncckpt.worker.door import door_names, knock, peer_pid, taken
 from asyncckpt.worker.messages import Busy, Holding, Look, Retire, Take
@@ -85,6 +86,15 @@ class Visit:
                 segment.close()
             raise
         return cls(connection, reply, segments)
+
+    def last_published(self) -> Published | None:
+        """The newest of what was published in the segments of the images."""
+        found: list[Published] = []
+        for layout, number in {each.layout: each.order.segment for each in self.images}.items():
+            table = SlotTable(self.segments[number].view)
+            found += filter(None, map(table.published, range(len(layout.slots))))
+            table.close()
+        return max(found, default=None)
 
     def retire(self, timeout: float) -> None:
         """Have the worker leave once all is written, and wait for that. What is mapped here stays.

@@ -10,7 +10,8 @@ with subscriber.acquire() as weights:                   # no copy
 
 from __future__ import annotations
 
-from asyncckpt.weights.publisher import Publication, WeightPublisher
+from asyncckpt.versions import Publication
+from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.subscriber import WeightSubscriber
 from asyncckpt.weights.weights import Weights
 

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +15,11 @@ import torch
 
 from asyncckpt.address import job_of_weights
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError, UnsavableStateError, VersionError, WeightsTimeoutError
+from asyncckpt.errors import ClosedError, UnsavableStateError, WeightsTimeoutError
 from asyncckpt.host_copy import copy_pool
-from asyncckpt.shm.slots import MAX_SLOTS, Published
+from asyncckpt.shm.slots import MAX_SLOTS
 from asyncckpt.structure import StructureChanged
+from asyncckpt.versions import Publication, Versions
 from asyncckpt.weights.image import Form
 from asyncckpt.weights.plan import WeightPlan
 from asyncckpt.weights.sharing import Sharing, local
@@ -33,20 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.002
-
-
-@dataclass(frozen=True)
-class Publication:
-    """What became of one ``publish``.
-
-    ``skipped``: every slot was being read, and readers go on with the version before. ``timings``: seconds of
-    ``plan_s`` (seeing that the structure is as before, or planning), ``slot_s`` (finding a slot), ``copy_s``.
-    """
-
-    version: int
-    epoch: int
-    skipped: bool
-    timings: Mapping[str, float]
 
 
 class WeightPublisher:
@@ -90,11 +77,7 @@ class WeightPublisher:
         self._plan: WeightPlan | None = None
         # The last one is published in; those before it, of other structures, are left until that has a version.
         self._shelves: list[Shelf] = []
-        self._last: Published | None = None
-        """Of a publisher before this one."""
-        self._version: int | None = None
-        self._epoch = 0
-        self._rolled_back = False
+        self._versions = Versions()
         self._pool = copy_pool()
         self._closed = False
         self._lock = threading.Lock()
@@ -121,23 +104,23 @@ class WeightPublisher:
         ``WeightsTimeoutError`` where ``when_busy`` is "wait" and readers do not end. Then nothing is published, and
         what was stays.
         """
-        if version < 0:
-            raise ValueError(f"a version is 0 or more, not {version}")
         with self._lock:
             client = self._running_client()
-            epoch = self._epoch_of(version, roll_back=roll_back)
+            sharing = self._sharing
+            published = self._versions.admit(
+                version, sharing.ranks, lambda epoch: max(sharing.gather(epoch)), roll_back=roll_back
+            )
             timings = {"plan_s": 0.0, "slot_s": 0.0, "copy_s": 0.0}
             if isinstance(weights, Mapping):
                 slot = self._copy_all(weights, dtype, client, timings)
             else:
                 slot = self._copy_each(iter(weights), dtype, client, timings)
-            self._version = version
             if slot is not None:
-                self._shelves[-1].publish(slot, Published(epoch, version, self._rolled_back, self._sharing.ranks))
+                self._shelves[-1].publish(slot, published)
                 for shelf in self._shelves[:-1]:
                     shelf.close(client)
                 del self._shelves[:-1]
-            return Publication(version, epoch, slot is None, timings)
+            return Publication(version, published.epoch, slot is None, timings)
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
         """Do all that first publications would have to: start the worker, plan, take the memory of all slots.
@@ -217,25 +200,7 @@ class WeightPublisher:
         for shelf in visit.shelves:
             images = [visit.segments[number] for number in shelf.layout.slots]
             self._shelves.append(Shelf(visit.segments[shelf.segment], images))
-        self._last = max((each for shelf in self._shelves for each in shelf.published()), default=None)
-        if self._last is not None:
-            self._version = self._last.version
-
-    def _epoch_of(self, version: int, *, roll_back: bool) -> int:
-        """Whether ``version`` may be published now, and in which epoch, which is the same on all ranks."""
-        last = self._version
-        goes_back = last is not None and version <= last
-        if goes_back and not roll_back:
-            raise VersionError(
-                f"version {version} is not newer than {last}, the last one published at {self.address!r}; publish it"
-                " with roll_back=True if the training has gone back"
-            )
-        if self._epoch == 0 or goes_back:
-            # By the clock, so that it grows even where nothing is left of the publisher before this one.
-            least = 0 if self._last is None else self._last.epoch
-            self._epoch = max(self._sharing.gather(max(time.time_ns(), least + 1)))
-            self._rolled_back = goes_back
-        return self._epoch
+        self._versions.inherit(max((each for shelf in self._shelves for each in shelf.published()), default=None))
 
     def _planned(
         self, own: Mapping[str, torch.Tensor], dtype: torch.dtype | None

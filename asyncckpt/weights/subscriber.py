@@ -80,7 +80,7 @@ class WeightSubscriber:
                 self._refresh()
                 ask_at = time.monotonic() + _ASK_AGAIN_S
             complete = self._complete()
-            wanted = _wanted(complete, min_version, version)
+            wanted = self._wanted(complete, min_version) if version is None else _exactly(complete, version)
             if wanted is not None:
                 if version is None and not roll_back:
                     self._check_not_older(wanted)
@@ -139,6 +139,14 @@ class WeightSubscriber:
             parts.append(part)
         return parts
 
+    def _wanted(self, complete: dict[Published, list[Found]], min_version: int | None) -> Published | None:
+        newest = max(complete, default=None)
+        if newest is None or newest.version < (min_version or 0):
+            return None
+        # A slot may be taken back, and not be published again yet: what is older is no news.
+        last = self._newest
+        return None if last is not None and newest < last and newest.epoch == last.epoch else newest
+
     def _check_not_older(self, published: Published) -> None:
         last = self._newest
         if last is not None and published.version < last.version and not published.rolled_back:
@@ -167,8 +175,5 @@ class WeightSubscriber:
         return f"{asked} within {timeout:g} s; the versions that are there: {there}{hint}"
 
 
-def _wanted(complete: dict[Published, list[Found]], min_version: int | None, version: int | None) -> Published | None:
-    if version is not None:
-        return max((each for each in complete if each.version == version), default=None)
-    newest = max(complete, default=None)
-    return None if newest is None or newest.version < (min_version or 0) else newest
+def _exactly(complete: dict[Published, list[Found]], version: int) -> Published | None:
+    return max((each for each in complete if each.version == version), default=None)

@@ -1,0 +1,65 @@
+"""Versions: how published weights are numbered, so that no reader takes older ones for newer.
+
+A version is the publishing trainer's own number, its step as a rule. Within an *epoch* versions grow. A trainer that is
+started anew begins a new epoch, which readers can see, and so does one that goes back on purpose.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from asyncckpt.errors import VersionError
+from asyncckpt.shm.slots import Published
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What became of one ``publish``. ``epoch``: of the publisher; a later one has a greater number.
+
+    ``skipped``: nothing was published, because readers have all the memory there is for it, or because the save it is
+    of was given up; they go on with the version before. ``timings``: seconds of ``plan_s`` (seeing that the structure
+    is as before, or planning), ``slot_s`` (finding a slot), ``copy_s``, each 0.0 where there was none of it.
+    """
+
+    version: int
+    epoch: int
+    skipped: bool
+    timings: Mapping[str, float] = field(default_factory=lambda: {"plan_s": 0.0, "slot_s": 0.0, "copy_s": 0.0})
+
+
+class Versions:
+    """Those of one publishing trainer."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._newest: int | None = None
+        self._least_epoch = 0
+        self._rolled_back = False
+
+    def inherit(self, last: Published | None) -> None:
+        """Go on after ``last``, of a trainer before this one."""
+        if last is not None and self._epoch == 0:
+            self._newest, self._least_epoch = last.version, last.epoch + 1
+
+    def admit(self, version: int, ranks: int, agree: Callable[[int], int], *, roll_back: bool) -> Published:
+        """What to publish ``version`` as, which ``ranks`` do together.
+
+        ``agree`` makes of the epochs that they propose the greatest. Raises ``VersionError`` where it is not newer than
+        the last one, unless ``roll_back`` says that this is meant; ``ValueError`` where it is no version at all.
+        """
+        if not 0 <= version < 1 << 63:
+            raise ValueError(f"a version is a number from 0 on, of 63 bits, not {version}")
+        goes_back = self._newest is not None and version <= self._newest
+        if goes_back and not roll_back:
+            raise VersionError(
+                f"version {version} is not newer than {self._newest}, the last one published; if the training has gone"
+                " back, publish it with roll_back=True"
+            )
+        if self._epoch == 0 or goes_back:
+            # By the clock, so that it grows even where nothing is left of the trainer before this one.
+            self._epoch = agree(max(time.time_ns(), self._least_epoch, self._epoch + 1))
+            self._rolled_back = goes_back
+        self._newest = version
+        return Published(self._epoch, version, self._rolled_back, ranks)
