@@ -71,14 +71,8 @@ class Shelf:
         for slot in set(range(len(self._slots))) - set(published.values()):
             if self._claims.claim(slot):
                 return slot
-        if len(self._slots) < most and not self._full:
-            try:
-                return self._grow(plan, client, timeout)
-            except OutOfMemoryError as error:
-                if not self._slots:
-                    raise
-                self._full = True
-                logger.warning("%d versions in memory instead of %d: %s", len(self._slots), most, error)
+        if (new := self._grow(plan, client, most, timeout)) is not None:
+            return new
         for version in sorted(published)[: -1 if len(published) > 1 else None]:
             if self._claims.claim(published[version]):
                 self._table.withdraw(published[version])
@@ -87,10 +81,8 @@ class Shelf:
 
     def fill(self, plan: WeightPlan, client: WorkerClient, most: int, timeout: float) -> None:
         """Take the memory of all ``most`` slots now. Raises as ``claim`` does, where there is none for even one."""
-        while len(self._slots) < most and not self._full:
-            slot = self.claim(plan, client, most, timeout)
-            if slot is not None:
-                self._claims.offer(slot)
+        while (slot := self._grow(plan, client, most, timeout)) is not None:
+            self._claims.offer(slot)
 
     def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], pool: ThreadPoolExecutor) -> None:
         """Copy ``tensors`` (all of ``plan``, in the order of its image) into a claimed ``slot``."""
@@ -122,8 +114,18 @@ class Shelf:
             slot.close()
         self._control.close()
 
-    def _grow(self, plan: WeightPlan, client: WorkerClient, timeout: float) -> int:
-        number, segment = client.allocate(plan.image.nbytes, timeout)
+    def _grow(self, plan: WeightPlan, client: WorkerClient, most: int, timeout: float) -> int | None:
+        """One slot more, claimed; None where there are ``most``, or there is no memory for it."""
+        if len(self._slots) >= most or self._full:
+            return None
+        try:
+            number, segment = client.allocate(plan.image.nbytes, timeout)
+        except OutOfMemoryError as error:
+            if not self._slots:
+                raise
+            self._full = True
+            logger.warning("room for %d versions in memory instead of %d: %s", len(self._slots), most, error)
+            return None
         segment.touch()
         segment.view[: len(plan.image.header)] = plan.image.header
         self._slots.append(_Slot(segment, number))
