@@ -211,6 +211,7 @@ class Engine:
                 if not home.client.has_door:
                     raise CheckpointError("readers cannot find the worker, which has no door: see the log")
                 if home.publish(slot, published):
+                    self._versions.note(published)
                     return Publication(version, published.epoch, skipped=False)
                 why = "readers have all slots but that; more of them would help (Config.slots)"
             logger.warning("version %d is not published: %s", version, why)

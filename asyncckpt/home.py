@@ -123,7 +123,7 @@ class Home:
             for offset in offsets:
                 self.segment.view[offset + place : offset + place + len(data)] = data
         self._stagers = [SlotStager(plan.image, self.segment, offset) for offset in offsets]
-        client.describe(self.number, self.layout)
+        client.describe(self.number, self.layout, timeout)
 
     def limit(self, slots: int) -> None:
         """Use no more than ``slots`` slots: another rank has no more."""

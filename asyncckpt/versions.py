@@ -43,6 +43,10 @@ class Versions:
         if last is not None and self._epoch == 0:
             self._newest, self._least_epoch = last.version, last.epoch + 1
 
+    def note(self, published: Published) -> None:
+        """It is published: from now on it is the last one."""
+        self._newest = published.version
+
     def admit(self, version: int, ranks: int, agree: Callable[[int], int], *, roll_back: bool) -> Published:
         """What to publish ``version`` as, which ``ranks`` do together.
 
@@ -61,5 +65,4 @@ class Versions:
             # By the clock, so that it grows even where nothing is left of the trainer before this one.
             self._epoch = agree(max(time.time_ns(), self._least_epoch, self._epoch + 1))
             self._rolled_back = goes_back
-        self._newest = version
         return Published(self._epoch, version, self._rolled_back, ranks)

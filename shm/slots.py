@@ -94,7 +94,7 @@ class SlotTable:
         self._words[first + _RANKS] = published.ranks
 
     def withdraw(self, slot: int) -> None:
-        """Trainer: nothing is published in ``slot``, which must be claimed."""
+        """Trainer: nothing is published in ``slot`` any more. Before anything is written there it must be claimed."""
         self._words[slot * _WORDS_PER_SLOT + _RANKS] = 0
 
     def published(self, slot: int) -> Published | None:

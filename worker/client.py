@@ -34,6 +34,7 @@ from asyncckpt.worker.messages import (
     Close,
     Committed,
     Describe,
+    Described,
     Failed,
     FileLayout,
     FromTrainer,
@@ -183,9 +184,14 @@ class WorkerClient:
         """Have the worker commit together with those of the other ranks."""
         self._send(Join(meeting, timeout))
 
-    def describe(self, segment: int, layout: Layout | FileLayout | WeightLayout) -> None:
-        """Tell what stands where in a segment. All that is constant must be written by now."""
-        self._send(Describe(segment, layout))
+    def describe(self, segment: int, layout: Layout | FileLayout | WeightLayout, timeout: float) -> None:
+        """Tell what stands where in a segment. All that is constant must be written by now.
+
+        When this returns, who asks the worker is told so. Raises ``WorkerDiedError``, ``SaveTimeoutError``.
+        """
+        reply, _ = self._ask(Describe(segment, layout), timeout, "describing shared memory")
+        if not isinstance(reply, Described):
+            raise CheckpointError(f"the worker answered {reply!r} to a description: please report this")
 
     def begin(self, order: Order) -> Pending:
         """Announce a save whose slot is being staged. What the slot is told to hold may be read from now on."""

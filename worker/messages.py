@@ -13,6 +13,7 @@ One socket pair joins them; every message is one of these. In the order of a lif
     trainer  Adopt + descriptor           take over one whose worker is gone
     worker   Adopted                      it is yours to use
     trainer  Describe                     what its bytes are (after writing all that is constant into it)
+    worker   Described                    from now on others are told so
     trainer  Begin                        a save is about to be staged: what, where to
     trainer  Staged                       it is (the slot's state says so too, for when the trainer dies here)
              or Cancel                    it is not, or is no longer wanted
@@ -268,6 +269,11 @@ class Adopted:
 
 
 @dataclass(frozen=True)
+class Described:
+    pass
+
+
+@dataclass(frozen=True)
 class Refused:
     error: CheckpointError
 
@@ -367,4 +373,6 @@ class Read:
 
 
 FromTrainer = Open | Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
-FromWorker = Ready | Opened | Hosting | Allocated | Adopted | Refused | Cancelled | Written | Committed | Failed
+FromWorker = (
+    Ready | Opened | Hosting | Allocated | Adopted | Described | Refused | Cancelled | Written | Committed | Failed
+)

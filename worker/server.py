@@ -43,6 +43,7 @@ from asyncckpt.worker.messages import (
     Close,
     Committed,
     Describe,
+    Described,
     Failed,
     FileLayout,
     FromTrainer,
@@ -170,6 +171,7 @@ class Server:
                 self._send(Adopted(self._holdings.adopt(segment, held)))
             case Describe(number, layout):
                 self._holdings.room(number).describe(layout)
+                self._send(Described())
             case Begin(order):
                 self._holdings.taken(order)
                 self._committer.expect(order)

@@ -96,7 +96,7 @@ class WeightPublisher:
         each copied before the next is asked for. When this returns the caller may change them. ``dtype``: what tensors
         of floating point are converted to on the way (not those of 8 bits).
 
-        Versions grow. ``roll_back=True`` allows one that is not newer than the last, also than the last of a trainer
+        Versions grow. ``roll_back=True`` allows one that is not newer than the last one published, also by a trainer
         before this one, and readers take it.
 
         Raises ``VersionError``, ``UnsavableStateError``, ``OutOfMemoryError``, ``JobTakenError`` where another process
@@ -117,8 +117,9 @@ class WeightPublisher:
                 slot = self._copy_each(iter(weights), dtype, client, timings)
             if slot is not None:
                 self._shelves[-1].publish(slot, published)
+                self._versions.note(published)
                 for shelf in self._shelves[:-1]:
-                    shelf.close(client)
+                    shelf.give_back(client)
                 del self._shelves[:-1]
             return Publication(version, published.epoch, slot is None, timings)
 
@@ -148,7 +149,7 @@ class WeightPublisher:
                     self._client.close(self._config.timeout)
             finally:
                 while self._shelves:
-                    self._shelves.pop().close(None)
+                    self._shelves.pop().close()
                 self._pool.shutdown()
 
     def __enter__(self) -> WeightPublisher:
@@ -298,7 +299,9 @@ class WeightPublisher:
             if slot is None:
                 continue
             number = plan.find(self._whole(name, tensor, plan.dtype))
-            if number is None or name in copied:
+            if name in copied:
+                raise UnsavableStateError(f"{name!r} comes twice")
+            if number is None:
                 self._keep(name, tensor, plan.dtype, kept)
                 break
             self._shelves[-1].target(slot, plan, number, tensor.device).copy_(local(tensor))

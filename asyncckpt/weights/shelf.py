@@ -48,7 +48,7 @@ class Shelf:
         self._number = client.adopt(self._control, (), timeout)
         for slot in self._slots:
             slot.number = client.adopt(slot.segment, (), timeout)
-        self._describe(client)
+        self._describe(client, timeout)
 
     def is_for(self, plan: WeightPlan) -> bool:
         """Whether images of ``plan`` belong here."""
@@ -103,11 +103,16 @@ class Shelf:
         self._table.publish(slot, published)
         self._claims.offer(slot)
 
-    def close(self, client: WorkerClient | None) -> None:
-        """Give all back; who reads it keeps it. ``client``: the worker, if it lives."""
-        if client is not None:
-            for number in (self._number, *(slot.number for slot in self._slots)):
-                client.release(number)
+    def give_back(self, client: WorkerClient) -> None:
+        """Nobody shall find anything here any more; who reads it keeps it."""
+        for slot in range(len(self._slots)):
+            self._table.withdraw(slot)  # not claimed: nothing will be written there either
+        for number in (self._number, *(slot.number for slot in self._slots)):
+            client.release(number)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the memory, which the worker, and who reads it, may keep."""
         self._table.close()
         self._claims.close()
         for slot in self._slots:
@@ -130,11 +135,11 @@ class Shelf:
         segment.view[: len(plan.image.header)] = plan.image.header
         self._slots.append(_Slot(segment, number))
         self._claims.claim(len(self._slots) - 1)
-        self._describe(client)
+        self._describe(client, timeout)
         return len(self._slots) - 1
 
-    def _describe(self, client: WorkerClient) -> None:
-        client.describe(self._number, WeightLayout(tuple(slot.number for slot in self._slots)))
+    def _describe(self, client: WorkerClient, timeout: float) -> None:
+        client.describe(self._number, WeightLayout(tuple(slot.number for slot in self._slots)), timeout)
 
 
 class _Slot:
