@@ -69,7 +69,7 @@ class Sharing:
         return Form(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
-        if not isinstance(tensor, DTensor):
+        if self.ranks == 1 or not isinstance(tensor, DTensor):
             return self.rank == 0
         coordinate = tensor.device_mesh.get_coordinate()
         return coordinate is not None and not any(
