@@ -1,14 +1,16 @@
-"""``examples/fsdp2.py`` as its text says to run it."""
+"""The examples, as their texts say to run them."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 from ranks import fsdp2_on_cpu
 
 from asyncckpt.worker.steps import complete_steps
@@ -64,3 +66,22 @@ def test_told_to_end_it_saves_first(tmp_path: Path) -> None:
     last = complete_steps(str(root))[-1]
     assert last >= 100
     assert f"steps {last} to {last + 1} with 2 ranks" in _run(2, root, "--steps", str(last + 1))
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["published", "saved and published"])
+def test_rollouts_write_with_the_newest_weights(tmp_path: Path, saves: bool) -> None:
+    options = ["--steps=12", *(["--checkpoints", str(tmp_path / "checkpoints")] if saves else [])]
+    script = EXAMPLE.with_name("rl_sync.py")
+    said = subprocess.run(
+        [sys.executable, str(script), *options],
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        timeout=100,
+    ).stdout
+    versions = [int(version) for version in re.findall(r"version +(\d+) wrote", said)]
+    assert len(versions) == 13 and versions == sorted(versions) and versions[-1] > 0
+    assert "published 13 versions" in said
+    if saves:
+        assert complete_steps(str(tmp_path / "checkpoints")) == list(range(13))
