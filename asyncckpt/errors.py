@@ -101,3 +101,7 @@ class SaveTimeoutError(CheckpointError, TimeoutError):
 
 class SaveDroppedError(CheckpointError):
     """The save was given up because all slots were busy, as ``when_busy`` says: skipped, or replaced by a newer."""
+
+
+class OffloadedError(CheckpointError):
+    """Parameters were needed while they were offloaded: their tensors have no memory on the device."""
