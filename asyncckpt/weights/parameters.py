@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -18,6 +19,7 @@ from asyncckpt.errors import CheckpointError, OffloadedError
 from asyncckpt.weights.host_memory import HostMemory
 from asyncckpt.weights.metrics import synchronize
 
+_T = TypeVar("_T")
 _State = tuple[StorageWeakRef, tuple[int, ...]]
 """Tells what a storage had in it from anything that any has in it later, and does not hold on to its memory."""
 
@@ -88,7 +90,6 @@ class OffloadedParameters:
         for part in parts:
             if not part.storage.resizable():
                 raise CheckpointError("some parameters are in memory that torch cannot give back, such as numpy's")
-        synchronize()  # what is queued may be about to change them
         known: Sequence[_State | None] = self._known if unchanged else []
         self._known = []  # until all are copied, nothing is
         sizes = [part.storage.nbytes() for part in parts]
@@ -96,14 +97,12 @@ class OffloadedParameters:
             known = []
             self._memory = None  # before more is taken
             self._memory = HostMemory(sizes, parts[0].storage.device if parts else None)
-        with self._pool() as pool:
-            copies = list(pool.map(_to_host, parts, self._memory.places, known or [None] * len(parts)))
-        synchronize()
-        self._copies = copies
+        known = known or [None] * len(parts)
+        self._copies = self._in_parallel(_to_host, parts, self._memory.places, known)
+        self.loaded = False
         self._guard()
         self._empty()
-        self.loaded = False
-        return sum(copy.place.nbytes for copy in copies if copy.copied)
+        return sum(copy.place.nbytes for copy in self._copies if copy.copied)
 
     def load(self) -> int:
         """Bring them back to the device. Returns bytes copied.
@@ -116,16 +115,14 @@ class OffloadedParameters:
         try:
             for copy in self._copies:  # on the caller's thread: torch's allocator gives memory to its current stream
                 copy.part.storage.resize_(copy.place.nbytes)
-            with self._pool() as pool:
-                nbytes = sum(pool.map(_to_device, self._copies))
-            synchronize()
+            nbytes = sum(self._in_parallel(_to_device, self._copies))
         except BaseException:
             self._empty()
             raise
-        self._known = [copy.part.state for copy in self._copies]
-        self._copies = []
         self._guards.close()
+        self._known = [copy.part.state for copy in self._copies]
         self.loaded = True
+        self._copies = []
         return nbytes
 
     def _empty(self) -> None:
@@ -134,6 +131,9 @@ class OffloadedParameters:
 
     def _parts(self) -> list[_Part]:
         """Each storage once, in the order of the module."""
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward with no backward leaves whole parameters in the place of shards
         found: dict[int, tuple[torch.UntypedStorage, list[int]]] = {}
         for tensor in chain(self._module.parameters(), self._module.buffers()):
             for plain in _plain(tensor):
@@ -152,8 +152,14 @@ class OffloadedParameters:
     def _refuse(self, *_: object) -> NoReturn:
         raise OffloadedError("the parameters of this module are offloaded: load them first")
 
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._threads, thread_name_prefix="asyncckpt-offload")
+    def _in_parallel(self, task: Callable[..., _T], *arguments: Iterable[object]) -> list[_T]:
+        """What each task returned, in their order. No copy is under way when this ends, however it ends."""
+        synchronize()  # the threads have streams of their own, which wait for none that the caller uses
+        try:
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="asyncckpt-offload") as pool:
+                return list(pool.map(task, *arguments))
+        finally:
+            synchronize()
 
 
 def _to_host(part: _Part, place: torch.Tensor, known: _State | None) -> _Copy:
