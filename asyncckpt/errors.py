@@ -109,3 +109,7 @@ class VersionError(CheckpointError):
 
 class WeightsTimeoutError(CheckpointError, TimeoutError):
     """No weights as asked for were published within the time."""
+
+
+class OffloadedError(CheckpointError):
+    """Parameters were needed while they were offloaded: their tensors have no memory on the device."""

@@ -20,13 +20,15 @@ class Publication:
 
     ``skipped``: nothing was published, because readers have all the memory there is for it, or because the save it is
     of was given up; they go on with the version before. ``timings``: seconds of ``plan_s`` (seeing that the structure
-    is as before, or planning), ``slot_s`` (finding a slot), ``copy_s``, each 0.0 where there was none of it.
+    is as before, or planning), ``wait_s`` (for a slot) and ``stage_s`` (copying), each 0.0 where there was none of it.
+    ``nbytes``: bytes that were copied.
     """
 
     version: int
     epoch: int
     skipped: bool
-    timings: Mapping[str, float] = field(default_factory=lambda: {"plan_s": 0.0, "slot_s": 0.0, "copy_s": 0.0})
+    nbytes: int = 0
+    timings: Mapping[str, float] = field(default_factory=lambda: {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0})
 
 
 class Versions:

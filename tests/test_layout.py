@@ -14,7 +14,7 @@ import asyncckpt
 HERE = Path(__file__).parent.parent
 ROOMS = {"shm": HERE / "shm", "worker": HERE / "worker", "asyncckpt": HERE / "asyncckpt"}
 # Folders within a room.
-SUITES: dict[str, set[str]] = {"shm": set(), "worker": set(), "asyncckpt": {"nvrx"}}
+SUITES: dict[str, set[str]] = {"shm": set(), "worker": set(), "asyncckpt": {"nvrx", "weights"}}
 LOWER = {"shm": set(), "worker": {"shm"}, "asyncckpt": {"shm", "worker"}}
 
 

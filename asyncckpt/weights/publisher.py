@@ -110,7 +110,7 @@ class WeightPublisher:
             published = self._versions.admit(
                 version, sharing.ranks, lambda epoch: max(sharing.gather(epoch)), roll_back=roll_back
             )
-            timings = {"plan_s": 0.0, "slot_s": 0.0, "copy_s": 0.0}
+            timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
             if isinstance(weights, Mapping):
                 slot = self._copy_all(weights, dtype, client, timings)
             else:
@@ -121,7 +121,8 @@ class WeightPublisher:
                 for shelf in self._shelves[:-1]:
                     shelf.give_back(client)
                 del self._shelves[:-1]
-            return Publication(version, published.epoch, slot is None, timings)
+            nbytes = 0 if slot is None or self._plan is None else self._plan.image.nbytes
+            return Publication(version, published.epoch, slot is None, nbytes, timings)
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
         """Do all that first publications would have to: start the worker, plan, take the memory of all slots.
@@ -232,7 +233,7 @@ class WeightPublisher:
         while True:
             slot = shelf.claim(plan, client, self._slots, self._config.timeout)
             if all(self._sharing.gather(slot is not None)):
-                timings["slot_s"] += time.perf_counter() - begun
+                timings["wait_s"] += time.perf_counter() - begun
                 return slot
             if self._when_busy == "skip":
                 return None
@@ -254,7 +255,7 @@ class WeightPublisher:
             return None
         begun = time.perf_counter()
         self._shelves[-1].copy(slot, plan, tensors, self._pool)
-        timings["copy_s"] += time.perf_counter() - begun
+        timings["stage_s"] += time.perf_counter() - begun
         return slot
 
     def _copy_each(
@@ -273,13 +274,13 @@ class WeightPublisher:
             begun = time.perf_counter()
             copied = self._copy_known(stream, plan, slot, kept)
             if slot is None or (not kept and len(copied) == len(plan.names)):
-                timings["copy_s"] += time.perf_counter() - begun
+                timings["stage_s"] += time.perf_counter() - begun
                 return slot
             # Another structure than before, of which a part is in the slot, and the first that is new has been kept.
             kept = {name: self._shelves[-1].target(slot, plan, number).clone() for name, number in copied} | kept
         for name, tensor in stream:
             self._keep(name, tensor, dtype, kept)
-        timings["copy_s"] += time.perf_counter() - begun
+        timings["stage_s"] += time.perf_counter() - begun
         return self._copy_all(kept, dtype, client, timings)
 
     def _copy_known(
