@@ -317,7 +317,7 @@ class Server:
             if room.layout is None:
                 raise CheckpointError("the trainer never described this segment")
             if isinstance(room.layout, FileLayout):
-                attempt = FileAttempt(self._storage, order, room.layout, room.segment)
+                attempt = FileAttempt(self._storage, arrival, room.layout, room.segment)
             else:
                 attempt = Attempt(self._storage, arrival, room.layout, room.segment)
             self._holdings.written(order, attempt.write(pool))
@@ -343,7 +343,7 @@ class Server:
             return
         arrival.is_freed = True
         arrival.set_state(State.FREE)
-        self._send(Written(arrival.order.save_id))
+        self._send(Written(arrival.order.save_id, arrival.inode))
 
     def _ended(self, outcome: Committed | Failed) -> None:
         self._holdings.ended(outcome.save_id, committed=isinstance(outcome, Committed))
