@@ -179,9 +179,11 @@ def settle(order: Order, timeout: float, inode: int | None = None) -> bool:
         if trash is not None:
             remove(trash)
 
-    threading.Thread(target=decide, name="asyncckpt-settle", daemon=True).start()
+    begun = time.monotonic()
+    thread = threading.Thread(target=decide, name="asyncckpt-settle", daemon=True)
+    thread.start()
     try:
-        return outcome.result(timeout)
+        is_published = outcome.result(timeout)
     except FutureTimeoutError as error:
         raise SaveTimeoutError(
             f"storage has not answered for {timeout:g} s, and nobody can say whether this was saved",
@@ -189,3 +191,5 @@ def settle(order: Order, timeout: float, inode: int | None = None) -> bool:
             rank=order.rank,
             step=order.step,
         ) from error
+    thread.join(max(0.0, begun + timeout - time.monotonic()))  # so that what was taken away takes no more space
+    return is_published
