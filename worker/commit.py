@@ -27,7 +27,7 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.arrival import Arrival
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
 from asyncckpt.worker.messages import Layout, Order, Region
-from asyncckpt.worker.storage import LocalStorage, remove, sync_folder, translated, withdraw
+from asyncckpt.worker.storage import LocalStorage, disjoin, remove, sync_folder, translated, withdraw
 from asyncckpt.worker.writer import write_image, write_small
 
 # How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
@@ -175,6 +175,9 @@ def settle(order: Order, timeout: float, inode: int | None = None) -> bool:
         if is_published:
             with contextlib.suppress(OSError):
                 sync_folder(os.path.dirname(order.path))  # whoever published it may have died before
+        elif trash is not None and order.existing == "join":
+            with contextlib.suppress(OSError):
+                disjoin(trash, order.path)
         outcome.set_result(is_published)
         if trash is not None:
             remove(trash)

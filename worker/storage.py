@@ -86,6 +86,14 @@ def withdraw(final: str, attempt: str) -> str | None:
     return trash
 
 
+def disjoin(trash: str, final: str) -> None:
+    """Of an attempt in ``trash`` that was just being joined to ``final`` when it was taken away: see that DCP finds no
+    checkpoint there, whose ``.metadata`` goes there just before our manifest.
+    """
+    if METADATA_NAME not in (names := os.listdir(trash)) and MANIFEST_NAME in names:
+        os.unlink(os.path.join(final, METADATA_NAME))
+
+
 def remove(path: str) -> None:
     """Remove a file or a folder, as far as storage lets us."""
     with contextlib.suppress(OSError):
@@ -208,7 +216,12 @@ class LocalStorage:
             self._settle(folder, final, existing)
         parent = os.path.dirname(final)
         with translated("flushing a folder", parent):
-            sync_folder(parent)
+            try:
+                sync_folder(parent)
+            except OSError:
+                if not taken:
+                    os.rename(final, folder)  # what has failed is not to be found there
+                raise
 
     def discard(self, folder: str, names: Sequence[str] | None = None) -> None:
         """Remove an attempt, or just the files ``names`` of it, and the folder with the last one.
@@ -297,7 +310,15 @@ class LocalStorage:
                 except OSError:
                     os.rename(old, final)
                     raise
-            sync_folder(os.path.dirname(final))
+            try:
+                sync_folder(os.path.dirname(final))
+            except OSError:
+                if old != folder:
+                    os.rename(final, folder)
+                    os.rename(old, final)
+                else:
+                    _exchange(folder, final)
+                raise
         shutil.rmtree(old, ignore_errors=True)
 
     def _make_folder(self, path: str) -> None:
