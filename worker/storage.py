@@ -72,7 +72,7 @@ def withdraw(final: str, attempt: str) -> str | None:
     """Take its name from an ``attempt`` at ``final``, so that nobody can publish it any more.
 
     Publishing is a rename too, so one of the two comes first, and the other finds nothing. Returns where it is now,
-    to be removed; None where nothing was, or where storage refuses, which it then does to whoever would publish.
+    to be removed; None where nothing was, or where storage refuses (which it then does to whoever would publish, too).
     """
     path = attempt_folder(final, attempt)
     trash = path.removesuffix(PARTIAL_SUFFIX) + TRASH_SUFFIX
