@@ -51,7 +51,7 @@ from asyncckpt.versions import Publication, Versions
 from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Existing, Order
-from asyncckpt.worker.storage import exists_error, fits, remove_attempt, translated
+from asyncckpt.worker.storage import exists_error, fits, remove, translated, withdraw
 from asyncckpt.worker.visit import Visit, take_door
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,9 @@ class Engine:
                 save._reported = True
                 if group is not None and group.rank == 0:
                     # Its worker, which would have published, is dead. Only so may anybody remove what is of all ranks.
-                    remove_attempt(os.fspath(save.path), group.attempt(number))
+                    trash = withdraw(os.fspath(save.path), group.attempt(number))
+                    if trash is not None:
+                        remove(trash)
             if group is not None:
                 group.close()
             try:
@@ -591,7 +593,7 @@ class Engine:
             save._begun_in_worker = True
             home.begin(order.slot, pending)
             self._under_way[order.save_id] = save
-            pending.future.add_done_callback(lambda outcome: self._ended(save, order, outcome))
+            pending.future.add_done_callback(lambda outcome: self._ended(save, pending, outcome))
             if self.config.overlap:
                 if self._stager is None:
                     self._stager = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-stager")
@@ -634,12 +636,12 @@ class Engine:
             home.client.cancel(pending, failure, self.config.timeout)
         return failure
 
-    def _ended(self, save: Save, order: Order, outcome: Future[Committed]) -> None:
+    def _ended(self, save: Save, pending: Pending, outcome: Future[Committed]) -> None:
         """On whatever thread learned of it. First the books, then the handle, on which somebody may be waiting."""
-        self._under_way.pop(order.save_id, None)
+        self._under_way.pop(pending.order.save_id, None)
         failure = outcome.exception()
         try:
-            failure = self._verdict(order, failure)
+            failure = self._verdict(pending, failure)
             if failure is not None and not isinstance(failure, SaveDroppedError):
                 logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
                 self._failed = [save for save in self._failed if not save._reported] + [save]
@@ -649,16 +651,18 @@ class Engine:
         finally:
             save._end(failure, outcome.result() if outcome.exception() is None else None)
 
-    def _verdict(self, order: Order, failure: BaseException | None) -> BaseException | None:
-        """How a save has ended on all ranks, of which this rank's worker says ``failure``, or can say nothing."""
-        group = self._group
-        silent = isinstance(failure, (WorkerDiedError, SaveTimeoutError)) and failure.rank == order.rank
-        if failure is None or not silent or group is None:
+    def _verdict(self, pending: Pending, failure: BaseException | None) -> BaseException | None:
+        """How a save has ended on all ranks, of which this rank's worker says ``failure``, or, dead, says nothing."""
+        group, order = self._group, pending.order
+        if failure is None or not pending.unheard or group is None:
             return failure
         if order.rank > 0:
             group.fail(order.save_id, failure, begun=True)
-        if group.is_committed(order.save_id, order.path, order.attempt):
-            return None  # its part was done, and it could not say so any more
+        try:
+            if group.is_committed(order, pending.inode):
+                return None  # its part was done, and it could not say so any more
+        except SaveTimeoutError as error:
+            return error
         if order.rank == 0 and isinstance(failure, WorkerDiedError):
             group.fail(order.save_id, failure, begun=True)
         return failure

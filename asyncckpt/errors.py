@@ -96,7 +96,9 @@ class StructureChangedError(CheckpointError):
 
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
-    """A wait ran out of its time. The save itself may still be under way."""
+    """A wait ran out of its time. Raised of a wait, the save itself may still be under way; as the outcome of a save,
+    it has failed, unless the text says that nobody can say.
+    """
 
 
 class SaveDroppedError(CheckpointError):

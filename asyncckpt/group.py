@@ -25,8 +25,8 @@ import torch.distributed as dist
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.commit import published
-from asyncckpt.worker.messages import Meeting
+from asyncckpt.worker.commit import settle
+from asyncckpt.worker.messages import Meeting, Order
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ _YES = "yes"
 _OWN_PATIENCE_S = 1.0
 # How long another rank looks for the store, which the first may just be bringing back.
 _PATIENCE_S = 10.0
-# How long the first rank may take to conclude a save that this one has failed, if it is just publishing it.
+# How long the first rank may take to conclude a save that this one has failed, if it is just publishing it; and storage
+# to say what has become of it.
 _VERDICT_S = 30.0
 # What trainers ask each other in a save, one after the other.
 KINDS = ("agree", "plan", "layout", "memory", "busy")
@@ -215,21 +216,23 @@ class Group:
         except CheckpointError as trouble:
             logger.warning("the other ranks could not be told of a failure: %s", trouble)
 
-    def is_committed(self, number: int, path: str, attempt: str) -> bool:
-        """Whether save ``number`` is committed although this rank's worker, which had a part in it, is dead or stopped.
+    def is_committed(self, order: Order, inode: int | None) -> bool:
+        """Whether a save is committed although this rank's worker, which had a part in it, is dead. If not, it never
+        will be. ``inode``: see ``settle``.
 
         It may be, if that part was reported. Ranks but the first ask the first, whose word is the same for all, and
-        have failed the save before they ask: so the answer comes at once, unless that one is just publishing.
+        have failed the save before they ask: so the answer comes at once, unless that one is just publishing. Raises
+        ``SaveTimeoutError`` where neither it nor storage answers.
         """
         if self.rank > 0 and self._meeting is not None:
             rounds = Rounds(self._meeting, _VERDICT_S, _OWN_PATIENCE_S)
             try:
-                return not isinstance(rounds.outcome(round_name("save", number), _VERDICT_S), CheckpointError)
+                return not isinstance(rounds.outcome(round_name("save", order.save_id), _VERDICT_S), CheckpointError)
             except CheckpointError as error:
-                logger.warning("rank 0 could not be asked how save %d has ended: %s", number, str(error))
+                logger.warning("rank 0 could not be asked how save %d has ended: %s", order.save_id, str(error))
             finally:
                 rounds.close()
-        return published(path, attempt)
+        return settle(order, _VERDICT_S, inode)
 
     def close(self) -> None:
         """Drop the connections to the store."""

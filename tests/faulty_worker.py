@@ -5,7 +5,8 @@ where another rank does it, when this one has reported), ``published`` (after it
 
 Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
 other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). From the NTH time on:
-``hold`` (wait until the file ``$ASYNCCKPT_TEST_GATE`` exists; one of that name with ``.reached`` says that it waits).
+``hold`` (wait until the file ``$ASYNCCKPT_TEST_GATE`` exists). Another, of that name with ``.reached``, says that it
+stops or waits.
 At ``start``: ``nobody`` (give up root), ``poor`` (too little memory, at the first look).
 """
 
@@ -43,12 +44,14 @@ def reach(here: str, path: str) -> None:
         return
     if action == "lose":
         raise errors.WorkerDiedError("the connection broke (as the test wants)", rank=0)
+    if action in ("stop", "hold") and (gate := os.environ.get("ASYNCCKPT_TEST_GATE")):
+        open(gate + ".reached", "w").close()
     if action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread, which so does not get any further; of a process's signals any thread may take care.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return
     if action == "hold":
         deadline = time.monotonic() + 60
-        open(os.environ["ASYNCCKPT_TEST_GATE"] + ".reached", "w").close()
         while not os.path.exists(os.environ["ASYNCCKPT_TEST_GATE"]) and time.monotonic() < deadline:
             time.sleep(0.005)
         return

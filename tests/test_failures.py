@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -131,6 +132,39 @@ def test_storage_that_stalls_stops_nobody(
         while list(root.glob(".*")) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not list(root.glob(".*"))
+
+
+@pytest.mark.parametrize("fault", ["begin:stop", "write:stop", "publish:stop", "publish:hold"])
+def test_what_was_told_as_failed_is_never_saved(
+    root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Its worker is only slow, and goes on when nobody waits for it any more."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker(fault)
+    with Checkpointer(root, Config(commit_timeout=1.0)) as checkpointer:
+        save = checkpointer.save(1, small_state())
+        worker = checkpointer._engine._client
+        assert worker is not None
+        with pytest.raises(SaveTimeoutError, match="step 1"):
+            save.result(60)
+        (tmp_path / "gate").touch()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGCONT)
+    # It has been closed, and with it the worker has ended: whatever it was to do is done.
+    assert checkpointer.steps() == [] and not list(root.glob("*"))
+
+
+@pytest.mark.parametrize("fault", ["published:stop", "published:hold"])
+def test_what_was_saved_is_told_as_saved(
+    root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker(fault)
+    with Checkpointer(root, Config(commit_timeout=1.0)) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        assert checkpointer.steps() == [1] and checkpointer.failures == 0
+        faulty_worker("")
+        checkpointer.save(2, small_state()).result(60)
 
 
 STUCK = '''

@@ -23,7 +23,7 @@ from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slots import SlotTable
 from asyncckpt.worker import storage, writer
 from asyncckpt.worker.arrival import Arrival
-from asyncckpt.worker.commit import Attempt
+from asyncckpt.worker.commit import Attempt, settle
 from asyncckpt.worker.manifest import checksum, spans
 from asyncckpt.worker.messages import Existing, Layout, Order, Region
 from asyncckpt.worker.storage import LocalStorage, OutputFile
@@ -116,6 +116,94 @@ def test_the_slot_is_free_only_when_its_bytes_are_synced(tmp_path: Path, monkeyp
         attempt.commit([json.loads(attempt.seal())])
         store.close()
     assert (tmp_path / "root/final/__0_0.distcp").read_bytes() == image
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("existing", ["refuse", "replace", "join"])
+def test_whoever_settles_it_at_any_instant_knows_how_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: Existing, exchanges: bool
+) -> None:
+    """It comes between any two steps of publishing, and what it says is so for good."""
+    if not exchanges:
+        monkeypatch.setattr(storage, "_exchange", lambda *_: False)
+    real, calls, said = os.rename, 0, [False]
+
+    def rename(one: str, other: str) -> None:
+        nonlocal calls
+        if not one.endswith(storage.PARTIAL_SUFFIX) or not other.endswith(storage.TRASH_SUFFIX):
+            calls += 1
+            if calls == settles_at:
+                said[0] = settle(order, 60.0)
+        real(one, other)
+
+    monkeypatch.setattr(os, "rename", rename)
+    settles_at, verdicts = 1, set()
+    while True:
+        root = tmp_path / str(settles_at)
+        final = root / "root" / "final"
+        if existing != "refuse":
+            final.mkdir(parents=True)
+            (final / ("asyncckpt.json" if existing == "replace" else "mine.txt")).touch()
+        with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+            store = LocalStorage()
+            attempt = _attempt(root, segment, store, existing)
+            order, calls, committed = attempt.order, 0, True
+            attempt.write(pool)
+            report = json.loads(attempt.seal())
+            try:
+                attempt.commit([report])
+                attempt.release()
+            except StorageError:
+                committed = False
+                attempt.discard()
+            store.close()
+        is_there = (final / ".metadata").exists()
+        assert is_there == committed and is_there == ("attempt" in _text(final / "asyncckpt.json"))
+        assert existing == "refuse" or final.exists()
+        assert existing != "join" or (final / "mine.txt").exists()
+        assert os.listdir(root / "root") == (["final"] if final.exists() else [])
+        if calls < settles_at:  # it comes after all
+            assert committed and settle(order, 60.0) and is_there
+            break
+        assert said[0] == committed
+        verdicts.add(committed)
+        settles_at += 1
+    assert False in verdicts or (existing == "replace" and exchanges)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("existing", ["refuse", "replace"])
+def test_what_is_not_durable_in_the_end_loses_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: Existing, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(storage, "_exchange", lambda *_: False)
+    final = tmp_path / "root" / "final"
+    if existing == "replace":
+        final.mkdir(parents=True)
+        (final / "asyncckpt.json").write_text("old")
+    real = storage.sync_folder
+
+    def sync_folder(path: str) -> None:
+        if path == str(final.parent) and "attempt" in _text(final / "asyncckpt.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path)
+
+    monkeypatch.setattr(storage, "sync_folder", sync_folder)
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        store = LocalStorage()
+        attempt = _attempt(tmp_path, segment, store, existing)
+        attempt.write(pool)
+        with pytest.raises(StorageError, match="Input/output error"):
+            attempt.commit([json.loads(attempt.seal())])
+        attempt.discard()
+        store.close()
+    assert _text(final / "asyncckpt.json") == ("old" if existing == "replace" else "")
+    assert os.listdir(final.parent) == (["final"] if existing == "replace" else [])
 
 
 @pytest.mark.parametrize("refused", ["never", "at open", "at write"])

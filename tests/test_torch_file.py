@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
@@ -26,7 +27,14 @@ from conftest import Faulty, same
 from asyncckpt import dcp, engines
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
-from asyncckpt.errors import OutOfMemoryError, SaveDroppedError, StorageError, UnsavableStateError, WorkerDiedError
+from asyncckpt.errors import (
+    OutOfMemoryError,
+    SaveDroppedError,
+    SaveTimeoutError,
+    StorageError,
+    UnsavableStateError,
+    WorkerDiedError,
+)
 from asyncckpt.shm.segment import Segment
 from asyncckpt.torch_file import torch_save
 from asyncckpt.worker import archive, storage
@@ -345,15 +353,53 @@ def test_a_worker_that_is_killed(point: str, path: Path, faulty_worker: Faulty) 
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         torch_save(state, path).result(60)
     assert torch.load(path) == "what was there"
-    left = [each for each in path.parent.iterdir() if each != path]
-    assert len(left) == (point != "create") and all(each.name.startswith(".model.pt.") for each in left)
-    for each in left:
-        os.utime(each, (0, 0))  # long ago
+    assert list(path.parent.iterdir()) == [path]
     faulty_worker("")
     inodes = segment_inodes()
     torch_save(state, path).result(60)
     assert same(torch.load(path), state) and segment_inodes() == inodes  # also in the memory of the dead one
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("fault", ["publish:stop", "publish:hold"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_what_was_told_as_failed_is_never_saved(
+    path: Path,
+    tmp_path: Path,
+    faulty_worker: Faulty,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    existing: bool,
+) -> None:
+    """Its worker is only slow, and goes on when nobody waits for it any more."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker(fault)
+    if existing:
+        torch.save("what was there", path)
+    with Engine(Config(commit_timeout=1.0), alone=True) as engine:
+        save = engine.save_file(path, torch.ones(1000))
+        worker = engine._client
+        assert worker is not None
+        with pytest.raises(SaveTimeoutError):
+            save.result(60)
+        (tmp_path / "gate").touch()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGCONT)
+    # With the engine the worker has ended: whatever it was to do is done.
+    assert list(path.parent.glob("*model.pt*")) == ([path] if existing else [])
+    assert not existing or torch.load(path) == "what was there"
+
+
+@pytest.mark.parametrize("fault", ["published:stop", "published:hold", "published:kill"])
+def test_what_was_saved_is_told_as_saved(
+    path: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    torch.save("what was there", path)
+    faulty_worker(fault)
+    with Engine(Config(commit_timeout=1.0), alone=True) as engine:
+        engine.save_file(path, torch.ones(1000)).result(60)
+        assert torch.equal(torch.load(path), torch.ones(1000)) and engine.failures == 0
 
 
 def test_what_others_write_is_not_removed(path: Path) -> None:

@@ -17,7 +17,7 @@ class Arrival:
     """What the trainer is staging, or has staged, for one order. Under the server's ``changed``, but ``wait_beyond``.
 
     ``timings``: the trainer's, once it is staged. ``followed``: it was being written before that. ``is_freed``: its
-    slot is the trainer's again.
+    slot is the trainer's again. ``inode``: of a single file, once it is written.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class Arrival:
         self.followed = False
         self.is_staged = False
         self.is_freed = False
+        self.inode: int | None = None
         self._slots = slots
         self._changed = changed
         self._wanted = wanted

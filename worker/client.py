@@ -84,6 +84,7 @@ class Pending:
 
     ``future``: its end. ``slot_free``: the worker has no more to do with its slot. ``copied``: nobody copies into that.
     ``whole``: its image is complete.
+    ``inode``: of a single file, once it is written. ``unheard``: the worker is dead, and has not said how it ended.
     """
 
     def __init__(self, order: Order) -> None:
@@ -92,6 +93,8 @@ class Pending:
         self.slot_free = False
         self.copied = threading.Event()
         self.whole = False
+        self.inode: int | None = None
+        self.unheard = False
         # The worker's own limit ends a save; this one is for a worker that has stopped.
         self.overdue_at = time.monotonic() + order.timeout + 2 * grace(order.timeout)
 
@@ -367,10 +370,15 @@ class WorkerClient:
         raise WorkerDiedError(f"the worker process did not get ready within {timeout:g} s; {words}")
 
     def _listen(self) -> None:
+        killed = False
         while True:
             try:
                 if not self._connection.poll(_LISTEN_S):
-                    self._fail_overdue()
+                    if killed:
+                        break  # not even that has ended it yet: it is in a call to storage, and will make no other
+                    if self._is_overdue():
+                        self._process.kill()
+                        killed = True
                     continue
                 message: FromWorker = receive(self._connection)
                 segment = None
@@ -379,8 +387,8 @@ class WorkerClient:
             except (EOFError, OSError):
                 break
             match message:
-                case Written(save_id):
-                    self._free(save_id)
+                case Written(save_id, inode):
+                    self._free(save_id, inode)
                 case Committed(save_id):
                     self._finish(save_id, message)
                 case Failed(save_id, error):
@@ -389,24 +397,18 @@ class WorkerClient:
                     self._replies.put((message, segment))
         self._mourn()
 
-    def _fail_overdue(self) -> None:
+    def _is_overdue(self) -> bool:
+        """Whether the worker has not said in time how a save ended. It may be stopped, and go on at any moment."""
         with self.changed:
-            overdue = [save.order for save in self._pending.values() if time.monotonic() >= save.overdue_at]
-        for order in overdue:
-            error = SaveTimeoutError(
-                f"the worker {self.pid} has not said within {order.timeout:g} s how it went; it may be stopped",
-                path=order.path,
-                rank=order.rank,
-                step=order.step,
-            )
-            self._finish(order.save_id, error)
+            return any(time.monotonic() >= save.overdue_at for save in self._pending.values() if not save.future.done())
 
-    def _free(self, save_id: int) -> None:
+    def _free(self, save_id: int, inode: int | None = None) -> None:
         with self.changed:
             pending = self._pending.get(save_id)
             if pending is None:  # the worker died meanwhile
                 return
             pending.slot_free = True
+            pending.inode = inode
             if pending.future.done():
                 del self._pending[save_id]
             self.changed.notify_all()
@@ -432,6 +434,8 @@ class WorkerClient:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         except subprocess.TimeoutExpired:
             how = "closed its socket"
+            if self._pending and not self._deserting:
+                self._process.kill()  # what it was to do has failed
         except ValueError:
             how = f"was killed by signal {-code}"
         words = "" if self._closing else f"; {self._last_words()}; the next save starts a new worker"
@@ -442,12 +446,23 @@ class WorkerClient:
                 save.slot_free = True
             self.changed.notify_all()
         for save in pending:
-            order = save.order
-            if save.future.done():
-                continue
-            save.future.set_exception(
-                WorkerDiedError(self._death.message, path=order.path, rank=order.rank, step=order.step)
+            if not save.future.done():
+                # One that is left behind still writes, and nobody will know how that ends.
+                save.unheard = not self._deserting
+                save.future.set_exception(self._loss(save, self._death))
+
+    def _loss(self, save: Pending, death: WorkerDiedError) -> CheckpointError:
+        """What to say of a save that is pending when there is no worker any more."""
+        order = save.order
+        error: CheckpointError = death
+        if self._deserting:
+            error = SaveTimeoutError(f"this process has left; its worker {self.pid} is still writing, and goes on")
+        elif time.monotonic() >= save.overdue_at:
+            error = SaveTimeoutError(
+                f"the worker {self.pid} did not say within {order.timeout:g} s how it went, and was killed; it may have"
+                " been stopped, or the storage be stalled"
             )
+        return type(error)(error.message, path=order.path, rank=order.rank, step=order.step)
 
     def _last_words(self) -> str:
         end = os.lseek(self._stderr, 0, os.SEEK_END)

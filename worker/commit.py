@@ -3,25 +3,31 @@
 In this order, each step durable before the next: on every rank the data file and its index; then on the first DCP's
 ``.metadata``, the manifest, the folder they stand in, the rename to the final name, the folder above. So whatever has
 its final name is complete.
+
+That rename decides. Who has to know how a save ends, and is not told in time, does not guess but ``settle``s it: by
+another rename, which takes the attempt away. One of the two comes first, and that is how it ends for all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.errors import CheckpointError, StorageError
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.arrival import Arrival
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
-from asyncckpt.worker.messages import Layout, Region
-from asyncckpt.worker.storage import LocalStorage, translated
+from asyncckpt.worker.messages import Layout, Order, Region
+from asyncckpt.worker.storage import LocalStorage, disjoin, remove, sync_folder, translated, withdraw
 from asyncckpt.worker.writer import write_image, write_small
 
 # How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
@@ -141,11 +147,52 @@ class Attempt:
         return self.segment.view[region.offset : region.offset + region.nbytes]
 
 
-def published(path: str, attempt: str) -> bool:
-    """Whether the checkpoint at ``path`` is there, and is of that ``attempt``."""
+def published(path: str, attempt: str, inode: int | None = None) -> bool:
+    """Whether what is at ``path`` is of that ``attempt``; a single file is known by the ``inode`` it was written to."""
     name = os.path.join(path, MANIFEST_NAME)
     try:
+        if inode is not None:
+            return os.stat(path).st_ino == inode
         with open(name, "rb") as file:
             return Manifest.parse(file.read(), name).attempt == attempt
     except (OSError, CheckpointError):
         return False
+
+
+def settle(order: Order, timeout: float, inode: int | None = None) -> bool:
+    """Whether a save is published; if it is not, it never will be.
+
+    For a rank that has written its part and cannot learn the outcome, or whose part nobody is writing any more, because
+    its worker is dead. Raises ``SaveTimeoutError`` where storage does not answer within ``timeout`` seconds: then, and
+    only then, nobody can say.
+    """
+    outcome: Future[bool] = Future()
+
+    def decide() -> None:
+        trash = withdraw(order.path, order.attempt)
+        # In this order: what was being replaced by it, or joined, may be what has just been taken away.
+        is_published = published(order.path, order.attempt, inode)
+        if is_published:
+            with contextlib.suppress(OSError):
+                sync_folder(os.path.dirname(order.path))  # whoever published it may have died before
+        elif trash is not None and order.existing == "join":
+            with contextlib.suppress(OSError):
+                disjoin(trash, order.path)
+        outcome.set_result(is_published)
+        if trash is not None:
+            remove(trash)
+
+    begun = time.monotonic()
+    thread = threading.Thread(target=decide, name="asyncckpt-settle", daemon=True)
+    thread.start()
+    try:
+        is_published = outcome.result(timeout)
+    except FutureTimeoutError as error:
+        raise SaveTimeoutError(
+            f"storage has not answered for {timeout:g} s, and nobody can say whether this was saved",
+            path=order.path,
+            rank=order.rank,
+            step=order.step,
+        ) from error
+    thread.join(max(0.0, begun + timeout - time.monotonic()))  # so that what was taken away takes no more space
+    return is_published

@@ -2,7 +2,8 @@
 
 A save is expected from the moment it begins, so that the failure of another rank is learned of even while this one is
 stuck in a write. When its part is durable here, that is reported; the first rank's committer publishes when the reports
-of all ranks are in, and concludes; the others wait for that. No trainer takes part.
+of all ranks are in, and concludes; the others wait for that. No trainer takes part. Who waits in vain settles it on
+storage: then the save is published, or it never will be.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError
-from asyncckpt.worker.commit import Attempt, published
+from asyncckpt.worker.commit import Attempt, settle
 from asyncckpt.worker.file_attempt import FileAttempt
 from asyncckpt.worker.messages import Committed, Failed, Meeting, Order
 from asyncckpt.worker.rounds import Rounds, SoloRounds, grace, round_name
@@ -33,6 +34,8 @@ _PATIENCE_S = 10.0
 _PROBE_S = 1.0
 # A save whose time is up when its turn comes may have been reported by all meanwhile: time to see that.
 _LEAST_S = 1.0
+# How long storage may take to say how a save has ended.
+_SETTLE_S = 30.0
 _KIND = "save"
 
 
@@ -126,21 +129,26 @@ class Committer:
 
     def _end(self, order: Order, deadline: float) -> None:
         name = round_name(_KIND, order.save_id)
+        failure: CheckpointError | None = None
         try:
             if order.rank == 0:
                 self._publish(order, name, deadline)
-            elif (failure := self._await_outcome(order, name, deadline)) is not None:
-                self._give_up(order, failure)
-                return
-            attempt = self._reported(order)
+            else:
+                failure = self._await_outcome(order, name, deadline)
+            attempt = self._take(order)
         except Exception as error:
             failure = told(error, order)
             if order.rank == 0:
                 with _logged("telling the other ranks of the failure"):
                     self._waiting.conclude_failed(name, failure)
-            self._give_up(order, failure, certain=order.rank == 0)
-        else:
-            self._take(order)
+            attempt = self._take(order)  # if it is not written by now, it is never reported
+            if order.rank > 0:
+                failure = self._settle(order, name, failure)
+        if failure is None and attempt is None:
+            failure = CheckpointError("a save was concluded before this rank had reported: please report this")
+        if failure is not None:
+            self._give_up(order, attempt, failure)
+        elif attempt is not None:
             attempt.release()
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
             self._send(Committed(order.save_id, order.path, timings, attempt.direct))
@@ -168,14 +176,20 @@ class Committer:
                 left = max(_LEAST_S, deadline - time.monotonic())
                 store = store or self._waiting.store_id(left)
                 outcome = self._waiting.outcome(name, left)
-            except (WorkerDiedError, SaveTimeoutError) as error:
-                if isinstance(error, WorkerDiedError) and self._is_there(store):
-                    continue  # it was only the connection that broke
-                # Perhaps the first rank could no longer say so; what stands there is the truth.
-                if not published(order.path, order.attempt):
+            except WorkerDiedError:
+                if not self._is_there(store):
                     raise
-                return None
+                continue  # it was only the connection that broke
             return told(outcome, order) if isinstance(outcome, CheckpointError) else None
+
+    def _settle(self, order: Order, name: str, failure: CheckpointError) -> CheckpointError | None:
+        """How a save has ended of which nothing was heard from the first rank, hence ``failure``; None: published."""
+        if isinstance(failure, SaveTimeoutError):  # it is only slow, perhaps, and shall hear why it finds nothing
+            self._reporting.fail_soon(name, failure, 0.0)
+        try:
+            return None if settle(order, _SETTLE_S) else failure
+        except SaveTimeoutError as error:
+            return error
 
     def _is_there(self, store: bytes) -> bool:
         """Whether the same store still answers."""
@@ -201,15 +215,11 @@ class Committer:
             raise CheckpointError("a save was concluded before this rank had reported: please report this")
         return attempt
 
-    def _give_up(self, order: Order, error: CheckpointError, *, certain: bool = True) -> None:
-        """``certain``: the save will not be published. Otherwise what was reported has to stay: it may yet be."""
+    def _give_up(self, order: Order, attempt: Attempt | FileAttempt | None, error: CheckpointError) -> None:
+        """The save is not published, and never will be."""
         logger.error("saving failed: %s", error)
-        attempt = self._take(order)
         if attempt is not None:
-            if certain:
-                attempt.discard()
-            else:
-                attempt.release()
+            attempt.discard()
         self._send(Failed(order.save_id, error))
 
     def _take(self, order: Order) -> Attempt | FileAttempt | None:

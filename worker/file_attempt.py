@@ -15,8 +15,9 @@ from typing import Any
 
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import archive
+from asyncckpt.worker.arrival import Arrival
 from asyncckpt.worker.commit import ORPHAN_S
-from asyncckpt.worker.messages import FileLayout, Order
+from asyncckpt.worker.messages import FileLayout
 from asyncckpt.worker.storage import LocalStorage
 from asyncckpt.worker.writer import ImageFile
 
@@ -26,11 +27,12 @@ class FileAttempt:
     """One order for a file being carried out, step by step as an ``Attempt`` at a checkpoint is."""
 
     storage: LocalStorage
-    order: Order
+    arrival: Arrival
     layout: FileLayout
     segment: Segment
 
     def __post_init__(self) -> None:
+        self.order = self.arrival.order
         self.direct = False
         self.timings: dict[str, float] = {}
         self._path = ""
@@ -49,7 +51,7 @@ class FileAttempt:
         path = self.storage.begin_file(order.path, order.attempt, layout.data_bytes, ORPHAN_S)
         with ImageFile(self.storage, pool, path, image) as file:
             self._path = path
-            self.storage.hold(path)
+            self.arrival.inode = self.storage.hold(path)
             end = archive.complete(image, alignment, room, sizes, order.pickle_bytes, file.advance)
             self.direct = file.finish(end)
         self.timings["write_s"] = time.perf_counter() - begun

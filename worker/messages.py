@@ -289,7 +289,10 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Written:
+    """``inode``: that of a single file, by which it is known when it has its name."""
+
     save_id: int
+    inode: int | None = None
 
 
 @dataclass(frozen=True)

@@ -358,6 +358,10 @@ class SoloRounds:
         """As ``Rounds.fail``."""
         self._settle(name, error)
 
+    def fail_soon(self, name: str, error: CheckpointError, timeout: float) -> None:
+        """As ``Rounds.fail_soon``."""
+        self._settle(name, error)
+
     def collect(self, name: str, timeout: float) -> list[bytes]:
         """As ``Rounds.collect``."""
         with self._changed:

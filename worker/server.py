@@ -318,7 +318,7 @@ class Server:
         try:
             match room.layout:
                 case FileLayout() as layout:
-                    attempt = FileAttempt(self._storage, order, layout, room.segment)
+                    attempt = FileAttempt(self._storage, arrival, layout, room.segment)
                 case Layout() as layout:
                     attempt = Attempt(self._storage, arrival, layout, room.segment)
                 case _:
@@ -346,7 +346,7 @@ class Server:
             return
         arrival.is_freed = True
         arrival.set_state(State.FREE)
-        self._send(Written(arrival.order.save_id))
+        self._send(Written(arrival.order.save_id, arrival.inode))
 
     def _ended(self, outcome: Committed | Failed) -> None:
         self._holdings.ended(outcome.save_id, committed=isinstance(outcome, Committed))

@@ -68,11 +68,36 @@ def attempt_folder(final: str, attempt: str) -> str:
     return os.path.join(parent, f".{name}.{attempt}{PARTIAL_SUFFIX}")
 
 
-def remove_attempt(final: str, attempt: str) -> None:
-    """Remove what there is of an ``attempt`` at ``final``, which nobody is going to publish any more."""
+def withdraw(final: str, attempt: str) -> str | None:
+    """Take its name from an ``attempt`` at ``final``, so that nobody can publish it any more.
+
+    Publishing is a rename too, so one of the two comes first, and the other finds nothing. Returns where it is now,
+    to be removed; None where nothing was, or where storage refuses (which it then does to whoever would publish, too).
+    """
     path = attempt_folder(final, attempt)
+    trash = path.removesuffix(PARTIAL_SUFFIX) + TRASH_SUFFIX
+    try:
+        os.rename(path, trash)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("%s could not be taken away: %s", path, error)
+        return None
+    return trash
+
+
+def disjoin(trash: str, final: str) -> None:
+    """Of an attempt in ``trash`` that was just being joined to ``final`` when it was taken away: see that DCP finds no
+    checkpoint there, whose ``.metadata`` goes there just before our manifest.
+    """
+    if METADATA_NAME not in (names := os.listdir(trash)) and MANIFEST_NAME in names:
+        os.unlink(os.path.join(final, METADATA_NAME))
+
+
+def remove(path: str) -> None:
+    """Remove a file or a folder, as far as storage lets us."""
     with contextlib.suppress(OSError):
-        os.unlink(path)  # at a file
+        os.unlink(path)
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -191,7 +216,12 @@ class LocalStorage:
             self._settle(folder, final, existing)
         parent = os.path.dirname(final)
         with translated("flushing a folder", parent):
-            sync_folder(parent)
+            try:
+                sync_folder(parent)
+            except OSError:
+                if not taken:
+                    os.rename(final, folder)  # what has failed is not to be found there
+                raise
 
     def discard(self, folder: str, names: Sequence[str] | None = None) -> None:
         """Remove an attempt, or just the files ``names`` of it, and the folder with the last one.
@@ -234,11 +264,12 @@ class LocalStorage:
         _require_space(final, "file", nbytes, space.f_bavail * space.f_frsize)
         return attempt_folder(final, attempt)
 
-    def hold(self, path: str) -> None:
-        """Lock the attempt at a file, which is there by now, until it is published or discarded."""
+    def hold(self, path: str) -> int:
+        """Lock the attempt at a file, which is there by now, until it is published or discarded. Returns its inode."""
         with translated("locking a file", path):
             fd = self._locks[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             _lock_shared(fd)
+            return os.fstat(fd).st_ino
 
     def publish_file(self, path: str, final: str) -> None:
         """Give the file ``path``, which must be synced, its final name, durably. A file that has it is replaced."""
@@ -274,8 +305,20 @@ class LocalStorage:
                 # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
                 old = folder.removesuffix(PARTIAL_SUFFIX) + OLD_SUFFIX
                 os.rename(final, old)
-                os.rename(folder, final)
-            sync_folder(os.path.dirname(final))
+                try:
+                    os.rename(folder, final)
+                except OSError:
+                    os.rename(old, final)
+                    raise
+            try:
+                sync_folder(os.path.dirname(final))
+            except OSError:
+                if old != folder:
+                    os.rename(final, folder)
+                    os.rename(old, final)
+                else:
+                    _exchange(folder, final)
+                raise
         shutil.rmtree(old, ignore_errors=True)
 
     def _make_folder(self, path: str) -> None:
