@@ -120,7 +120,7 @@ class Engine:
                 group.fail(number, error, begun=False)
                 raise
             ready = ready_events(tensors)
-            for slot in home.free_slots():
+            for slot in home.unused_slots():
                 home.copy(slot, tensors, ready, self._pool)
 
     def save(
@@ -204,7 +204,7 @@ class Engine:
 
             published = self._versions.admit(version, group.world_size, agree, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
-            image = self._homes.image_of(save._number)
+            image = self._homes.image_of(save)
             why = "its image is not in memory any more, or never was"
             if image is not None:
                 home, slot = image
@@ -320,6 +320,8 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one")
+        if self._client is not None:
+            self._client.check_owner()
 
     def _ranks(self) -> Group:
         if self._group is not None and self._group.is_outdated():

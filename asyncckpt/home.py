@@ -140,9 +140,9 @@ class Home:
                 return slot
         return None
 
-    def free_slots(self) -> list[int]:
-        """All that are not under way, and hold nothing that anybody may want."""
-        return [slot for slot in self._turns if self._is_free(slot) and slot not in self._kept]
+    def unused_slots(self) -> list[int]:
+        """All that hold nothing yet: nobody reads there, and no save's image is lost by writing there."""
+        return [slot for slot in self._turns if self.pending[slot] is None and slot not in self._kept]
 
     def publish(self, slot: int, published: Published) -> bool:
         """Let readers see what was staged in ``slot``.

@@ -12,6 +12,7 @@ import torch
 from asyncckpt.config import Config
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.file_plan import FilePlan
+from asyncckpt.handle import Save
 from asyncckpt.home import Home, Spare
 from asyncckpt.plan import Plan
 from asyncckpt.structure import StructureChanged
@@ -82,11 +83,14 @@ class Homes:
         """From now on, find it."""
         self.known.insert(0, Known(key, plan, home))
 
-    def image_of(self, save_id: int) -> tuple[Home, int] | None:
-        """Where what was staged for a save still is, whole: the home and the slot."""
+    def image_of(self, save: Save) -> tuple[Home, int] | None:
+        """Where what was staged for ``save`` still is, whole: the home and the slot."""
         for home in (known.home for known in self.known if known.home is not None):
             for slot, pending in enumerate(home.pending):
-                if pending is not None and pending.order.save_id == save_id and pending.whole:
+                # By the path too: saves of another engine have the same numbers.
+                if pending is None or (pending.order.save_id, pending.order.path) != (save._number, str(save.path)):
+                    continue
+                if pending.whole:
                     return home, slot
         return None
 

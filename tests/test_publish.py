@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import MismatchError, StorageError, UnsavableStateError, VersionError, WeightsTimeoutError
+from asyncckpt.errors import (
+    ClosedError,
+    MismatchError,
+    StorageError,
+    UnsavableStateError,
+    VersionError,
+    WeightsTimeoutError,
+)
 from asyncckpt.verify import verify
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
@@ -108,6 +115,44 @@ def test_what_is_not_there_any_more_is_skipped(root: Path, caplog: pytest.LogCap
         checkpointer.save(3, numbered(3))
         assert checkpointer.publish(first).skipped
         assert "not in memory any more" in caplog.text
+
+
+def test_only_a_save_of_its_own_is_published(root: Path) -> None:
+    with Checkpointer(root / "one") as one, Checkpointer(root / "other") as other:
+        save = one.save(1, numbered(1))
+        other.save(2, numbered(2))
+        assert other.publish(save).skipped and not one.publish(save).skipped
+
+
+def test_what_is_prepared_again_is_not_written_over(root: Path) -> None:
+    subscriber = WeightSubscriber.of_checkpoints(root, prefix="model.")
+    with subscriber, Checkpointer(root) as checkpointer:
+        save = checkpointer.save(1, numbered(1))
+        checkpointer.publish(save)
+        save.result(60)
+        with subscriber.acquire() as weights:
+            checkpointer.prepare(numbered(99))
+            assert number_in(weights) == 1
+
+
+def test_a_fork_publishes_nothing(root: Path) -> None:
+    with Checkpointer(root) as checkpointer, WeightPublisher("policy", slots=2) as publisher:
+        save = checkpointer.save(1, numbered(1))
+        for version in range(4):
+            publisher.publish(numbered(version), version)
+        weights = numbered(9)  # torch computes nothing in a fork
+        if (child := os.fork()) == 0:
+            told = 0
+            for publish in (lambda: checkpointer.publish(save), lambda: publisher.publish(weights, 9)):
+                try:
+                    publish()
+                except ClosedError:
+                    told += 1
+                except BaseException:
+                    pass
+            os._exit(told)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        assert not checkpointer.publish(save).skipped and not publisher.publish(numbered(4), 4).skipped
 
 
 def test_a_save_that_storage_refuses_can_be_published(root: Path, faulty_worker: Faulty) -> None:

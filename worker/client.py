@@ -309,12 +309,16 @@ class WorkerClient:
 
     def check_usable(self) -> None:
         """Raise what keeps the worker from being asked: ``ClosedError``, or the ``WorkerDiedError`` it ended with."""
-        if self._owner != os.getpid():
-            raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
+        self.check_owner()
         if self._death is not None:
             raise self._death
         if self._closing:
             raise ClosedError("the worker is being closed")
+
+    def check_owner(self) -> None:
+        """Raise ``ClosedError`` in a fork of the process that this was made in."""
+        if self._owner != os.getpid():
+            raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
 
     def _drop(self) -> None:
         _live_clients.discard(self)

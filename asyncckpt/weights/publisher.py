@@ -175,6 +175,8 @@ class WeightPublisher:
         if self._closed:
             raise ClosedError("this publisher is closed; make a new one")
         timeout = self._config.timeout
+        if self._client is not None:
+            self._client.check_owner()
         if self._client is not None and not self._client.alive:
             logger.warning("starting another worker for the weights at %r, as one has died", self.address)
             self._client.close(timeout)
