@@ -88,6 +88,7 @@ class SlotTable:
     def publish(self, slot: int, published: Published) -> None:
         """Trainer: tell readers what is in ``slot``, which they may read from now on."""
         first = slot * _WORDS_PER_SLOT
+        self.withdraw(slot)  # or, if this process died in between, half of this would be told with half of that
         self._words[first + _EPOCH] = published.epoch
         self._words[first + _VERSION] = published.version
         self._words[first + _ROLLED_BACK] = published.rolled_back

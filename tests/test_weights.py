@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import signal
@@ -30,6 +32,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.shm import leases
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.slots import Published, SlotTable
 from asyncckpt.weights import WeightPublisher, Weights, WeightSubscriber
 from asyncckpt.weights.shelf import Shelf
 
@@ -408,6 +411,144 @@ def test_too_little_memory_means_fewer_versions(
         publisher.publish({"new": torch.zeros(3)}, 6)
     with subscriber.acquire() as weights:
         assert version_in(weights) == 5
+
+
+def test_names_that_safetensors_cannot_have(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    odd = {name: torch.full((2,), float(number)) for number, name in enumerate(['é"\n\\', "", "a\x00b", "{}", " "])}
+    publisher.publish(odd, 1)
+    with subscriber.acquire() as weights:
+        assert same(dict(weights), odd)
+    for name in ("__metadata__", 3):
+        for bad in ({name: torch.ones(3)}, [(name, torch.ones(3))]):
+            with pytest.raises(UnsavableStateError, match="cannot be the name"):
+                publisher.publish(bad, 2)  # type: ignore[arg-type]
+    publisher.publish({}, 2)
+    with subscriber.acquire() as weights:
+        assert not weights and weights.nbytes == 0
+
+
+def test_a_default_device_is_not_looked_at(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    weights = model(1) | {"empty": torch.empty(0, 2)}
+    with torch.device("meta"):
+        publisher.publish(weights, 1)
+        with subscriber.acquire() as acquired:
+            assert {tensor.device.type for tensor in acquired.values()} == {"cpu"}
+
+
+def test_a_reader_that_is_only_let_go_of_leaves_nothing(publisher: WeightPublisher) -> None:
+    publisher.publish(model(1), 1)
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with WeightSubscriber("policy").acquire() as weights, weights.safetensors() as (path,):
+            assert version_in(weights) == 1 and os.path.exists(path)
+        del weights
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # that of listdir
+
+
+def test_a_closed_subscriber_has_no_files(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    publisher.publish(model(1), 1)
+    weights = subscriber.acquire()
+    subscriber.close()
+    assert version_in(weights) == 1
+    with pytest.raises(ClosedError, match="its subscriber is closed"), weights.safetensors():
+        pass
+    weights.release()
+
+
+def test_threads_may_share_a_subscriber(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    wrong: list[str] = []
+    done = threading.Event()
+    publisher.publish(model(1), 1)
+
+    def read() -> None:
+        while not done.is_set():
+            with subscriber.acquire() as weights:
+                if version_in(weights) != weights.version:
+                    wrong.append("torn")
+
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for version in range(2, 60):  # other structures, so that there is something to be asked for
+        publisher.publish({f"{version % 7}": torch.full((300,), float(version))}, version)
+        time.sleep(0.002)
+    done.set()
+    for reader in readers:
+        reader.join(30)
+        assert not reader.is_alive()
+    assert not wrong
+
+
+def test_a_fork_asks_for_itself(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    publisher.publish(model(1), 1)
+    subscriber.acquire().release()
+    ours = subscriber._ranks[0]._browser
+    assert ours is not None
+    if (child := os.fork()) == 0:
+        ours.shelves = None  # type: ignore[assignment,method-assign]  # whoever asks by that fails
+        try:
+            with subscriber.acquire() as weights:
+                os._exit(weights.version + 10)
+        except BaseException:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
+    assert subscriber.versions() == [1] and subscriber._ranks[0]._browser is ours
+
+
+def test_a_stopped_worker_holds_nobody_up_at_its_door(
+    publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.publish(model(1), 1)
+    monkeypatch.setattr("asyncckpt.weights.subscriber._ANSWER_S", 0.001)
+    monkeypatch.setattr("asyncckpt.worker.door._KNOCK_S", 1)
+    client = publisher._client
+    assert client is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    ended: list[int] = []
+
+    def ask() -> None:
+        for number in range(70):  # more than may wait there
+            with WeightSubscriber("policy") as reader, pytest.raises(TimeoutError):
+                reader.acquire(timeout=0.001)
+            ended.append(number)
+
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    try:
+        asker.join(30)
+        assert len(ended) == 70
+    finally:
+        os.kill(client.pid, signal.SIGCONT)
+    asker.join(30)
+
+
+def test_what_is_half_told_is_not_told() -> None:
+    """Where a process dies in between, be it the first time that something is published in a slot or not."""
+
+    class Killed(Exception):
+        pass
+
+    class Words:
+        def __init__(self, words: memoryview, left: int) -> None:
+            self.words, self.left = words, left
+
+        def __setitem__(self, number: int, value: int) -> None:
+            if not self.left:
+                raise Killed
+            self.left -= 1
+            self.words[number] = value
+
+    one, other = Published(1, 7, False, 1), Published(2, 3, True, 2)
+    for stores in range(5):
+        table = SlotTable(memoryview(bytearray(PAGE)))
+        table.publish(0, one)
+        words = table._words
+        table._words = Words(words, stores)  # type: ignore[assignment]
+        with contextlib.suppress(Killed):
+            table.publish(0, other)
+        table._words = words
+        assert table.published(0) in (None, one, other)
 
 
 def test_the_death_of_the_worker_takes_nothing_away(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:

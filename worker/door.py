@@ -29,6 +29,7 @@ FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 
 _BACKLOG = 64
 _PAUSE_S = 0.1
+_KNOCK_S = 10
 
 
 def door_name(job: str, rank: int) -> str:
@@ -114,7 +115,8 @@ def door_names() -> list[str]:
 
 
 def knock(name: str) -> Connection | None:
-    """A connection to the worker that has ``name``; None where there is none, or none that this user may talk to."""
+    """A connection to the worker that has ``name``; None where there is none, none that this user may
+    talk to, or none that lets anybody in for ten seconds."""
     try:
         folder = _open_folder(make=False)
     except OSError:
@@ -122,7 +124,10 @@ def knock(name: str) -> Connection | None:
     try:
         visitor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            # Where the worker is stopped, and as many wait as may, this would last as long as that.
+            visitor.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _KNOCK_S, 0))
             visitor.connect(_path(folder, name))
+            visitor.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
             if _is_ours(visitor):
                 return Connection(visitor.detach())
         except OSError:

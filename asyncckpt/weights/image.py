@@ -24,7 +24,8 @@ from asyncckpt.worker.manifest import Index, Item
 
 _ALIGNMENT = 64
 _PREFIX_BYTES = 8
-# What of the parts of sharded tensors the format has no words for stands under this name in its metadata.
+# What of the parts of sharded tensors the format has no words for stands under the second name in its metadata.
+_METADATA = "__metadata__"
 _PARTS = "asyncckpt.parts"
 
 _NAMES = {
@@ -82,15 +83,17 @@ class WeightImage:
 
     @classmethod
     def lay_out(cls, forms: Sequence[Form]) -> WeightImage:
-        """Place tensors of these ``forms``. Raises ``UnsavableStateError`` where safetensors has no such dtype."""
+        """Place tensors of these ``forms``. Raises ``UnsavableStateError`` where there is no such dtype or name."""
         for form in forms:
             if form.dtype not in _NAMES:
                 raise UnsavableStateError(f"{form.name!r}: safetensors knows no {form.dtype}; publish it as another")
+            if form.name == _METADATA or not isinstance(form.name, str):
+                raise UnsavableStateError(f"{form.name!r} cannot be the name of a tensor in a safetensors file")
         order = sorted(range(len(forms)), key=lambda number: -forms[number].dtype.itemsize)
         fields: dict[str, Any] = {}
         parts = {form.name: [form.offsets, form.whole] for form in forms if form.shape != form.whole}
         if parts:
-            fields["__metadata__"] = {_PARTS: json.dumps(parts)}
+            fields[_METADATA] = {_PARTS: json.dumps(parts)}
         places: list[tuple[int, int]] = []
         end = 0
         for number in order:
@@ -124,7 +127,7 @@ def read_entries(image: memoryview) -> list[Entry]:
     """What stands in an ``image`` of weights."""
     data = _PREFIX_BYTES + int.from_bytes(image[:_PREFIX_BYTES], "little")
     fields = json.loads(bytes(image[_PREFIX_BYTES:data]))
-    parts: Mapping[str, Any] = json.loads(fields.pop("__metadata__", {}).get(_PARTS, "{}"))
+    parts: Mapping[str, Any] = json.loads(fields.pop(_METADATA, {}).get(_PARTS, "{}"))
     entries = []
     for name, field in fields.items():
         shape = tuple(field["shape"])

@@ -47,7 +47,7 @@ class Leased:
         if memory is None:
             raise ValueError("this lease was given back")
         if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # whatever the default is
         like = self._as.get(entry.dtype)
         if like is None:
             size = entry.dtype.itemsize
@@ -134,16 +134,21 @@ class Publications:
     """All that one rank has published, as far as it can be read here.
 
     When its worker leaves, what is mapped stays readable, until another worker has that door and something published.
+    A fork talks to the worker by a connection of its own.
     """
 
     def __init__(self, door: str, timeout: float) -> None:
         self._door = door
         self._timeout = timeout
         self._browser: Browser | None = None
+        self._owner = os.getpid()
         self._shelves: list[_OpenShelf] = []
 
     def refresh(self) -> None:
         """Ask the worker what there is. Raises ``SaveTimeoutError`` when it does not answer."""
+        if self._owner != os.getpid():
+            self._leave()  # two who ask by one connection get each other's answers
+            self._owner = os.getpid()
         for _ in range(2):  # it may have left, and another one have come
             if self._browser is None:
                 self._browser = Browser.enter(self._door, self._timeout)

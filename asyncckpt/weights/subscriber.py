@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+import weakref
 from types import TracebackType
 
 from asyncckpt.address import job_of_checkpoints, job_of_weights
@@ -26,9 +28,9 @@ _ASK_AGAIN_S = 0.05
 class WeightSubscriber:
     """Reads what the trainer with an address publishes, see ``WeightPublisher``; of the same user, on the same host.
 
-    It may be there before the trainer, outlive it, and find the one that is started in its place. The methods are for
-    one thread at a time; what was acquired may be used and released by any. ``close`` it, or use it as a context
-    manager: what is still leased then stays leased.
+    It may be there before the trainer, outlive it, and find the one that is started in its place. Any thread may call,
+    also of a fork; what was acquired may be used and released by any. ``close`` it, or use it as a context manager, or
+    just let go of it: what is still leased then stays leased.
     """
 
     def __init__(self, address: str, *, prefix: str = "") -> None:
@@ -53,11 +55,14 @@ class WeightSubscriber:
         self._ranks = [Publications(door_name(job, 0), _ANSWER_S)]
         self._newest: Published | None = None
         self._closed = False
+        self._lock = threading.RLock()
+        _all_subscribers.add(self)
 
     def versions(self) -> list[int]:
         """The versions that can be acquired now, the newest last."""
-        self._refresh()
-        return [published.version for published in sorted(self._complete())]
+        with self._lock:
+            self._refresh()
+            return [published.version for published in sorted(self._complete())]
 
     def acquire(
         self,
@@ -76,29 +81,32 @@ class WeightSubscriber:
         deadline = time.monotonic() + timeout
         ask_at, pause = 0.0, _LEAST_PAUSE_S
         while True:
-            if time.monotonic() >= ask_at:
-                self._refresh()
-                ask_at = time.monotonic() + _ASK_AGAIN_S
-            complete = self._complete()
-            wanted = self._wanted(complete, min_version) if version is None else _exactly(complete, version)
-            if wanted is not None:
-                if version is None and not roll_back:
-                    self._check_not_older(wanted)
-                parts = self._lease(wanted, complete[wanted])
-                if parts is not None:
-                    self._newest = wanted if version is None else self._newest
-                    return Weights(wanted, parts, self._prefix)
-                pause = _LEAST_PAUSE_S  # something newer has come
-            if time.monotonic() > deadline:
-                raise WeightsTimeoutError(self._what_is_missing(complete, min_version, version, timeout))
+            with self._lock:
+                if time.monotonic() >= ask_at:
+                    self._refresh()
+                    ask_at = time.monotonic() + _ASK_AGAIN_S
+                complete = self._complete()
+                wanted = self._wanted(complete, min_version) if version is None else _exactly(complete, version)
+                if wanted is not None:
+                    parts = self._lease(wanted, complete[wanted])
+                    if parts is not None:
+                        weights = Weights(wanted, parts, self._prefix, keep=self)
+                        if version is None:
+                            # Only now it is sure that what was seen of it belongs together.
+                            self._note(wanted, weights, roll_back=roll_back)
+                        return weights
+                    pause = _LEAST_PAUSE_S  # something newer has come
+                if time.monotonic() > deadline:
+                    raise WeightsTimeoutError(self._what_is_missing(complete, min_version, version, timeout))
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _MOST_PAUSE_S)
 
     def close(self) -> None:
         """Let go of all that is not leased. Safe to call twice."""
-        self._closed = True
-        for rank in self._ranks:
-            rank.close()
+        with self._lock:
+            self._closed = True
+            for rank in self._ranks:
+                rank.close()
 
     def __enter__(self) -> WeightSubscriber:
         return self
@@ -107,6 +115,10 @@ class WeightSubscriber:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
 
     def _refresh(self) -> None:
         if self._closed:
@@ -147,13 +159,16 @@ class WeightSubscriber:
         last = self._newest
         return None if last is not None and newest < last and newest.epoch == last.epoch else newest
 
-    def _check_not_older(self, published: Published) -> None:
+    def _note(self, published: Published, weights: Weights, *, roll_back: bool) -> None:
+        """It is the newest that this reader has had, unless it is older than that, and nobody has said so."""
         last = self._newest
-        if last is not None and published.version < last.version and not published.rolled_back:
+        if last is not None and published.version < last.version and not (published.rolled_back or roll_back):
+            weights.release()
             raise VersionError(
                 f"version {published.version} is the newest, and this reader has had {last.version}: the trainer was"
                 " started anew and has gone back; acquire with roll_back=True to take what it publishes"
             )
+        self._newest = published
 
     def _what_is_missing(
         self,
@@ -177,3 +192,14 @@ class WeightSubscriber:
 
 def _exactly(complete: dict[Published, list[Found]], version: int) -> Published | None:
     return max((each for each in complete if each.version == version), default=None)
+
+
+_all_subscribers: weakref.WeakSet[WeightSubscriber] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for subscriber in list(_all_subscribers):
+        subscriber._lock = threading.RLock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

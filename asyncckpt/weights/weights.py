@@ -31,12 +31,16 @@ class Weights(Mapping[str, torch.Tensor]):
     context manager, or with this process. Tensors may be used for longer: then the lease ends with the last of them.
     """
 
-    def __init__(self, published: Published, parts: Sequence[Leased], prefix: str) -> None:
-        """``parts``: of all ranks, in their order. Of names that begin with ``prefix``, the rest is used."""
+    def __init__(self, published: Published, parts: Sequence[Leased], prefix: str, keep: object = None) -> None:
+        """``parts``: of all ranks, in their order. Of names that begin with ``prefix``, the rest is used.
+
+        ``keep``: what must not go before the lease does.
+        """
         self.version = published.version
         self.epoch = published.epoch
         """Of the publisher: a restarted one has a greater number."""
         self._parts: Sequence[Leased] = parts
+        self._keep = keep
         self._chunks: dict[str, list[tuple[Leased, Entry]]] = {}
         for part in parts:
             for name, entry in part.entries.items():
@@ -55,7 +59,7 @@ class Weights(Mapping[str, torch.Tensor]):
             return part.tensor(entry)
         if sum(math.prod(each.shape) for _, each in chunks) != math.prod(whole):
             raise MismatchError(f"of {name!r}, {whole}, not every part was published in version {self.version}")
-        tensor = torch.empty(whole, dtype=entry.dtype)
+        tensor = torch.empty(whole, dtype=entry.dtype, device="cpu")
         for part, each in chunks:
             at = tuple(slice(begin, begin + size) for begin, size in zip(each.offsets, each.shape, strict=True))
             tensor[at] = part.tensor(each)
@@ -99,6 +103,8 @@ class Weights(Mapping[str, torch.Tensor]):
         """
         if not all(part.is_file for part in self._parts):
             raise ValueError("these are of a checkpoint; only a WeightPublisher's are laid out as safetensors files")
+        if self._released or any(part.segment.closed for part in self._parts):
+            raise ClosedError(f"the lease on version {self.version} has ended, or its subscriber is closed")
         with contextlib.ExitStack() as stack:
             if folder is None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncckpt-"))
@@ -115,6 +121,7 @@ class Weights(Mapping[str, torch.Tensor]):
         """End the lease, or leave it to the last tensor that is still in use. Safe to call twice."""
         self._released = True
         parts, self._parts = self._parts, ()
+        self._keep = None
         if not all([part.give_back() for part in parts]):
             logger.info("tensors of version %d are still in use: their memory is kept as it is", self.version)
 
