@@ -47,7 +47,7 @@ from asyncckpt.memory import Memory
 from asyncckpt.plan import StateDict, flat_names, make_plan
 from asyncckpt.shm.slots import State
 from asyncckpt.structure import StructureChanged, stateful_to_dict
-from asyncckpt.versions import Publication, Versions
+from asyncckpt.versions import Publication, Said, Versions
 from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Existing, Order
@@ -199,10 +199,10 @@ class Engine:
             self._check_usable()
             group, number = self._ranks(), next(self._ids)
 
-            def agree(epoch: int) -> int:
-                return group.consult("epoch", number, lambda: epoch, lambda epochs: [max(epochs)] * len(epochs))
+            def gather(said: Said) -> list[Said]:
+                return group.consult("epoch", number, lambda: said, lambda all_say: [all_say] * len(all_say))
 
-            published = self._versions.admit(version, group.world_size, agree, roll_back=roll_back)
+            published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
             image = self._homes.image_of(save)
             why = "its image is not in memory any more, or never was"
@@ -212,10 +212,12 @@ class Engine:
                     raise CheckpointError("readers cannot find the worker, which has no door: see the log")
                 if home.publish(slot, published):
                     self._versions.note(published)
-                    return Publication(version, published.epoch, skipped=False)
+                    return Publication(published.version, published.epoch, skipped=False)
                 why = "readers have all slots but that; more of them would help (Config.slots)"
             logger.warning("version %d is not published: %s", version, why)
-            return Publication(version, published.epoch, skipped=True)
+            if not group.alone:
+                self._versions.note(published)  # other ranks may have published it, and all have to know the same
+            return Publication(published.version, published.epoch, skipped=True)
 
     def any_says(self, mine: bool) -> bool:
         """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it.

@@ -6,12 +6,17 @@ started anew begins a new epoch, which readers can see, and so does one that goe
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from asyncckpt.errors import VersionError
 from asyncckpt.shm.slots import Published
+
+Said: TypeAlias = tuple[int, int, int]
+"""What a rank knows of versions: the least epoch there can be now, the last version, the epoch that it proposes."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Versions:
 
     def __init__(self) -> None:
         self._epoch = 0
-        self._newest: int | None = None
+        self._newest = -1
         self._least_epoch = 0
         self._rolled_back = False
 
@@ -49,22 +54,35 @@ class Versions:
         """It is published: from now on it is the last one."""
         self._newest = published.version
 
-    def admit(self, version: int, ranks: int, agree: Callable[[int], int], *, roll_back: bool) -> Published:
+    def admit(self, version: int, ranks: int, gather: Callable[[Said], list[Said]], *, roll_back: bool) -> Published:
         """What to publish ``version`` as, which ``ranks`` do together.
 
-        ``agree`` makes of the epochs that they propose the greatest. Raises ``VersionError`` where it is not newer than
-        the last one, unless ``roll_back`` says that this is meant; ``ValueError`` where it is no version at all.
+        ``gather`` tells what each of them says. Raises ``VersionError`` where it is not newer than the last one, unless
+        ``roll_back`` says that this is meant; ``ValueError`` where it is no version at all.
         """
+        version = operator.index(version)
         if not 0 <= version < 1 << 63:
             raise ValueError(f"a version is a number from 0 on, of 63 bits, not {version}")
-        goes_back = self._newest is not None and version <= self._newest
-        if goes_back and not roll_back:
+        first = self._epoch == 0
+        if not first:
+            self._check(version, roll_back=roll_back)
+        if first or self._goes_back(version):
+            # By the clock, so that it grows even where nothing is left of the trainer before this one.
+            said = gather((self._least_epoch, self._newest, max(time.time_ns(), self._epoch + 1)))
+            if first:
+                # That trainer may have died when only some of its ranks had published: all have to know of that.
+                self._least_epoch, self._newest, _ = max(said)
+                self._check(version, roll_back=roll_back)
+            self._epoch = max(self._least_epoch, *(epoch for _, _, epoch in said))
+            self._rolled_back = self._goes_back(version)
+        return Published(self._epoch, version, self._rolled_back, ranks)
+
+    def _goes_back(self, version: int) -> bool:
+        return version <= self._newest
+
+    def _check(self, version: int, *, roll_back: bool) -> None:
+        if self._goes_back(version) and not roll_back:
             raise VersionError(
                 f"version {version} is not newer than {self._newest}, the last one published; if the training has gone"
                 " back, publish it with roll_back=True"
             )
-        if self._epoch == 0 or goes_back:
-            # By the clock, so that it grows even where nothing is left of the trainer before this one.
-            self._epoch = agree(max(time.time_ns(), self._least_epoch, self._epoch + 1))
-            self._rolled_back = goes_back
-        return Published(self._epoch, version, self._rolled_back, ranks)

@@ -21,11 +21,13 @@ from asyncckpt.config import Config
 from asyncckpt.errors import (
     ClosedError,
     MismatchError,
+    RankFailedError,
     StorageError,
     UnsavableStateError,
     VersionError,
     WeightsTimeoutError,
 )
+from asyncckpt.shm.slots import Published
 from asyncckpt.verify import verify
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
@@ -141,9 +143,16 @@ def test_a_fork_publishes_nothing(root: Path) -> None:
         for version in range(4):
             publisher.publish(numbered(version), version)
         weights = numbered(9)  # torch computes nothing in a fork
+
+        def save_again() -> object:
+            return checkpointer.publish(save)
+
+        def publish_more() -> object:
+            return publisher.publish(weights, 9)
+
         if (child := os.fork()) == 0:
             told = 0
-            for publish in (lambda: checkpointer.publish(save), lambda: publisher.publish(weights, 9)):
+            for publish in (save_again, publish_more):
                 try:
                     publish()
                 except ClosedError:
@@ -262,6 +271,90 @@ def _reads(subscriber: WeightSubscriber, step: int) -> bool:
 
 def test_ranks_publish_together_what_each_has(tmp_path: Path) -> None:
     assert run(2, _publish_together, "policy", folder=tmp_path)[0] == [True] * 4
+
+
+def _stream_together(address: str) -> list[bool]:
+    seen = []
+    with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:
+        for step in range(1, 6):
+            weights = sharded(step)
+            if step == 4:
+                weights["more"] = torch.ones(3)
+            stream = ((name, full(tensor)) for name, tensor in weights.items())
+            assert not publisher.publish(stream, step).skipped
+            dist.barrier()
+            if dist.get_rank() == 0 and step != 4:
+                with WeightSubscriber(address) as subscriber, subscriber.acquire() as acquired:
+                    assert acquired.nbytes == sum(tensor.nbytes for tensor in whole(step).values())
+                seen.append(_reads(WeightSubscriber(address), step))
+            dist.barrier()
+    return seen
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it, for which the ranks meet."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_ranks_walk_along_a_stream_together(tmp_path: Path) -> None:
+    assert run(2, _stream_together, "policy", folder=tmp_path)[0] == [True] * 4
+
+
+def _publish_where_one_fails(address: str) -> list[str]:
+    said = []
+    odd = torch.eye(3).to_sparse()
+    with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:
+        for version in range(1, 9):
+            weights: dict[str, torch.Tensor] = sharded(version)
+            if version in (3, 6) and dist.get_rank() == 0:
+                weights = {"rows": weights["rows"], "odd": odd} | weights
+            by_name = ((name, full(tensor)) for name, tensor in weights.items())
+            try:
+                publisher.publish(weights if version < 5 else by_name, version)
+                said.append("published")
+            except (UnsavableStateError, RankFailedError) as error:
+                said.append(type(error).__name__)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with WeightSubscriber(address) as subscriber:
+                assert subscriber.versions() == [5, 7, 8]
+        dist.barrier()
+    return said
+
+
+def test_what_one_rank_cannot_publish_none_does(tmp_path: Path) -> None:
+    first, second = run(2, _publish_where_one_fails, "policy", folder=tmp_path)
+    well = ["published"] * 2
+    assert first == [*well, "UnsavableStateError", *well, "UnsavableStateError", *well]
+    assert second == [*well, "RankFailedError", *well, "RankFailedError", *well]
+
+
+def _publish_after_one_was_ahead(address: str) -> list[str]:
+    said = []
+    with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:
+        publisher.publish(sharded(4), 4)
+        if dist.get_rank() == 0:  # the first rank was one version ahead when all died
+            shelf, client, plan = publisher._shelves[-1], publisher._client, publisher._plan
+            assert client is not None and plan is not None
+            slot = shelf.claim(plan, client, 3, 60)
+            assert slot is not None
+            shelf.publish(slot, Published(publisher._versions._epoch, 5, False, 2))
+        publisher._close(linger=True)
+    dist.barrier()
+    with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:
+        for version, roll_back in ((5, False), (6, False), (6, True)):
+            try:
+                publisher.publish(sharded(version), version, roll_back=roll_back)
+                said.append("published")
+            except VersionError:
+                said.append("not newer")
+        dist.barrier()
+    return said
+
+
+def test_all_ranks_know_what_one_has_published(tmp_path: Path) -> None:
+    for said in run(2, _publish_after_one_was_ahead, "policy", folder=tmp_path):
+        assert said == ["not newer", "published", "published"]
 
 
 def _publish_saves(root: str) -> list[bool]:

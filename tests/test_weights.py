@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psutil
 import pytest
 import safetensors
@@ -230,6 +231,15 @@ def test_versions_grow(publisher: WeightPublisher, subscriber: WeightSubscriber)
         assert version_in(weights) == 7
     with subscriber.acquire() as weights:
         assert version_in(weights) == 4
+
+
+def test_versions_of_numpy_are_numbers_too(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    for version, roll_back in ((numpy.int64(3), False), (numpy.uint8(2), True), (torch.tensor(3), False), (True, True)):
+        publication = publisher.publish(model(), version, roll_back=roll_back)  # type: ignore[arg-type]
+        assert type(publication.version) is int and subscriber.versions()[-1] == version
+    for wrong in (5.0, "5", None):
+        with pytest.raises(TypeError):
+            publisher.publish(model(), wrong)  # type: ignore[arg-type]
 
 
 def test_a_reader_waits_for_the_version_it_wants(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -101,20 +101,19 @@ class WeightPublisher:
 
         Raises ``VersionError``, ``UnsavableStateError``, ``OutOfMemoryError``, ``JobTakenError`` where another process
         publishes under this address, ``WorkerDiedError`` (the next call starts another worker), ``ClosedError``,
+        ``RankFailedError`` where another rank raises, or is not heard of within the timeout of the process group,
         ``WeightsTimeoutError`` where ``when_busy`` is "wait" and readers do not end. Then nothing is published, and
         what was stays.
         """
-        with self._lock:
+        with self._lock, self._sharing.together():
             client = self._running_client()
-            sharing = self._sharing
-            published = self._versions.admit(
-                version, sharing.ranks, lambda epoch: max(sharing.gather(epoch)), roll_back=roll_back
-            )
+            published = self._versions.admit(version, self._sharing.ranks, self._sharing.gather, roll_back=roll_back)
             timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
             if isinstance(weights, Mapping):
                 slot = self._copy_all(weights, dtype, client, timings)
             else:
                 slot = self._copy_each(iter(weights), dtype, client, timings)
+            self._sharing.gather(None)  # all have copied, or none publishes
             if slot is not None:
                 self._shelves[-1].publish(slot, published)
                 self._versions.note(published)
@@ -122,7 +121,7 @@ class WeightPublisher:
                     shelf.give_back(client)
                 del self._shelves[:-1]
             nbytes = 0 if slot is None or self._plan is None else self._plan.image.nbytes
-            return Publication(version, published.epoch, slot is None, nbytes, timings)
+            return Publication(published.version, published.epoch, slot is None, nbytes, timings)
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
         """Do all that first publications would have to: start the worker, plan, take the memory of all slots.
@@ -268,54 +267,55 @@ class WeightPublisher:
         timings: dict[str, float],
     ) -> int | None:
         """As ``_copy_all``, for tensors that come one by one, and may be gone when the next one comes."""
-        plan, kept = self._plan, dict[str, torch.Tensor]()
+        plan = self._plan
         slot: int | None = None
-        begun = time.perf_counter()
-        if plan is not None and plan.dtype == dtype:
+        known = all(self._sharing.gather(plan is not None and plan.dtype == dtype))
+        if known and plan is not None:
             slot = self._claim(plan, client, timings)
-            begun = time.perf_counter()
-            copied = self._copy_known(stream, plan, slot, kept)
-            if slot is None or (not kept and len(copied) == len(plan.names)):
-                timings["stage_s"] += time.perf_counter() - begun
-                return slot
-            # Another structure than before, of which a part is in the slot, and the first that is new has been kept.
-            kept = {name: self._shelves[-1].target(slot, plan, number).clone() for name, number in copied} | kept
-        for name, tensor in stream:
-            self._keep(name, tensor, dtype, kept)
-        timings["stage_s"] += time.perf_counter() - begun
-        return self._copy_all(kept, dtype, client, timings)
-
-    def _copy_known(
-        self,
-        stream: Iterator[tuple[str, torch.Tensor]],
-        plan: WeightPlan,
-        slot: int | None,
-        kept: dict[str, torch.Tensor],
-    ) -> list[tuple[str, int]]:
-        """Copy what of ``stream`` is in ``plan`` into ``slot``, up to the first that is not, which is ``kept``.
-
-        Returns names and numbers in the image of those that were copied. With no slot, ``stream`` is but walked
-        through: other ranks may be walking with it.
-        """
+        skipped = known and slot is None
+        begun = time.perf_counter()
         copied: dict[str, int] = {}
-        for name, tensor in stream:
-            if slot is None:
-                continue
-            number = plan.find(self._whole(name, tensor, plan.dtype))
-            if name in copied:
-                raise UnsavableStateError(f"{name!r} comes twice")
-            if number is None:
-                self._keep(name, tensor, plan.dtype, kept)
-                break
-            self._shelves[-1].target(slot, plan, number, tensor.device).copy_(local(tensor))
-            copied[name] = number
-        return list(copied.items())
+        kept: dict[str, torch.Tensor] = {}
 
-    def _keep(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, kept: dict[str, torch.Tensor]) -> None:
-        form = self._whole(name, tensor, dtype)
-        if name in kept:
-            raise UnsavableStateError(f"{name!r} comes twice")
-        kept[name] = local(tensor).to("cpu", form.dtype, copy=True)
+        def take(name: str, tensor: torch.Tensor) -> None:
+            """Into the slot, if it is as planned; what comes from the first on that is not, is kept."""
+            if skipped or not self._sharing.is_own(tensor):
+                return
+            form = self._whole(name, tensor, dtype)
+            if name in copied or name in kept:
+                raise UnsavableStateError(f"{name!r} comes twice")
+            number = plan.find(form) if plan is not None and slot is not None and not kept else None
+            if number is None or plan is None or slot is None:
+                kept[name] = local(tensor).to("cpu", form.dtype, copy=True)
+            else:
+                self._shelves[-1].target(slot, plan, number, tensor.device).copy_(local(tensor))
+                copied[name] = number
+
+        self._walk(stream, take)
+        as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.names)
+        done = skipped or all(self._sharing.gather(as_planned))
+        if not done and plan is not None and slot is not None:
+            kept = {
+                name: self._shelves[-1].target(slot, plan, number).clone() for name, number in copied.items()
+            } | kept
+        timings["stage_s"] += time.perf_counter() - begun
+        return slot if done else self._copy_all(kept, dtype, client, timings)
+
+    def _walk(self, stream: Iterator[tuple[str, torch.Tensor]], take: Callable[[str, torch.Tensor], None]) -> None:
+        """Have all of ``stream`` taken. Other ranks may walk along it, and wait for each other: so to its end in any
+        case, also where taking fails.
+        """
+        failure: Exception | None = None
+        for name, tensor in stream:
+            try:
+                if failure is None:
+                    take(name, tensor)
+            except Exception as error:
+                if self._sharing.ranks == 1:
+                    raise
+                failure = error
+        if failure is not None:
+            raise failure
 
     def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Form:
         form = self._sharing.form(name, tensor, dtype)

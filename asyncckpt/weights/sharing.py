@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from asyncckpt.errors import UnsavableStateError
+from asyncckpt.errors import RankFailedError, UnsavableStateError
 from asyncckpt.structure import PLAIN
 from asyncckpt.weights.image import Form
 
@@ -24,27 +25,58 @@ class Sharing:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         """``process_group``: those that publish together; None: this process alone."""
         self._process_group = process_group
+        self._in_step = True
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.ranks = 1 if process_group is None else dist.get_world_size(process_group)
         if self.rank < 0:
             raise ValueError("this process is not in the process group it should publish with")
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done in here, by all ranks, ends on all by the error of one, at their next ``gather``; the last thing
+        that is done has to be one.
+        """
+        self._in_step = True
+        try:
+            yield
+        except BaseException as error:
+            if self.ranks > 1 and self._in_step:
+                with contextlib.suppress(RankFailedError):
+                    self._exchange(None, f"{type(error).__name__}: {error}")
+            raise
+
     def gather(self, value: T) -> list[T]:
-        """What each rank has, in their order."""
-        values: list[Any] = [value] * self.ranks
-        if self.ranks > 1:
-            dist.all_gather_object(values, value, group=self._process_group)
-        return values
+        """What each rank has, in their order. Raises ``RankFailedError`` where one has failed before it came to this,
+        or is not heard of within the timeout of the process group.
+        """
+        if self.ranks == 1:
+            return [value]
+        said = self._exchange(value, None)
+        for rank, (_, trouble) in enumerate(said):
+            if trouble is not None:
+                self._in_step = False  # they know
+                raise RankFailedError(f"rank {rank} cannot publish: {trouble}", rank=rank)
+        return [theirs for theirs, _ in said]
+
+    def _exchange(self, value: Any, trouble: str | None) -> list[tuple[Any, str | None]]:
+        said: list[Any] = [None] * self.ranks
+        in_step, self._in_step = self._in_step, False
+        try:
+            dist.all_gather_object(said, (value, trouble), group=self._process_group)
+        except RuntimeError as error:
+            raise RankFailedError(f"the ranks that publish together lost each other: {error}") from error
+        self._in_step = in_step
+        return said
 
     def own(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Those tensors of a state dict that this rank publishes, by name; nested ones by their path, with dots.
 
-        What is replicated the first rank that has it publishes for all. What is no tensor is left out.
+        What is no tensor is left out.
         """
         if any(isinstance(value, (Mapping, list)) for value in weights.values()):
             weights = flatten_state_dict(dict(weights))[0]
         return {
-            name: value for name, value in weights.items() if isinstance(value, torch.Tensor) and self._is_own(value)
+            name: value for name, value in weights.items() if isinstance(value, torch.Tensor) and self.is_own(value)
         }
 
     def form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Form:
@@ -52,6 +84,8 @@ class Sharing:
 
         Raises ``UnsavableStateError``.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__}, and no tensor")
         shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
         if isinstance(tensor, DTensor):
             if any(isinstance(placement, Partial) for placement in tensor.placements):
@@ -68,7 +102,8 @@ class Sharing:
         published = dtype if converts and dtype is not None else tensor.dtype
         return Form(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
 
-    def _is_own(self, tensor: torch.Tensor) -> bool:
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether this rank publishes ``tensor``. What is no DTensor all ranks have, and the first one publishes it."""
         if self.ranks == 1 or not isinstance(tensor, DTensor):
             return self.rank == 0
         coordinate = tensor.device_mesh.get_coordinate()
