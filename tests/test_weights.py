@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -464,6 +466,20 @@ def test_a_closed_subscriber_has_no_files(publisher: WeightPublisher, subscriber
     with pytest.raises(ClosedError, match="its subscriber is closed"), weights.safetensors():
         pass
     weights.release()
+
+
+def test_the_interpreter_may_end_with_all_of_it_alive() -> None:
+    script = """if True:
+        import torch
+        from asyncckpt.weights import WeightPublisher, WeightSubscriber
+        publisher = WeightPublisher("policy")
+        publisher.publish({"w": torch.ones(10)}, 1)
+        subscriber = WeightSubscriber("policy")
+        weights = subscriber.acquire()
+        kept = weights["w"]
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_threads_may_share_a_subscriber(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:

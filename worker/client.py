@@ -296,10 +296,8 @@ class WorkerClient:
         """Let the worker finish by itself what it was given, without waiting."""
         if self._owner == os.getpid() and not self._closing:
             self._closing = True
-            try:
+            with contextlib.suppress(OSError, ImportError):  # nothing can be imported as the interpreter ends
                 send(self._connection, Close())
-            except OSError:
-                pass
 
     def kill(self) -> None:
         """End the worker at once, and wait until all it had to do has failed."""
