@@ -329,6 +329,28 @@ def test_what_one_rank_cannot_publish_none_does(tmp_path: Path) -> None:
     assert second == [*well, "RankFailedError", *well, "RankFailedError", *well]
 
 
+def _publish_what_the_first_has_not(address: str) -> list[str]:
+    said = []
+    with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:
+        for version in range(1, 5):
+            weights = sharded(version)
+            if version in (2, 3) and dist.get_rank() == 1:
+                weights["stage"] = torch.ones(3)
+            try:
+                publisher.publish(weights, version)
+                said.append("published")
+            except (UnsavableStateError, RankFailedError) as error:
+                said.append(str(error))
+        dist.barrier()
+    return said
+
+
+def test_a_tensor_that_only_another_rank_has_is_not_lost_silently(tmp_path: Path) -> None:
+    for said in run(2, _publish_what_the_first_has_not, "policy", folder=tmp_path):
+        assert said[0] == said[3] == "published"
+        assert all("'stage' is no DTensor" in text for text in said[1:3])
+
+
 def _publish_after_one_was_ahead(address: str) -> list[str]:
     said = []
     with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:

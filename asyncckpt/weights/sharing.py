@@ -26,6 +26,10 @@ class Sharing:
         """``process_group``: those that publish together; None: this process alone."""
         self._process_group = process_group
         self._in_step = True
+        # Names of tensors that are no DTensors: this rank's, the same until the others know, the first's.
+        self._plain = set[str]()
+        self._news: set[str] | None = None
+        self._of_first = set[str]()
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.ranks = 1 if process_group is None else dist.get_world_size(process_group)
         if self.rank < 0:
@@ -52,20 +56,28 @@ class Sharing:
         if self.ranks == 1:
             return [value]
         said = self._exchange(value, None)
-        for rank, (_, trouble) in enumerate(said):
+        for rank, (_, trouble, _) in enumerate(said):
             if trouble is not None:
                 self._in_step = False  # they know
                 raise RankFailedError(f"rank {rank} cannot publish: {trouble}", rank=rank)
-        return [theirs for theirs, _ in said]
+        if lost := self._plain - self._of_first:
+            self._plain = set()
+            raise UnsavableStateError(
+                f"{min(lost)!r} is no DTensor: such the first rank publishes for all, and it has none of that name"
+            )
+        return [theirs for theirs, *_ in said]
 
-    def _exchange(self, value: Any, trouble: str | None) -> list[tuple[Any, str | None]]:
+    def _exchange(self, value: Any, trouble: str | None) -> list[tuple[Any, str | None, set[str] | None]]:
         said: list[Any] = [None] * self.ranks
         in_step, self._in_step = self._in_step, False
         try:
-            dist.all_gather_object(said, (value, trouble), group=self._process_group)
+            dist.all_gather_object(said, (value, trouble, self._news), group=self._process_group)
         except RuntimeError as error:
             raise RankFailedError(f"the ranks that publish together lost each other: {error}") from error
         self._in_step = in_step
+        self._news = None
+        if said[0][2] is not None:
+            self._of_first = said[0][2]
         return said
 
     def own(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -75,9 +87,13 @@ class Sharing:
         """
         if any(isinstance(value, (Mapping, list)) for value in weights.values()):
             weights = flatten_state_dict(dict(weights))[0]
-        return {
-            name: value for name, value in weights.items() if isinstance(value, torch.Tensor) and self.is_own(value)
-        }
+        tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+        if self.ranks == 1:
+            return tensors
+        plain = {name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        if plain != self._plain:
+            self._plain = self._news = plain
+        return {name: tensor for name, tensor in tensors.items() if self.is_own(tensor)}
 
     def form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Form:
         """What is published of ``tensor``, which is this rank's own; as ``dtype``, if it is of floating point.
