@@ -16,6 +16,7 @@ from ranks import alone, run, say, serve
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from asyncckpt.address import job_of_checkpoints
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import (
@@ -30,6 +31,8 @@ from asyncckpt.errors import (
 from asyncckpt.shm.slots import Published
 from asyncckpt.verify import verify
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
+from asyncckpt.weights.reading import Publications
+from asyncckpt.worker.door import door_name
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -395,6 +398,35 @@ def _publish_saves(root: str) -> list[bool]:
 
 def test_saves_of_many_ranks_are_published(tmp_path: Path, root: Path) -> None:
     assert run(2, _publish_saves, str(root), folder=tmp_path)[0] == [True] * 4
+
+
+def _publish_where_one_skips(root: str) -> list[bool]:
+    skipped = []
+    with Checkpointer(root, Config(timeout=10.0)) as checkpointer:
+        checkpointer.publish(checkpointer.save(1, sharded(1)))
+        part = Publications(door_name(job_of_checkpoints(root, None), dist.get_rank()), 10.0)
+        held = None
+        if dist.get_rank() == 1:  # here alone somebody reads
+            part.refresh()
+            ((published, there),) = part.all().items()
+            held = part.lease(published, there)
+        save = checkpointer.save(2, sharded(2))
+        skipped.append(checkpointer.publish(save).skipped)
+        if held is not None:
+            held.give_back()
+        part.close()
+        skipped.append(checkpointer.publish(save, 2, roll_back=True).skipped)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with WeightSubscriber.of_checkpoints(root) as subscriber, subscriber.acquire() as weights:
+                assert weights.version == 2 and torch.equal(weights["rows"], whole(2)["rows"])
+        dist.barrier()
+    return skipped
+
+
+def test_ranks_agree_on_versions_also_where_one_has_skipped(tmp_path: Path, root: Path) -> None:
+    first, second = run(2, _publish_where_one_skips, str(root), folder=tmp_path)
+    assert (first, second) == ([False, False], [True, False])
 
 
 def _publish_alone(address: str) -> list[str]:
