@@ -15,8 +15,9 @@ from typing import TypeAlias
 from asyncckpt.errors import VersionError
 from asyncckpt.shm.slots import Published
 
-Said: TypeAlias = tuple[int, int, int]
-"""What a rank knows of versions: the least epoch there can be now, the last version, the epoch that it proposes."""
+Said: TypeAlias = tuple[int, int, bool, int]
+"""What a rank knows of versions: the least epoch there can be now, the last version, whether they had been rolled
+back; and the epoch that it proposes."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Versions:
     def inherit(self, last: Published | None) -> None:
         """Go on after ``last``, of a trainer before this one."""
         if last is not None and self._epoch == 0:
-            self._newest, self._least_epoch = last.version, last.epoch + 1
+            self._newest, self._least_epoch, self._rolled_back = last.version, last.epoch + 1, last.rolled_back
 
     def note(self, published: Published) -> None:
         """It is published: from now on it is the last one."""
@@ -68,13 +69,15 @@ class Versions:
             self._check(version, roll_back=roll_back)
         if first or self._goes_back(version):
             # By the clock, so that it grows even where nothing is left of the trainer before this one.
-            said = gather((self._least_epoch, self._newest, max(time.time_ns(), self._epoch + 1)))
+            proposed = max(time.time_ns(), self._epoch + 1)
+            said = gather((self._least_epoch, self._newest, self._rolled_back, proposed))
             if first:
                 # That trainer may have died when only some of its ranks had published: all have to know of that.
-                self._least_epoch, self._newest, _ = max(said)
+                self._least_epoch, self._newest, self._rolled_back, _ = max(said)
                 self._check(version, roll_back=roll_back)
-            self._epoch = max(self._least_epoch, *(epoch for _, _, epoch in said))
-            self._rolled_back = self._goes_back(version)
+            self._epoch = max(self._least_epoch, *(epoch for *_, epoch in said))
+            # Who goes on after one that has gone back: a reader may have missed that one.
+            self._rolled_back = self._rolled_back or self._goes_back(version)
         return Published(self._epoch, version, self._rolled_back, ranks)
 
     def _goes_back(self, version: int) -> bool:

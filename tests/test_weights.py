@@ -651,6 +651,18 @@ def test_a_reader_is_told_when_a_trainer_went_back_unawares(subscriber: WeightSu
             assert version_in(weights) == 2
 
 
+def test_what_a_trainer_before_said_of_going_back_holds(subscriber: WeightSubscriber) -> None:
+    with WeightPublisher("policy") as publisher:
+        publisher.publish(model(50), 50)
+        subscriber.acquire().release()
+        publisher.publish(model(40), 40, roll_back=True)
+        publisher._close(linger=True)
+    with WeightPublisher("policy") as publisher:
+        publisher.publish(model(41), 41)
+        with subscriber.acquire() as weights:
+            assert version_in(weights) == 41
+
+
 def test_a_stopped_worker_is_not_waited_for_for_ever(
     publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
