@@ -52,7 +52,8 @@ from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Existing, Order
 from asyncckpt.worker.storage import exists_error, fits, remove, translated, withdraw
-from asyncckpt.worker.visit import Visit, take_door
+from asyncckpt.worker.succession import start_worker
+from asyncckpt.worker.visit import Visit
 
 logger = logging.getLogger(__name__)
 
@@ -711,26 +712,15 @@ class Engine:
         self._knock(group)
         if self._visit is not None:
             self._homes.inherit(self._visit)
-        door = None if self._job is None else door_name(self._job, group.rank)
-        client: WorkerClient | None = None
+        options = self.config.worker_options()
+        if self._job is not None:
+            options = replace(options, door=door_name(self._job, group.rank))
         try:
-            client = WorkerClient(replace(self.config.worker_options(), door=door))
-            # First the memory: until this one has it, the worker before it must stay.
-            for spare in self._homes.spares:
-                spare.number = client.adopt(spare.segment, spare.held, self.config.timeout)
-            if self._visit is not None:
-                self._visit.retire(self.config.timeout)
-                self._visit = None
-            if door is None:
-                client.open(self.config.timeout)
-            else:
-                take_door(client, door, self.config.timeout)
-        except BaseException as error:
-            if client is not None:
-                client.close(self.config.timeout)
-            if isinstance(error, WorkerDiedError):
-                self._bury()
+            client = start_worker(options, self._visit, self._homes.hand_over, self.config.timeout)
+        except WorkerDiedError:
+            self._bury()
             raise
+        self._visit = None
         return client
 
     def _bury(self) -> None:

@@ -26,7 +26,8 @@ from asyncckpt.weights.sharing import Sharing, local
 from asyncckpt.weights.shelf import Shelf
 from asyncckpt.worker.client import WorkerClient, deserted
 from asyncckpt.worker.door import door_name
-from asyncckpt.worker.visit import Visit, take_door
+from asyncckpt.worker.succession import start_worker
+from asyncckpt.worker.visit import Visit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -183,19 +184,13 @@ class WeightPublisher:
             visit = None if self._shelves else Visit.pay(self._door, timeout, deserted())
             if visit is not None:
                 self._inherit(visit)
-            client = WorkerClient(replace(self._config.worker_options(), door=self._door))
-            try:
-                # First the memory: until this worker has it, the one before it must stay.
-                for shelf in self._shelves:
-                    shelf.hand_over(client, timeout)
-                if visit is not None:
-                    visit.retire(timeout)
-                take_door(client, self._door, timeout)
-            except BaseException:
-                client.close(timeout)
-                raise
-            self._client = client
+            options = replace(self._config.worker_options(), door=self._door)
+            self._client = start_worker(options, visit, self._hand_over, timeout)
         return self._client
+
+    def _hand_over(self, client: WorkerClient) -> None:
+        for shelf in self._shelves:
+            shelf.hand_over(client, self._config.timeout)
 
     def _inherit(self, visit: Visit) -> None:
         """Take over what a publisher before this one has left."""
