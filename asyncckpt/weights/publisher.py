@@ -272,7 +272,8 @@ class WeightPublisher:
                 timings["stage_s"] += time.perf_counter() - begun
                 return slot
             # Another structure than before, of which a part is in the slot, and the first that is new has been kept.
-            kept = {name: self._shelves[-1].target(slot, plan, number).clone() for name, number in copied} | kept
+            there = self._shelves[-1].targets(slot, plan)
+            kept = {name: there[number].clone() for name, number in copied} | kept
         for name, tensor in stream:
             self._keep(name, tensor, dtype, kept)
         timings["stage_s"] += time.perf_counter() - begun
@@ -300,7 +301,7 @@ class WeightPublisher:
             if number is None:
                 self._keep(name, tensor, plan.dtype, kept)
                 break
-            self._shelves[-1].target(slot, plan, number, tensor.device).copy_(local(tensor))
+            self._shelves[-1].targets(slot, plan, tensor.device)[number].copy_(local(tensor))
             copied[name] = number
         return list(copied.items())
 
