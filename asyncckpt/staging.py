@@ -94,8 +94,8 @@ class SlotStager:
                 self._device_copies.append(DeviceCopy(device, its, self._targets))
             else:
                 plain = [number for number in its if device.type == "cpu" and not self._converted[number]]
-                self._host += host_chunks(plain, self._targets)
-                self._host += many_chunks([number for number in its if number not in set(plain)], self._targets)
+                others = [number for number in its if device.type != "cpu" or self._converted[number]]
+                self._host += host_chunks(plain, self._targets) + many_chunks(others, self._targets)
         self._host.sort(key=_begin)
         self._devices = devices
 
