@@ -1,0 +1,346 @@
+"""The sending end: the source, and the ranks that help it to gather what is sharded.
+
+For each bucket, in this order:
+
+    source                                      receivers
+    fill it, and take its checksum              load the one before the last
+    wait until the one before is sent           wait until the last has come
+    collect how everybody is             <----  say how it is
+    tell what the bucket is              ---->  hear it
+    begin to send it                     ====>  begin to receive it
+
+so while bucket k is under way, k+1 is filled and k-1 is loaded, and two buffers are enough on either side. A receiver
+that shares the source's buffers loads bucket k at once. After the last one, two more rounds: that there are no more,
+and that all is loaded everywhere; only then does the call return.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from xxhash import xxh3_128_hexdigest
+
+from asyncckpt.errors import CheckpointError, RankFailedError
+from asyncckpt.weights.buckets import Bucket, Buffers, Named, checksum, describe, entries, fill
+from asyncckpt.weights.channel import Channel, Message, pack, unpack
+from asyncckpt.weights.shared_buffers import SharedBuffers, host_identity
+from asyncckpt.weights.wire import DeviceWire, HostWire, Wire, device_pair, has_device_wire
+
+# Descriptions of buckets that the receivers remember.
+_MOST_TOLD = 10_000
+
+Given = Mapping[str, Any] | Iterable[Named]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broadcast:
+    """What was broadcast: the same on all ranks, but for the seconds."""
+
+    version: int | None
+    epoch: int | None
+    """Of the publication that it was, if it was one."""
+    nbytes: int
+    """Of all tensors."""
+    buckets: int
+    retained: bool
+    """Whether this version can be taken again: only if it is a publication. Weights that come straight out of a model
+    are gone with its next step."""
+    seconds: Mapping[str, float]
+    """By phase, exactly 0.0 for one that did not take place: ``meet`` (waiting for all ranks to come), ``fill``
+    (gathering and copying into buckets), ``checksum``, ``transfer`` (waiting for the wire, and for other ranks),
+    ``load``, and ``total``."""
+
+
+class Seconds:
+    """A stopwatch with phases."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.perf_counter()
+        self._phases = dict.fromkeys(("meet", "fill", "checksum", "transfer", "load"), 0.0)
+
+    def add(self, phase: str) -> None:
+        """All since the last call was ``phase``."""
+        now = time.perf_counter()
+        self._phases[phase] += now - self._last
+        self._last = now
+
+    def all(self) -> dict[str, float]:
+        return self._phases | {"total": time.perf_counter() - self._begun}
+
+
+class ToldError(Exception):
+    """All ranks have been told that it is over, and raise this ``error``."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the caller of the source wants."""
+
+    bucket_bytes: int
+    local: bool
+    version: int | None
+    epoch: int | None
+    retained: bool
+
+
+class Sender:
+    """The source's end of a channel."""
+
+    def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
+        self._channel = channel
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._group = group if has_device_wire(group) else None
+        self._known: object = None
+        """With whom, and how, it was set up."""
+        self._is_heard = False
+        """Whether the others have said how they are, and wait for a word."""
+        self._setups = 0
+        self._wire: Wire | None = None
+        self._buffers: Buffers | None = None
+        self._told: set[str] = set()
+
+    def send(self, weights: Given, terms: Terms) -> Broadcast:
+        """Send ``weights`` to all receivers. Returns when they have loaded it."""
+        seconds = Seconds()
+        flight: dist.Work | None = None
+        try:
+            answers = self._agree({})
+            gathers = [
+                rank for rank, each in zip(self._channel.others, answers, strict=True) if each["role"] == "gather"
+            ]
+            loads = [rank for rank, each in zip(self._channel.others, answers, strict=True) if each["role"] == "load"]
+            sources = [self._global_ranks[rank] for rank in (self._channel.rank, *gathers)]
+            # After a failure all is new: who knows what of it the others have heard.
+            known, self._known = self._set_up(answers, terms, sources), None
+            seconds.add("meet")
+            nbytes = count = 0
+            borrow = not gathers and not isinstance(self._buffers, SharedBuffers)
+            bucket: Bucket | None = None
+            for following in fill(entries(weights, sources), terms.bucket_bytes, self._buffers, borrow=borrow):
+                data = following.data if self._wire is None else self._wire.stage(following.data)
+                seconds.add("fill")
+                digest = checksum(data)
+                seconds.add("checksum")
+                self._land(flight)
+                flight = None
+                # Only now may the memory of the one before be somebody else's.
+                bucket = following
+                self._agree(*self._announce(bucket, digest, loads))
+                if self._wire is not None and data.numel():
+                    flight = self._wire.post(data)
+                seconds.add("transfer")
+                nbytes += sum(item.nbytes for item in bucket.items)
+                count += 1
+            seconds.add("fill")
+            self._land(flight)
+            flight = None
+            del bucket
+            if self._wire is not None:
+                self._wire.finish()
+            self._agree({"kind": "end", "nbytes": nbytes})
+            self._agree({"kind": "done"})
+            seconds.add("transfer")
+        except ToldError as told:
+            raise told.error from None
+        except Exception as error:
+            if not self._channel.usable:
+                raise
+            self._land(flight)
+            if not self._is_heard:
+                self._channel.collect()
+            packed = pack(error, self._channel.rank)
+            self._tell({"error": packed})
+            raise unpack(packed) from error
+        except BaseException as error:
+            self._channel.leave(error)
+            raise
+        self._known = known
+        return Broadcast(
+            version=terms.version,
+            epoch=terms.epoch,
+            nbytes=nbytes,
+            buckets=count,
+            retained=terms.retained,
+            seconds=seconds.all(),
+        )
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        if isinstance(self._buffers, SharedBuffers):
+            self._buffers.close()
+        self._buffers = self._wire = None
+
+    def _land(self, flight: dist.Work | None) -> None:
+        if flight is not None and self._wire is not None:
+            self._wire.land(flight)
+
+    def _agree(self, word: Message | Sequence[Message], blobs: Mapping[int, bytes] | None = None) -> list[Message]:
+        """A round. Without a ``word`` the others go on waiting for it. Raises ``ToldError``."""
+        answers = self._channel.collect()
+        self._is_heard = True
+        for answer in answers:
+            if "error" in answer:
+                self._tell({"error": answer["error"]})
+                raise ToldError(unpack(answer["error"]))
+        if word:
+            self._tell(word, blobs)
+        return answers
+
+    def _tell(self, word: Message | Sequence[Message], blobs: Mapping[int, bytes] | None = None) -> None:
+        self._is_heard = False
+        self._channel.tell(word, blobs)
+
+    def _announce(self, bucket: Bucket, digest: int, loads: Sequence[int]) -> tuple[Message, dict[int, bytes]]:
+        """What the receivers hear of it. How it is described they remember from one broadcast to the next."""
+        description = describe(bucket.items)
+        name = xxh3_128_hexdigest(description)
+        forget = len(self._told) > _MOST_TOLD
+        if forget:
+            self._told.clear()
+        word = {
+            "kind": "bucket",
+            "bytes": bucket.data.numel(),
+            "skew": bucket.skew,
+            "buffer": bucket.buffer,
+            "checksum": digest,
+            "description": name,
+            "description_bytes": 0 if name in self._told else len(description),
+            "forget": forget,
+        }
+        blobs = {} if name in self._told else dict.fromkeys(loads, description)
+        self._told.add(name)
+        return word, blobs
+
+    def _set_up(self, answers: Sequence[Message], terms: Terms, sources: Sequence[int]) -> object:
+        """Say on what terms; and, where something is new, find out who can share memory, and connect the rest.
+
+        Returns what all that depends on.
+        """
+        known = [answers, terms.bucket_bytes, terms.local]
+        is_new = known != self._known
+        word = {
+            "version": terms.version,
+            "epoch": terms.epoch,
+            "retained": terms.retained,
+            "bucket_bytes": terms.bucket_bytes,
+            "sources": sources,
+            "set_up": is_new,
+        }
+        if not is_new:
+            self._tell(word)
+            return known
+        self.close()
+        self._told.clear()
+        here = host_identity()
+        near = [
+            terms.local and self._group is None and answer["role"] == "load" and answer["host"] == here
+            for answer in answers
+        ]
+        shared = SharedBuffers(terms.bucket_bytes) if any(near) else None
+        self._buffers = shared
+        self._tell([word | ({"offer": shared.offer()} if shared and each else {}) for each in near])
+        found = self._agree({})
+        remote = [
+            rank
+            for rank, answer, attached in zip(self._channel.others, answers, found, strict=True)
+            if answer["role"] == "load" and not attached["attached"]
+        ]
+        if shared is not None and not any(each["attached"] for each in found):
+            self.close()
+            shared = None
+        self._setups += 1
+        name = str(self._setups)
+        place = {rank: number for number, rank in enumerate(remote, 1)}
+        how = "device" if self._group is not None else "host"
+        self._tell(
+            [
+                {"wire": [how, name, place[rank], 1 + len(remote)] if rank in place else None}
+                for rank in self._channel.others
+            ]
+        )
+        if self._group is not None:
+            self._buffers = Buffers(device_pair(terms.bucket_bytes))
+            self._wire = DeviceWire(self._channel, self._group, terms.bucket_bytes)
+        else:
+            self._buffers = shared or Buffers.of_host(terms.bucket_bytes)
+            self._wire = HostWire(self._channel, name, 0, 1 + len(remote)) if remote else None
+        return known
+
+
+class Gatherer:
+    """The end of a rank that holds shards of what the source sends: it only takes part in gathering them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def gather(self, weights: Given) -> Broadcast:
+        """Go through ``weights`` as the source does."""
+        seconds = Seconds()
+        count = 0
+        try:
+            terms = self._next({"role": "gather", "host": ""})
+            if terms["set_up"]:
+                self._next({"attached": False})
+            seconds.add("meet")
+            for _ in fill(entries(weights, terms["sources"]), terms["bucket_bytes"], None, borrow=False):
+                seconds.add("fill")
+                if self._next({})["kind"] != "bucket":
+                    raise RankFailedError(
+                        "this rank gives more weights than the one that sends", rank=self._channel.rank
+                    )
+                seconds.add("transfer")
+                count += 1
+            seconds.add("fill")
+            last = self._next({})
+            if last["kind"] != "end":
+                raise RankFailedError("this rank gives fewer weights than the one that sends", rank=self._channel.rank)
+            self._next({})
+            seconds.add("transfer")
+        except ToldError as told:
+            raise told.error from None
+        except Exception as error:
+            if not self._channel.usable:
+                raise
+            raise give_up(self._channel, error) from error
+        except BaseException as error:
+            self._channel.leave(error)
+            raise
+        return made_of(terms, last, count, seconds)
+
+    def _next(self, status: Message) -> Message:
+        return take_turn(self._channel, status)
+
+
+def take_turn(channel: Channel, status: Message) -> Message:
+    """A round, on any rank but the source: say how it is, and hear what comes. Raises ``ToldError``."""
+    channel.say(status)
+    word = channel.hear()
+    if "error" in word:
+        raise ToldError(unpack(word["error"]))
+    return word
+
+
+def give_up(channel: Channel, error: BaseException) -> CheckpointError:
+    """The same because of ``error``; returns what all ranks raise."""
+    channel.say({"error": pack(error, channel.rank)})
+    return unpack(channel.hear()["error"])
+
+
+def made_of(terms: Message, last: Message, count: int, seconds: Seconds) -> Broadcast:
+    """The result, on a rank that was told ``terms`` first and ``last`` last."""
+    return Broadcast(
+        version=terms["version"],
+        epoch=terms["epoch"],
+        nbytes=last["nbytes"],
+        buckets=count,
+        retained=terms["retained"],
+        seconds=seconds.all(),
+    )
