@@ -12,6 +12,7 @@ Then the survivors sign in the store of the job, and who has not signed is named
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -63,11 +64,11 @@ class Channel:
         self._store = PrefixStore(self._prefix, _get_default_store())
         self._gloo: Gloo | None = None
         self._parts: list[Gloo] = []
+        self._awaited: dict[int, dist.Work] = {}
         self._received = torch.empty(self.world_size, _MESSAGE_BYTES, dtype=torch.uint8)
         self._await_all()
         self._gloo = self._connect("all", self.rank, self.world_size)
         # What comes next is always waited for already: gloo sends nothing before it is, and would have to ask first.
-        self._awaited: dict[int, dist.Work] = {}
         for rank in self.others if self.is_source else [src]:
             self._await(rank)
 
@@ -111,37 +112,29 @@ class Channel:
 
     def collect(self) -> list[Message]:
         """On the source: what each of ``others`` says."""
-        self._get()
         return [self._take(rank) for rank in self.others]
 
     def tell(self, words: Message | Sequence[Message], blobs: Mapping[int, bytes] | None = None) -> None:
         """On the source: tell the others the same, or each its own; and after it, a ``blob`` to some ranks."""
-        gloo = self._get()
         each = [words] * len(self.others) if isinstance(words, dict) else words
-        works = []
-        for rank, word in zip(self.others, each, strict=True):
-            data = _encode(word)
-            works.append((rank, data, gloo.send([data], rank, _WORD_TAG)))
+        sent = [self._send(rank, _encode(word), _WORD_TAG) for rank, word in zip(self.others, each, strict=True)]
         for rank, blob in (blobs or {}).items():
-            data = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-            works.append((rank, data, gloo.send([data], rank, _BLOB_TAG)))
-        for rank, _, work in works:
-            self._wait(work, rank)
+            sent.append(self._send(rank, torch.frombuffer(bytearray(blob), dtype=torch.uint8), _BLOB_TAG))
+        for each_sent in sent:
+            self._wait(*each_sent)
 
     def say(self, status: Message) -> None:
         """On the others: what the source collects."""
-        data = _encode(status)
-        self._wait(self._get().send([data], self.src, _STATUS_TAG), self.src)
+        self._wait(*self._send(self.src, _encode(status), _STATUS_TAG))
 
     def hear(self) -> Message:
         """On the others: what the source tells."""
-        self._get()
         return self._take(self.src)
 
     def hear_blob(self, nbytes: int) -> bytes:
         """On the others, where the source sends one."""
         data = torch.empty(nbytes, dtype=torch.uint8)
-        self._wait(self._get().recv([data], self.src, _BLOB_TAG), self.src)
+        self._wait(self.src, self._receive(self.src, data, _BLOB_TAG), data)
         return data.numpy().tobytes()
 
     def _await(self, rank: int) -> None:
@@ -149,13 +142,28 @@ class Channel:
         self._awaited[rank] = self._get().recv([self._received[rank]], rank, tag)
 
     def _take(self, rank: int) -> Message:
-        self._wait(self._awaited[rank], rank)
-        message: Message = json.loads(self._received[rank].numpy().tobytes())
-        self._await(rank)
+        data = self._received[rank]
+        if rank not in self._awaited:
+            self.attempt(lambda: self._await(rank), f"rank {rank}", rank)
+        self._wait(rank, self._awaited.pop(rank), data)
+        message: Message = json.loads(data.numpy().tobytes())
+        with contextlib.suppress(RuntimeError):  # it was the last of a rank that is through
+            self._await(rank)
         return message
 
-    def _wait(self, work: dist.Work, rank: int) -> None:
+    def _send(self, rank: int, data: torch.Tensor, tag: int) -> tuple[int, dist.Work, torch.Tensor]:
+        gloo = self._get()
+        return rank, self.attempt(lambda: gloo.send([data], rank, tag), f"rank {rank}", rank), data
+
+    def _receive(self, rank: int, data: torch.Tensor, tag: int) -> dist.Work:
+        gloo = self._get()
+        work: dist.Work = self.attempt(lambda: gloo.recv([data], rank, tag), f"rank {rank}", rank)
+        return work
+
+    def _wait(self, rank: int, work: dist.Work, data: torch.Tensor) -> None:
+        """Until it is done; ``data`` is what it needs meanwhile."""
         self.attempt(lambda: work.wait(timedelta(seconds=self.timeout)), f"rank {rank}", rank)
+        del data
 
     def attempt(self, wait: Callable[[], T], what: str, rank: int | None = None) -> T:
         """Call ``wait``, which waits for ``what``, of ``rank`` if it is one's. Where it fails, all end."""
@@ -187,6 +195,7 @@ class Channel:
         """Drop the connections. Between two broadcasts that is no failure."""
         self._gloo = None
         self._parts = []
+        self._awaited = {}
 
     def _get(self) -> Gloo:
         if self._gloo is None:
@@ -198,12 +207,13 @@ class Channel:
         self.close()
         # A wait that runs out of its time closes all connections of a gloo group, those that others wait for too: the
         # one way there is to end what is under way. (ProcessGroupGloo.abort, where there is one, leaves it waiting.)
+        # It must be for a rank to which there is a connection: so for each of them.
         for gloo in groups:
-            peer = (gloo.rank() + 1) % gloo.size()
-            try:
-                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                pass  # as it should
+            for peer in set(range(gloo.size())) - {gloo.rank()}:
+                try:
+                    gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_TAG).wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    pass  # as it should
 
     def _sign(self, told: CheckpointError | None) -> None:
         try:

@@ -49,6 +49,7 @@ class Receiver:
         """
         seconds = Seconds()
         flight: dist.Work | None = None
+        owed = 0  # bytes of a bucket that the source is sending, and this rank has not begun to receive
         try:
             terms = take_turn(self._channel, {"role": "load", "host": host_identity()})
             if terms["set_up"]:
@@ -57,6 +58,7 @@ class Receiver:
             count = 0
             last: _Arrival | None = None
             while (word := take_turn(self._channel, {}))["kind"] == "bucket":
+                owed = word["bytes"]
                 self._learn(word)
                 if self._wire is None:
                     seconds.add("transfer")
@@ -68,8 +70,8 @@ class Receiver:
                         yield from self._give(last, seconds)
                         last = None
                     arrival = self._find(word, count)
-                    if arrival.data.numel():
-                        flight = self._wire.post(arrival.data)
+                    if owed:
+                        flight, owed = self._wire.post(arrival.data), 0
                     seconds.add("transfer")
                     if last is not None:
                         yield from self._give(last, seconds)
@@ -89,8 +91,11 @@ class Receiver:
         except (Exception, GeneratorExit) as error:
             if not self._channel.usable:
                 raise
-            if flight is not None and self._wire is not None:
-                self._wire.land(flight)
+            if self._wire is not None and self._buffers is not None:
+                if owed:
+                    flight = self._wire.post(self._buffers.pair[0][:owed])
+                if flight is not None:
+                    self._wire.land(flight)
             stopped = RankFailedError("it stopped taking weights before all had come", rank=self._channel.rank)
             told_to_all = give_up(self._channel, stopped if isinstance(error, GeneratorExit) else error)
             if isinstance(error, GeneratorExit):
