@@ -33,6 +33,7 @@ from bench.turns import Pace
 
 LIMIT_S = 120.0
 VERL = "verl-0.9.1"
+MEMCPY = "memcpy"
 Named = dict[str, torch.Tensor]
 
 
@@ -159,19 +160,12 @@ def _verl() -> Any:
     return module
 
 
-WAYS: dict[str, Callable[[Named, int, str], Way]] = {
+BROADCAST: dict[str, Callable[[Named, int, str], Way]] = {
     "asyncckpt": Ours,
-    "asyncckpt-gloo": OursOverGloo,
-    "dist-broadcast": EachTensor,
-    "pg-transport": PgTransport,
-    "verl-shm": Verl,
-}
-TITLES = {
-    "asyncckpt": "asyncckpt",
-    "asyncckpt-gloo": "asyncckpt, as if on two hosts",
-    "dist-broadcast": "dist.broadcast of each tensor",
-    "pg-transport": "PGTransport of torchft",
-    "verl-shm": "verl, buckets in shared memory",
+    "asyncckpt, as if on two hosts": OursOverGloo,
+    "dist.broadcast, each tensor": EachTensor,
+    "PGTransport of torchft": PgTransport,
+    "verl, buckets in shared memory": Verl,
 }
 
 
@@ -208,22 +202,22 @@ def _rank(rank: int, folder: str, request: dict[str, Any]) -> None:
     pace = Pace(**request["pace"])
     ways: dict[str, Way] = {}
     left_out: dict[str, str] = {}
-    for name in request["names"]:
+    for name in BROADCAST:
         why = None
         try:
-            ways[name] = WAYS[name](mine, request["bucket_bytes"], folder)
+            ways[name] = BROADCAST[name](mine, request["bucket_bytes"], folder)
         except Exception as error:
             why = told(error)
         if whys := [each for each in _agree(why) if each is not None]:
             left_out[name] = whys[0]
             ways.pop(name, None)
-    found: dict[str, list[float]] = {name: [] for name in ("memcpy", *ways)}
+    found: dict[str, list[float]] = {name: [] for name in (MEMCPY, *ways)}
     dice = random.Random(0)
     with Limits(sum(tensor.nbytes for tensor in mine.values()), folder) as limits:
         for turn in range(1, pace.rounds + 2):
             for name in dice.sample(list(found), len(found)):
                 time.sleep(pace.pause)
-                if name == "memcpy":
+                if name == MEMCPY:
                     found[name].append(limits.memcpy() if rank == 0 else 0.0)
                     dist.barrier()
                     continue
@@ -244,18 +238,15 @@ def _rank(rank: int, folder: str, request: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def measure(
-    gib: float, tensors: int, bucket_bytes: int, names: Sequence[str], pace: Pace, where: str
-) -> dict[str, Any]:
-    """Every way of ``names``, and a copy of the bytes by one thread."""
+def broadcast(gib: float, tensors: int, bucket_mib: int, pace: Pace, where: str) -> dict[str, Any]:
+    """Every way of ``BROADCAST``, and a copy of the bytes by one thread. (``pace.patience`` is not looked at: the two
+    processes would have to agree.)"""
     context = multiprocessing.get_context("spawn")
     folder = tempfile.mkdtemp(dir=where)
-    nbytes = int(gib * GIB)
     request = {
-        "bytes": nbytes,
+        "bytes": int(gib * GIB),
         "tensors": tensors,
-        "bucket_bytes": bucket_bytes,
-        "names": list(names),
+        "bucket_bytes": bucket_mib << 20,
         "pace": {"rounds": pace.rounds, "pause": pace.pause},
     }
     try:
@@ -271,10 +262,8 @@ def measure(
         shutil.rmtree(folder, ignore_errors=True)
     found = taken["found"]
     return {
-        "title": f"Weights from one process to another: {gib:g} GiB in {tensors:,} tensors",
-        "limits": {"memcpy": found["memcpy"][1:]},
-        "results": {
-            name: {"broadcast_s": found[name][1:], "first_s": found[name][0]} for name in WAYS if name in found
-        },
+        "title": f"From one process to another: {gib:g} GiB in {tensors:,} tensors, buckets of {bucket_mib} MiB",
+        "limits": {MEMCPY: found.pop(MEMCPY)[1:]},
+        "results": {name: {"elapsed_s": seconds[1:], "first_s": seconds[0]} for name, seconds in found.items()},
         "left_out": taken["left_out"],
     }
