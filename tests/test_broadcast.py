@@ -207,6 +207,31 @@ def test_shards_of_a_rank_that_gives_none(tmp_path: Path) -> None:
     assert "'half'" in ended[0][1]
 
 
+def gathers_something_else(count: int) -> tuple[tuple[str, str, int | None], bool]:
+    """Rank 1 says that it helps to gather, and has not the weights that the source has."""
+    rank = dist.get_rank()
+    weights = {str(number): torch.ones(900) for number in range(6)}
+
+    def call(count: int, taken: Taken) -> object:
+        if rank == 1:
+            return broadcast_weights({str(number): torch.ones(900) for number in range(count)}, timeout=SOON_S)
+        return share(weights, taken)
+
+    error = told(lambda: call(count, Taken()))
+    taken = Taken()
+    call(6, taken)
+    close_broadcasts()
+    return error, rank != 2 or same(dict(taken), weights)
+
+
+@pytest.mark.parametrize(("count", "text"), [(4, "fewer weights"), (8, "more weights")])
+def test_gathering_something_else(count: int, text: str, tmp_path: Path) -> None:
+    for error, goes_on in ranks.run(3, gathers_something_else, count, folder=tmp_path):
+        assert text in error[1]
+        assert error[2] == 1
+        assert goes_on
+
+
 def fails(fault: str, local: bool) -> tuple[tuple[str, str, int | None], bool]:
     """Whatever fails, all ranks raise the same, and go on with the next call."""
     rank = dist.get_rank()
@@ -331,8 +356,7 @@ def is_killed(victim: int, local: bool, at: str) -> tuple[str, str, int | None]:
 
 
 @both_ways
-@pytest.mark.parametrize("victim", [0, 1, 3])
-@pytest.mark.parametrize("at", ["3", "7"])
+@pytest.mark.parametrize(("victim", "at"), [(0, "3"), (1, "7"), (3, "3")])
 def test_a_rank_is_killed(victim: int, local: bool, at: str, tmp_path: Path) -> None:
     ended = ranks.Job(4, is_killed, victim, local, at, folder=tmp_path).wait()
     for rank, end in enumerate(ended):
@@ -431,6 +455,73 @@ def nothing_grows() -> tuple[int, int]:
 def test_descriptors_and_threads_are_flat(tmp_path: Path) -> None:
     for before, after in ranks.run(2, nothing_grows, folder=tmp_path):
         assert before == after
+
+
+def between_devices(bypass_cpu: bool) -> tuple[bool, Broadcast]:
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    weights = {name: tensor.detach() for name, tensor in odd_weights().items()}
+    if bypass_cpu:
+        weights = {name: tensor.cuda() for name, tensor in weights.items()}
+    taken = Taken()
+    if rank == 0:
+        broadcast = broadcast_weights(
+            weights, group=group, bucket_bytes=BUCKET, timeout=SOON_S, bypass_cpu=bypass_cpu, version=1
+        )
+    else:
+        broadcast = broadcast_weights(load=taken, group=group, timeout=SOON_S)
+    torch.cuda.synchronize()
+    close_broadcasts()
+    on_device = all(tensor.is_cuda for tensor in taken.values())
+    found = {name: tensor.cpu() for name, tensor in taken.items()}
+    return rank == 0 or (on_device and same(found, plain(odd_weights()))), broadcast
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each rank")
+@pytest.mark.parametrize("bypass_cpu", [True, False])
+def test_from_device_to_device(bypass_cpu: bool, tmp_path: Path) -> None:
+    for right, broadcast in ranks.run(2, between_devices, bypass_cpu, folder=tmp_path):
+        assert right
+        assert not broadcast.retained
+
+
+def from_a_device(local: bool) -> bool:
+    taken = Taken()
+    weights = {name: tensor.detach().cuda() for name, tensor in odd_weights().items()}
+    share(weights, taken, local=local, bypass_cpu=True)
+    close_broadcasts()
+    return dist.get_rank() == 0 or same(dict(taken), plain(odd_weights()))
+
+
+@pytest.mark.cuda
+@both_ways
+def test_from_a_device_by_gloo(local: bool, tmp_path: Path) -> None:
+    assert all(ranks.run(2, from_a_device, local, folder=tmp_path))
+
+
+class Publication(dict[str, torch.Tensor]):
+    """As ``Weights`` are: with a version, and an epoch."""
+
+    version, epoch = 7, 2
+
+
+def of_a_publication() -> tuple[Broadcast, tuple[str, str, int | None]]:
+    image = torch.arange(9000, dtype=torch.float32)
+    weights = Publication({str(number): image[number * 900 : (number + 1) * 900] for number in range(10)})
+    taken = Taken()
+    broadcast = share(weights, taken)
+    assert dist.get_rank() == 0 or same(dict(taken), dict(weights))
+    error = told(lambda: share(weights, taken, bypass_cpu=True))
+    close_broadcasts()
+    return broadcast, error
+
+
+def test_only_a_publication_is_retained(tmp_path: Path) -> None:
+    for broadcast, error in ranks.run(2, of_a_publication, folder=tmp_path):
+        assert (broadcast.version, broadcast.epoch, broadcast.retained) == (7, 2, True)
+        assert "bypass_cpu" in error[1]
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.bool, torch.int16]

@@ -34,12 +34,13 @@ class _Ends:
     def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
         self.channel = channel
         self.sender = Sender(channel, group)
-        self.gatherer = Gatherer(channel)
+        self.gatherer = Gatherer(channel, group)
         self.receiver = Receiver(channel, group)
 
     def close(self) -> None:
         self.channel.close()
         self.sender.close()
+        self.gatherer.close()
         self.receiver.close()
 
 

@@ -41,6 +41,7 @@ _MESSAGE_BYTES = 8192
 _TEXT_BYTES = 1300
 # How long the survivors wait for each other. They notice at once, unless they are busy with what they were given.
 _GRACE_S = 5.0
+_READING_S = 0.5
 _POLL_S = 0.01
 _STATUS_TAG, _WORD_TAG, _BLOB_TAG, _NEVER_TAG = 1, 2, 3, 4
 
@@ -233,8 +234,15 @@ class Channel:
                         signed = json.loads(self._store.get(f"left/{rank}"))
                         left[rank] = None if signed is None else unpack(signed)
                 time.sleep(_POLL_S)
-            verdict = json.dumps(pack(self._judge(left, cause), self.rank))
-            return unpack(json.loads(self._store.compare_set("verdict", "", verdict)))
+            mine = json.dumps(pack(self._judge(left, cause), self.rank))
+            verdict = self._store.compare_set("verdict", "", mine)
+            # This process may be about to end, and the store with it: the others are to have read it before.
+            readers = self._store.add("readers", 1)
+            deadline = time.monotonic() + _READING_S
+            while readers < len(left) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                readers = self._store.add("readers", 0)
+            return unpack(json.loads(verdict))
         except RuntimeError as error:
             return self._lost_store(error)
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from xxhash import xxh3_128_hexdigest
 
@@ -259,10 +260,11 @@ class Sender:
         self._setups += 1
         name = str(self._setups)
         place = {rank: number for number, rank in enumerate(remote, 1)}
-        how = "device" if self._group is not None else "host"
+        # NCCL sends to all of a group, so those that gather take part, too.
+        how, everybody = ("device", True) if self._group is not None else ("host", False)
         self._tell(
             [
-                {"wire": [how, name, place[rank], 1 + len(remote)] if rank in place else None}
+                {"wire": [how, name, place.get(rank, 0), 1 + len(remote)] if everybody or rank in place else None}
                 for rank in self._channel.others
             ]
         )
@@ -278,8 +280,12 @@ class Sender:
 class Gatherer:
     """The end of a rank that holds shards of what the source sends: it only takes part in gathering them."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
         self._channel = channel
+        self._group = group
+        self._wire: Wire | None = None
+        self._ignored: Sequence[torch.Tensor] = []
+        """What goes over a wire that this rank is on goes here."""
 
     def gather(self, weights: Given) -> Broadcast:
         """Go through ``weights`` as the source does."""
@@ -288,11 +294,17 @@ class Gatherer:
         try:
             terms = self._next({"role": "gather", "host": ""})
             if terms["set_up"]:
-                self._next({"attached": False})
+                self._set_up(terms)
             seconds.add("meet")
+            flight: dist.Work | None = None
             for _ in fill(entries(weights, terms["sources"]), terms["bucket_bytes"], None, borrow=False):
                 seconds.add("fill")
-                if self._next({})["kind"] != "bucket":
+                if flight is not None and self._wire is not None:
+                    self._wire.land(flight)
+                word = self._next({})
+                if word["kind"] == "bucket":
+                    flight = self._take(word)
+                else:
                     raise RankFailedError(
                         "this rank gives more weights than the one that sends", rank=self._channel.rank
                     )
@@ -301,6 +313,7 @@ class Gatherer:
             seconds.add("fill")
             last = self._next({})
             if last["kind"] != "end":
+                self._take(last)
                 raise RankFailedError("this rank gives fewer weights than the one that sends", rank=self._channel.rank)
             self._next({})
             seconds.add("transfer")
@@ -314,6 +327,22 @@ class Gatherer:
             self._channel.leave(error)
             raise
         return made_of(terms, last, count, seconds)
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self._wire, self._ignored = None, []
+
+    def _set_up(self, terms: Message) -> None:
+        self.close()
+        if self._next({"attached": False})["wire"] is not None:
+            self._wire = DeviceWire(self._channel, self._group, terms["bucket_bytes"])
+            self._ignored = device_pair(terms["bucket_bytes"])
+
+    def _take(self, word: Message) -> dist.Work | None:
+        """Begin to receive a bucket, if this rank has to."""
+        if self._wire is None or not word["bytes"]:
+            return None
+        return self._wire.post(self._ignored[0][: word["bytes"]])
 
     def _next(self, status: Message) -> Message:
         return take_turn(self._channel, status)
