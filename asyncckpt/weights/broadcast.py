@@ -76,8 +76,8 @@ def broadcast_weights(
     they are computed with, so they must not be a publication; such a version is not ``retained``, it cannot be taken
     later. With a group of NCCL buckets travel from device to device, and ``load`` is given tensors of the current one.
 
-    Raises ``RankFailedError`` (``rank`` says which: it raised, died, did not come or did not answer),
-    ``DamagedCheckpointError`` (a bucket did not arrive as it was sent), ``UnsavableStateError``.
+    Raises ``RankFailedError`` (``rank`` says which, by its number in the group: it raised, died, did not come or did
+    not answer), ``DamagedCheckpointError`` (a bucket did not arrive as it was sent), ``UnsavableStateError``.
     """
     ends = _ends(src, group, timeout)
     channel = ends.channel

@@ -31,8 +31,8 @@ from asyncckpt.weights.channel import Channel, Message, pack, unpack
 from asyncckpt.weights.shared_buffers import SharedBuffers, host_identity
 from asyncckpt.weights.wire import DeviceWire, HostWire, Wire, device_pair, has_device_wire
 
-# Descriptions of buckets that the receivers remember.
-_MOST_TOLD = 10_000
+# Of descriptions of buckets that the receivers remember: those of some 150,000 tensors.
+_MOST_TOLD_BYTES = 16 << 20
 
 Given = Mapping[str, Any] | Iterable[Named]
 
@@ -106,7 +106,7 @@ class Sender:
         self._setups = 0
         self._wire: Wire | None = None
         self._buffers: Buffers | None = None
-        self._told: set[str] = set()
+        self._told: dict[str, int] = {}
 
     def send(self, weights: Given, terms: Terms) -> Broadcast:
         """Send ``weights`` to all receivers. Returns when they have loaded it."""
@@ -203,7 +203,7 @@ class Sender:
         """What the receivers hear of it. How it is described they remember from one broadcast to the next."""
         description = describe(bucket.items)
         name = xxh3_128_hexdigest(description)
-        forget = len(self._told) > _MOST_TOLD
+        forget = sum(self._told.values()) > _MOST_TOLD_BYTES
         if forget:
             self._told.clear()
         word = {
@@ -217,7 +217,7 @@ class Sender:
             "forget": forget,
         }
         blobs = {} if name in self._told else dict.fromkeys(loads, description)
-        self._told.add(name)
+        self._told[name] = len(description)
         return word, blobs
 
     def _set_up(self, answers: Sequence[Message], terms: Terms, sources: Sequence[int]) -> object:

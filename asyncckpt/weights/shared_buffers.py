@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from asyncckpt.shm.segment import PAGE, Segment
@@ -75,8 +76,6 @@ def attach(offer: Mapping[str, Any], bucket_bytes: int) -> Buffers | None:
 
 def _readable(mapping: mmap.mmap, begin: int, nbytes: int) -> torch.Tensor:
     """Some of it as a tensor, which keeps the mapping; torch only warns of memory that it may not write to."""
-    import numpy as np
-
     address = np.frombuffer(mapping, np.uint8).ctypes.data + begin
     # The pages are there: have them in this process's table, too, before somebody waits for that.
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_READ)
