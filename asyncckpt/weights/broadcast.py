@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from asyncckpt.errors import RankFailedError
-from asyncckpt.weights.buckets import ALIGNMENT, Named
+from asyncckpt.weights.buckets import ALIGNMENT, Given, Named
 from asyncckpt.weights.channel import Channel
+from asyncckpt.weights.gatherer import Gatherer
 from asyncckpt.weights.receiver import Receipt, Receiver
-from asyncckpt.weights.sender import Broadcast as Broadcast
-from asyncckpt.weights.sender import Gatherer, Given, Sender, Terms, give_up
+from asyncckpt.weights.sender import Sender, Terms
+from asyncckpt.weights.turns import Broadcast as Broadcast
+from asyncckpt.weights.turns import give_up
+from asyncckpt.weights.weights import Weights
 
 BUCKET_BYTES = 64 << 20
 TIMEOUT_S = 300.0
@@ -82,12 +85,13 @@ def broadcast_weights(
     ends = _ends(src, group, timeout)
     channel = ends.channel
     if channel.is_source:
+        publication = weights if isinstance(weights, Weights) else None
         terms = Terms(
             bucket_bytes=bucket_bytes,
             local=local,
-            version=getattr(weights, "version", None) if version is None else version,
-            epoch=getattr(weights, "epoch", None),
-            retained=_is_publication(weights),
+            version=publication.version if publication is not None and version is None else version,
+            epoch=publication.epoch if publication is not None else None,
+            retained=publication is not None,
         )
         return ends.sender.send(_checked(weights, load, terms, bypass_cpu), terms)
     if weights is not None and load is None:
@@ -132,10 +136,6 @@ def _ends(src: int, group: dist.ProcessGroup | None, timeout: float) -> _Ends:
         ends = of_group[src] = _Ends(channel, which)
     ends.channel.timeout = timeout
     return ends
-
-
-def _is_publication(weights: object) -> bool:
-    return isinstance(weights, Mapping) and hasattr(weights, "version") and hasattr(weights, "epoch")
 
 
 def _checked(weights: Given | None, load: Load | None, terms: Terms, bypass_cpu: bool) -> Given:

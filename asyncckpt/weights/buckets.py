@@ -30,6 +30,8 @@ _LARGE_BYTES = 64 << 10
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Named = tuple[str, torch.Tensor]
+Given = Mapping[str, Any] | Iterable[Named]
+"""Weights, as a caller has them."""
 
 
 class Entry(NamedTuple):
@@ -98,7 +100,7 @@ def buffer_bytes(bucket_bytes: int) -> int:
     return round_up(bucket_bytes + ALIGNMENT)
 
 
-def entries(weights: Mapping[str, Any] | Iterable[Named], sources: Sequence[int] | None = None) -> Iterator[Entry]:
+def entries(weights: Given, sources: Sequence[int] | None = None) -> Iterator[Entry]:
     """The tensors of ``weights``, one at a time; sharded ones (``DTensor``) are gathered when it is their turn.
 
     ``sources``: the ranks of the job that gather too. Raises ``UnsavableStateError``.

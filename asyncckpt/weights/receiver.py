@@ -12,8 +12,8 @@ from asyncckpt.errors import DamagedCheckpointError, RankFailedError
 from asyncckpt.shm.memcpy import memcpy
 from asyncckpt.weights.buckets import Buffers, Item, Named, checksum, read_description, view, views
 from asyncckpt.weights.channel import Channel, Message
-from asyncckpt.weights.sender import Broadcast, Seconds, ToldError, give_up, made_of, take_turn
 from asyncckpt.weights.shared_buffers import attach, host_identity
+from asyncckpt.weights.turns import Broadcast, Seconds, ToldError, give_up, made_of, take_turn
 from asyncckpt.weights.wire import DeviceWire, HostWire, Wire, device_pair
 
 Receipt = Generator[list[Named], None, Broadcast]

@@ -1,4 +1,4 @@
-"""The sending end: the source, and the ranks that help it to gather what is sharded.
+"""The sending end.
 
 For each bucket, in this order:
 
@@ -16,69 +16,20 @@ and that all is loaded everywhere; only then does the call return.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from xxhash import xxh3_128_hexdigest
 
-from asyncckpt.errors import CheckpointError, RankFailedError
-from asyncckpt.weights.buckets import Bucket, Buffers, Named, checksum, describe, entries, fill
+from asyncckpt.weights.buckets import Bucket, Buffers, Given, checksum, describe, entries, fill
 from asyncckpt.weights.channel import Channel, Message, pack, unpack
 from asyncckpt.weights.shared_buffers import SharedBuffers, host_identity
+from asyncckpt.weights.turns import Broadcast, Seconds, ToldError
 from asyncckpt.weights.wire import DeviceWire, HostWire, Wire, device_pair, has_device_wire
 
 # Of descriptions of buckets that the receivers remember: those of some 150,000 tensors.
 _MOST_TOLD_BYTES = 16 << 20
-
-Given = Mapping[str, Any] | Iterable[Named]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Broadcast:
-    """What was broadcast: the same on all ranks, but for the seconds."""
-
-    version: int | None
-    epoch: int | None
-    """Of the publication that it was, if it was one."""
-    nbytes: int
-    """Of all tensors."""
-    buckets: int
-    retained: bool
-    """Whether this version can be taken again: only if it is a publication. Weights that come straight out of a model
-    are gone with its next step."""
-    seconds: Mapping[str, float]
-    """By phase, exactly 0.0 for one that did not take place: ``meet`` (waiting for all ranks to come), ``fill``
-    (gathering and copying into buckets), ``checksum``, ``transfer`` (waiting for the wire, and for other ranks),
-    ``load``, and ``total``."""
-
-
-class Seconds:
-    """A stopwatch with phases."""
-
-    def __init__(self) -> None:
-        self._begun = self._last = time.perf_counter()
-        self._phases = dict.fromkeys(("meet", "fill", "checksum", "transfer", "load"), 0.0)
-
-    def add(self, phase: str) -> None:
-        """All since the last call was ``phase``."""
-        now = time.perf_counter()
-        self._phases[phase] += now - self._last
-        self._last = now
-
-    def all(self) -> dict[str, float]:
-        return self._phases | {"total": time.perf_counter() - self._begun}
-
-
-class ToldError(Exception):
-    """All ranks have been told that it is over, and raise this ``error``."""
-
-    def __init__(self, error: CheckpointError) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,101 +226,3 @@ class Sender:
             self._buffers = shared or Buffers.of_host(terms.bucket_bytes)
             self._wire = HostWire(self._channel, name, 0, 1 + len(remote)) if remote else None
         return known
-
-
-class Gatherer:
-    """The end of a rank that holds shards of what the source sends: it only takes part in gathering them."""
-
-    def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
-        self._channel = channel
-        self._group = group
-        self._wire: Wire | None = None
-        self._ignored: Sequence[torch.Tensor] = []
-        """What goes over a wire that this rank is on goes here."""
-
-    def gather(self, weights: Given) -> Broadcast:
-        """Go through ``weights`` as the source does."""
-        seconds = Seconds()
-        count = 0
-        try:
-            terms = self._next({"role": "gather", "host": ""})
-            if terms["set_up"]:
-                self._set_up(terms)
-            seconds.add("meet")
-            flight: dist.Work | None = None
-            for _ in fill(entries(weights, terms["sources"]), terms["bucket_bytes"], None, borrow=False):
-                seconds.add("fill")
-                if flight is not None and self._wire is not None:
-                    self._wire.land(flight)
-                word = self._next({})
-                if word["kind"] == "bucket":
-                    flight = self._take(word)
-                else:
-                    raise RankFailedError(
-                        "this rank gives more weights than the one that sends", rank=self._channel.rank
-                    )
-                seconds.add("transfer")
-                count += 1
-            seconds.add("fill")
-            last = self._next({})
-            if last["kind"] != "end":
-                self._take(last)
-                raise RankFailedError("this rank gives fewer weights than the one that sends", rank=self._channel.rank)
-            self._next({})
-            seconds.add("transfer")
-        except ToldError as told:
-            raise told.error from None
-        except Exception as error:
-            if not self._channel.usable:
-                raise
-            raise give_up(self._channel, error) from error
-        except BaseException as error:
-            self._channel.leave(error)
-            raise
-        return made_of(terms, last, count, seconds)
-
-    def close(self) -> None:
-        """Give the buffers back."""
-        self._wire, self._ignored = None, []
-
-    def _set_up(self, terms: Message) -> None:
-        self.close()
-        if self._next({"attached": False})["wire"] is not None:
-            self._wire = DeviceWire(self._channel, self._group, terms["bucket_bytes"])
-            self._ignored = device_pair(terms["bucket_bytes"])
-
-    def _take(self, word: Message) -> dist.Work | None:
-        """Begin to receive a bucket, if this rank has to."""
-        if self._wire is None or not word["bytes"]:
-            return None
-        return self._wire.post(self._ignored[0][: word["bytes"]])
-
-    def _next(self, status: Message) -> Message:
-        return take_turn(self._channel, status)
-
-
-def take_turn(channel: Channel, status: Message) -> Message:
-    """A round, on any rank but the source: say how it is, and hear what comes. Raises ``ToldError``."""
-    channel.say(status)
-    word = channel.hear()
-    if "error" in word:
-        raise ToldError(unpack(word["error"]))
-    return word
-
-
-def give_up(channel: Channel, error: BaseException) -> CheckpointError:
-    """The same because of ``error``; returns what all ranks raise."""
-    channel.say({"error": pack(error, channel.rank)})
-    return unpack(channel.hear()["error"])
-
-
-def made_of(terms: Message, last: Message, count: int, seconds: Seconds) -> Broadcast:
-    """The result, on a rank that was told ``terms`` first and ``last`` last."""
-    return Broadcast(
-        version=terms["version"],
-        epoch=terms["epoch"],
-        nbytes=last["nbytes"],
-        buckets=count,
-        retained=terms["retained"],
-        seconds=seconds.all(),
-    )
