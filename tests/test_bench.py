@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench import contestants, figures, files, loads, models, report, results, tables, weights
+from bench import broadcasts, contestants, figures, files, loads, models, publications, report, results, tables
 from bench.contestants.contestant import Pending
 from bench.contestants.torch_save import TorchSave
 from bench.saves import Series
@@ -98,9 +98,11 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert memory["peak"]["total"] >= memory["steady"]["shared"] >= 2 * 4_000_000
     assert [point["state"]["tensors"] for point in found["scale"]["points"]] == [10, 20]
     assert found["ranks"]["rows"][0]["processes"] == 1 and found["simulation"]["rows"][0]["ranks"] == 4
-    ways = found["weights"]["results"].keys() | found["weights"]["left_out"].keys()
-    assert ways == weights.BROADCAST.keys()
-    assert {"asyncckpt", "asyncckpt, as if on two hosts"} <= found["weights"]["results"].keys()
+    ways = found["broadcast"]["results"].keys() | found["broadcast"]["left_out"].keys()
+    assert ways == broadcasts.BROADCAST.keys()
+    assert {"asyncckpt", "asyncckpt, as if on two hosts"} <= found["broadcast"]["results"].keys()
+    assert not found["publish"]["left_out"]
+    assert found["publish"]["results"].keys() > publications.WAYS.keys()
 
 
 def known() -> dict[str, Any]:

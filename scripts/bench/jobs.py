@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncckpt.shm.segment import PAGE
-from bench import loads, loop, memory, ranks, saves, scale, simulation, weights
+from bench import broadcasts, loads, loop, memory, publications, ranks, saves, scale, simulation
 from bench.contestants import ENTRIES
 from bench.models import ARCHITECTURES
 from bench.states import GIB, Request
@@ -111,12 +111,19 @@ def simulated(counts: Sequence[int], items: int, rounds: int) -> Job:
     return Job("simulation", str(items), measure, {"saves": rounds})
 
 
-def weights_broadcast(gib: float, tensors: int, bucket_mib: int, pace: Pace) -> Job:
+def publish(request: Request, pace: Pace) -> Job:
     def measure(folder: str) -> dict[str, Any]:
-        return weights.broadcast(gib, tensors, bucket_mib, pace, folder)
+        return publications.measure(request, pace, folder)
+
+    return Job("publish", _label(request), measure, {"rounds": pace.rounds, "pause_s": pace.pause})
+
+
+def broadcast(gib: float, tensors: int, bucket_mib: int, pace: Pace) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return broadcasts.measure(gib, tensors, bucket_mib, pace, folder)
 
     settings = {"rounds": pace.rounds, "pause_s": pace.pause, "bucket_mib": bucket_mib}
-    return Job("weights", f"broadcast-{tensors}", measure, settings)
+    return Job("broadcast", str(tensors), measure, settings)
 
 
 def _label(request: Request) -> str:
@@ -151,5 +158,6 @@ def standard(gib: float, device: str, choices: Choices, minutes: float, cores: i
     yield take_memory(request("400"), replace(choices, pace=replace(choices.pace, rounds=2)))
     yield many_ranks(PROCESSES, gib, 400, choices.pace.rounds)
     for tensors in WEIGHTS_TENSORS:
-        yield weights_broadcast(gib / 2, tensors, WEIGHTS_BUCKET_MIB, choices.pace)
+        yield publish(request(str(tensors), gib / 2), choices.pace)
+        yield broadcast(gib / 2, tensors, WEIGHTS_BUCKET_MIB, choices.pace)
     yield simulated(SIMULATED[:3], SIMULATED_ITEMS, min(3, choices.pace.rounds))

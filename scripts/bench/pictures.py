@@ -162,7 +162,7 @@ def _memory(found: Result) -> Figure:
     return figure
 
 
-def _weights(found: Result) -> Figure:
+def _ways(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
     rows = [(name, median(each["elapsed_s"])) for name, each in found["results"].items()]
@@ -197,5 +197,6 @@ _DRAWN = {
     "memory": _memory,
     "ranks": _ranks,
     "simulation": _ranks,
-    "weights": _weights,
+    "publish": _ways,
+    "broadcast": _ways,
 }

@@ -10,15 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.worker.door import FOLDER_VARIABLE
+from bench.contestants import told
 from bench.limits import Limits
-from bench.states import Request, make, tensors_of
+from bench.states import GIB, Request, make, tensors_of
 from bench.turns import Pace, take
 
 SHARED_MEMORY = "/dev/shm"
@@ -123,35 +122,29 @@ class File(Way):
 
     def __init__(self, weights: Named, folder: str) -> None:
         super().__init__(weights, folder)
+        import safetensors.torch
+
+        self.library = safetensors
         self.path = f"{SHARED_MEMORY}/asyncckpt-bench-{os.getpid()}.safetensors"
 
     def publish(self) -> None:
-        safetensors.torch.save_file(self.weights, f"{self.path}.new")
+        self.library.torch.save_file(self.weights, f"{self.path}.new")
         Path(f"{self.path}.new").rename(self.path)
 
     def close(self) -> None:
         Path(self.path).unlink(missing_ok=True)
 
 
+FILE = "a safetensors file in /dev/shm"
 WAYS: dict[str, type[Way]] = {
     "asyncckpt": Ours,
-    "asyncckpt-one-by-one": OursOneByOne,
-    "asyncckpt-staged": OursStaged,
-    "shared-copies": SharedCopies,
-    "fresh-copies": FreshCopies,
-    "safetensors": File,
+    "asyncckpt, from a generator": OursOneByOne,
+    "asyncckpt, of a save just staged": OursStaged,
+    "copy_ into shared tensors": SharedCopies,
+    "clone of each": FreshCopies,
+    FILE: File,
 }
-TITLES = {
-    "asyncckpt": "publish, asyncckpt",
-    "asyncckpt-one-by-one": "publish, asyncckpt, from a generator",
-    "asyncckpt-staged": "publish, asyncckpt, of a save just staged",
-    "shared-copies": "copy_ into shared tensors (no versions)",
-    "fresh-copies": "clone each",
-    "safetensors": "save a safetensors file in /dev/shm",
-    "acquire": "acquire, asyncckpt, all tensors",
-    "acquire-first": "the same by a new subscriber",
-    "acquire-safetensors": "open that file, all tensors",
-}
+ACQUIRE, ACQUIRE_FIRST, OPEN = "acquire: asyncckpt", "acquire: asyncckpt, a new subscriber", "acquire: that file"
 
 
 def _acquire(subscriber: WeightSubscriber, tensors: int) -> float:
@@ -173,7 +166,7 @@ def _acquire_first(tensors: int) -> float:
 
 def _open(file: File, tensors: int) -> float:
     begun = time.perf_counter()
-    with safetensors.safe_open(file.path, "pt") as opened:
+    with file.library.safe_open(file.path, "pt") as opened:
         taken = [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118 - it is no mapping
         elapsed = time.perf_counter() - begun
         if len(taken) != tensors:
@@ -188,20 +181,24 @@ def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
     before = os.environ.get(FOLDER_VARIABLE)
     os.environ[FOLDER_VARIABLE] = f"{folder}/runtime"
     ways: dict[str, Way] = {}
+    left_out: dict[str, str] = {}
     try:
         for name, way in WAYS.items():
-            ways[name] = way(weights, folder)
+            try:
+                ways[name] = way(weights, folder)
+            except Exception as error:
+                left_out[name] = told(error)
         with Limits(made.nbytes, folder, request.device) as limits, WeightSubscriber(Ours.__name__) as subscriber:
             turns: dict[str, Callable[[], float]] = dict(limits.of_copies())
             turns |= {name: way.turn for name, way in ways.items()}
             published = take(turns, pace, f"publish {request.label}")
-            file = ways["safetensors"]
+            file = ways.get(FILE)
             turns = {
-                "acquire": partial(_acquire, subscriber, len(weights)),
-                "acquire-first": partial(_acquire_first, len(weights)),
+                ACQUIRE: partial(_acquire, subscriber, len(weights)),
+                ACQUIRE_FIRST: partial(_acquire_first, len(weights)),
             }
             if isinstance(file, File):
-                turns["acquire-safetensors"] = partial(_open, file, len(weights))
+                turns[OPEN] = partial(_open, file, len(weights))
             acquired = take(turns, pace, f"acquire {request.label}")
     finally:
         for each in ways.values():
@@ -211,10 +208,13 @@ def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
             os.environ[FOLDER_VARIABLE] = before
     found = published.found | acquired.found
     return {
+        "title": f"{made.description}, {made.nbytes / GIB:.3g} GiB",
         "state": made.facts(),
         "limits": {name: seconds[1:] for name, seconds in published.found.items() if name not in ways},
         "results": {
-            name: {"publish_s": found[name][1:], "first_s": found[name][0]} for name in TITLES if name in found
+            name: {"elapsed_s": found[name][1:], "first_s": found[name][0]}
+            for name in (*WAYS, ACQUIRE, ACQUIRE_FIRST, OPEN)
+            if name in found
         },
-        "left_out": published.left_out | acquired.left_out,
+        "left_out": left_out | published.left_out | acquired.left_out,
     }

@@ -238,7 +238,7 @@ def _rank(rank: int, folder: str, request: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def broadcast(gib: float, tensors: int, bucket_mib: int, pace: Pace, where: str) -> dict[str, Any]:
+def measure(gib: float, tensors: int, bucket_mib: int, pace: Pace, where: str) -> dict[str, Any]:
     """Every way of ``BROADCAST``, and a copy of the bytes by one thread. (``pace.patience`` is not looked at: the two
     processes would have to agree.)"""
     context = multiprocessing.get_context("spawn")
