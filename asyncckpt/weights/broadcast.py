@@ -31,23 +31,60 @@ TIMEOUT_S = 300.0
 Load = Callable[[list[Named]], object]
 
 
-class _Ends:
-    """All that this process has of a channel."""
+class Ends:
+    """All that this process has of a channel: what it takes to broadcast again and again.
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
+    ``broadcast_weights`` keeps those of a group. Ranks that are no group of ``torch.distributed``, in which each may be
+    in a job of its own, make theirs of a ``Channel`` over a store that they have in common; they gather no shards.
+    """
+
+    def __init__(self, channel: Channel, group: dist.ProcessGroup | None = None) -> None:
         self.channel = channel
-        self.sender = Sender(channel, group)
-        self.gatherer = Gatherer(channel, group)
-        self.receiver = Receiver(channel, group)
+        self._sender = Sender(channel, group)
+        self._gatherer = None if group is None else Gatherer(channel, group)
+        self._receiver = Receiver(channel, group)
+
+    def send(
+        self,
+        weights: Given | None,
+        *,
+        bucket_bytes: int,
+        version: int | None = None,
+        bypass_cpu: bool = False,
+        local: bool = True,
+    ) -> Broadcast:
+        """On the source: as ``broadcast_weights``."""
+        publication = weights if isinstance(weights, Weights) else None
+        terms = Terms(
+            bucket_bytes=bucket_bytes,
+            local=local,
+            version=publication.version if publication is not None and version is None else version,
+            epoch=publication.epoch if publication is not None else None,
+            retained=publication is not None,
+        )
+        return self._sender.send(_checked(weights, terms, bypass_cpu), terms)
+
+    def gather(self, weights: Given) -> Broadcast:
+        """On a rank that has shards: as ``broadcast_weights``."""
+        if self._gatherer is None:
+            error = ValueError("shards are gathered in a group of torch.distributed, and these ranks are none")
+            raise give_up(self.channel, error) from error
+        return self._gatherer.gather(weights)
+
+    def receive(self) -> Receipt:
+        """On the others: as ``receive_weights``."""
+        return self._receiver.receive()
 
     def close(self) -> None:
+        """Drop the connections, and give the buffers back."""
         self.channel.close()
-        self.sender.close()
-        self.gatherer.close()
-        self.receiver.close()
+        self._sender.close()
+        self._receiver.close()
+        if self._gatherer is not None:
+            self._gatherer.close()
 
 
-_open: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Ends]] = weakref.WeakKeyDictionary()
+_open: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Ends]] = weakref.WeakKeyDictionary()
 
 
 def broadcast_weights(
@@ -85,21 +122,14 @@ def broadcast_weights(
     ends = _ends(src, group, timeout)
     channel = ends.channel
     if channel.is_source:
-        publication = weights if isinstance(weights, Weights) else None
-        terms = Terms(
-            bucket_bytes=bucket_bytes,
-            local=local,
-            version=publication.version if publication is not None and version is None else version,
-            epoch=publication.epoch if publication is not None else None,
-            retained=publication is not None,
-        )
-        return ends.sender.send(_checked(weights, load, terms, bypass_cpu), terms)
+        given = weights if load is None else None
+        return ends.send(given, bucket_bytes=bucket_bytes, version=version, bypass_cpu=bypass_cpu, local=local)
     if weights is not None and load is None:
-        return ends.gatherer.gather(weights)
+        return ends.gather(weights)
     if load is None or weights is not None:
         error = ValueError("a rank other than the source gives either the weights of which it has shards, or a load")
         raise give_up(channel, error) from error
-    return _load_all(ends.receiver.receive(), load)
+    return _load_all(ends.receive(), load)
 
 
 def receive_weights(*, src: int = 0, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_S) -> Receipt:
@@ -109,7 +139,7 @@ def receive_weights(*, src: int = 0, group: dist.ProcessGroup | None = None, tim
     Closing the generator early fails the broadcast on all ranks. Nothing happens before the first bucket is asked for.
     """
     ends = _ends(src, group, timeout)
-    return (yield from ends.receiver.receive())
+    return (yield from ends.receive())
 
 
 def close_broadcasts() -> None:
@@ -120,7 +150,7 @@ def close_broadcasts() -> None:
     _open.clear()
 
 
-def _ends(src: int, group: dist.ProcessGroup | None, timeout: float) -> _Ends:
+def _ends(src: int, group: dist.ProcessGroup | None, timeout: float) -> Ends:
     """Those of this group and source; a collective if they have to be made."""
     which = dist.group.WORLD if group is None else group
     if which is None:
@@ -132,17 +162,17 @@ def _ends(src: int, group: dist.ProcessGroup | None, timeout: float) -> _Ends:
     if ends is None or not ends.channel.usable:
         if ends is not None:
             ends.close()
-        channel = Channel(which, dist.get_group_rank(which, src), timeout)
-        ends = of_group[src] = _Ends(channel, which)
+        channel = Channel.of(which, dist.get_group_rank(which, src), timeout)
+        ends = of_group[src] = Ends(channel, which)
     ends.channel.timeout = timeout
     return ends
 
 
-def _checked(weights: Given | None, load: Load | None, terms: Terms, bypass_cpu: bool) -> Given:
+def _checked(weights: Given | None, terms: Terms, bypass_cpu: bool) -> Given:
     """``weights``; if the source's arguments are wrong, something that raises when the first tensor is asked for: so
     all ranks hear of it."""
     wrong = None
-    if weights is None or load is not None:
+    if weights is None:
         wrong = "the source gives weights, and no load"
     elif terms.bucket_bytes < ALIGNMENT:
         wrong = f"buckets of {terms.bucket_bytes} bytes are too small"

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from asyncckpt import errors
 from asyncckpt.errors import CheckpointError, RankFailedError
@@ -49,20 +49,17 @@ _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDi
 
 
 class Channel:
-    """Between rank ``src`` of ``group`` (its number in the group) and the others.
+    """Between rank ``src`` and the others, of ``world_size`` ranks that have a ``store`` for themselves.
 
     To make one is a collective. ``timeout``, in seconds, limits every wait for another rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, src: int, timeout: float) -> None:
+    def __init__(self, rank: int, world_size: int, src: int, store: Store, timeout: float) -> None:
         """Raises ``RankFailedError`` if one of the ranks does not come within ``timeout``."""
-        self.rank, self.world_size, self.src = group.rank(), group.size(), src
+        self.rank, self.world_size, self.src = rank, world_size, src
         self.timeout = timeout
-        self.others = [rank for rank in range(self.world_size) if rank != src]
-        number = _meetings[group] = _meetings.get(group, 0) + 1
-        self._prefix = f"asyncckpt-weights/{group.group_name}/{number}"
-        # The job's, and not the group's own: that has no public name.
-        self._store = PrefixStore(self._prefix, _get_default_store())
+        self.others = [each for each in range(world_size) if each != src]
+        self._store = store
         self._gloo: Gloo | None = None
         self._parts: list[Gloo] = []
         self._awaited: dict[int, dist.Work] = {}
@@ -72,6 +69,14 @@ class Channel:
         # What comes next is always waited for already: gloo sends nothing before it is, and would have to ask first.
         for rank in self.others if self.is_source else [src]:
             self._await(rank)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, src: int, timeout: float) -> Channel:
+        """Of the ranks of ``group``; ``src`` is a number in it."""
+        number = _meetings[group] = _meetings.get(group, 0) + 1
+        # The store of the job, and not the group's own: that has no public name.
+        store = PrefixStore(f"asyncckpt-weights/{group.group_name}/{number}", _get_default_store())
+        return cls(group.rank(), group.size(), src, store, timeout)
 
     @property
     def is_source(self) -> bool:

@@ -33,7 +33,7 @@ class _Arrival(NamedTuple):
 class Receiver:
     """A receiver's end of a channel."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
+    def __init__(self, channel: Channel, group: dist.ProcessGroup | None) -> None:
         self._channel = channel
         self._group = group
         self._wire: Wire | None = None
@@ -121,7 +121,7 @@ class Receiver:
             self._buffers = mapped
             return
         how, name, rank, world_size = wire
-        if how == "device":
+        if how == "device" and self._group is not None:
             self._buffers = Buffers(device_pair(bucket_bytes))
             self._wire = DeviceWire(self._channel, self._group, bucket_bytes)
         else:

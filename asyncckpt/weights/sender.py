@@ -44,12 +44,12 @@ class Terms:
 
 
 class Sender:
-    """The source's end of a channel."""
+    """The source's end of a channel, of the ranks of ``group``, if they are one."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
+    def __init__(self, channel: Channel, group: dist.ProcessGroup | None) -> None:
         self._channel = channel
-        self._global_ranks = dist.get_process_group_ranks(group)
-        self._group = group if has_device_wire(group) else None
+        self._global_ranks = range(channel.world_size) if group is None else dist.get_process_group_ranks(group)
+        self._group = group if group is not None and has_device_wire(group) else None
         self._known: object = None
         """With whom, and how, it was set up."""
         self._is_heard = False
