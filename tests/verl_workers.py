@@ -321,7 +321,7 @@ def _rollout(engine_kwargs: dict[str, Any]) -> Any:
 
         def kill_at_relay(self) -> None:
             """When it is to take the broadcast."""
-            self.checkpoint_engine._publish = _kill
+            self.checkpoint_engine._place.publish = _kill
 
         async def pull_weights(self, **which: Any) -> Any:
             """What a rollout does between its requests."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncckpt.worker.messages import Meeting
-from asyncckpt.worker.rounds import round_name
 
 Part = Literal["send", "walk", "relay", "read", "take"]
 """The sender; an actor that only helps to make the weights; a relay; a rollout that maps what is at its place; one that
@@ -48,14 +47,6 @@ class Seat:
     sync: int
     meeting: Meeting
     group: Group
-
-    def kind_at(self, place: int) -> str:
-        """The kind of the rounds in which it is said what was published at ``place``."""
-        return f"weights-{place}"
-
-    def round_at(self, place: int) -> str:
-        """The name of this sync's."""
-        return round_name(self.kind_at(place), self.sync)
 
 
 def seats(actors: Sequence[Peer], rollouts: Sequence[Peer]) -> tuple[list[Seat], list[Seat]]:

@@ -28,15 +28,12 @@ with the topology (see ``worker/rounds.py``); it is JSON, and nothing of it is u
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import socket
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -45,50 +42,28 @@ from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
-from asyncckpt.config import Config
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    JobTakenError,
     RankFailedError,
     VersionError,
-    WorkerDiedError,
 )
 from asyncckpt.weights.broadcast import BUCKET_BYTES, Ends
 from asyncckpt.weights.channel import Channel
-from asyncckpt.weights.publisher import WeightPublisher
-from asyncckpt.weights.subscriber import WeightSubscriber
+from asyncckpt.weights.place import Place
 from asyncckpt.weights.topology import Group, Peer, Seat, seats
 from asyncckpt.weights.weights import Weights
+from asyncckpt.weights.word import Said, Word
 from asyncckpt.worker.door import meeting_place
 from asyncckpt.worker.messages import Meeting
-from asyncckpt.worker.rounds import Rounds
 from asyncckpt.worker.rounds import host as host_store
 
 BACKEND = "asyncckpt"
 
 # How long the members of a group, who are all prepared, may take to join it.
 _JOIN_S = 60.0
-# How long anybody looks for the sender's store, which is there before a sync begins.
-_PATIENCE_S = 10.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Said:
-    """What was published at a place, and by which address it is found there."""
-
-    version: int
-    epoch: int
-    address: str
-
-    def check(self, global_steps: int | None) -> None:
-        """Raises ``RankFailedError`` if it is not that version (None: whichever)."""
-        if global_steps is not None and self.version != global_steps:
-            raise RankFailedError(
-                f"version {global_steps} was to come, and version {self.version} was sent", step=global_steps
-            )
 
 
 class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]  # verl has no types
@@ -121,8 +96,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         """
         self._bucket_bytes = min(bucket_size, BUCKET_BYTES)  # verl means those on a device
         self._is_master = is_master
-        self._address = address or _job_address()
-        self._slots = slots
+        self._place = Place(address or _job_address(), slots, timeout)
+        self._found_at = self._place.address  # where the last sync has published
         self._dtype = getattr(torch, rollout_dtype) if isinstance(rollout_dtype, str) else rollout_dtype
         self._bypass_cpu = bypass_cpu
         self._roll_back = roll_back
@@ -131,25 +106,18 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._name = uuid.uuid4().hex
         self._store: Any = None
         self._meeting: Meeting | None = None
-        self._rounds: Rounds | None = None
+        self._word: Word | None = None
         self._seat: Seat | None = None
         self._sync = 0
         self._ends: tuple[Group, Ends] | None = None
-        self._publisher: WeightPublisher | None = None
-        self._substitute: WeightPublisher | None = None
-        # Where the last sync has published here.
-        self._found_at = self._address
-        # One for syncs and one for between them: neither waits for the other.
-        self._in_sync = _Subscription()
-        self._between = _Subscription()
         self._sent: int | None = None
         self.version: int | None = None  # of the weights last taken here
 
     def prepare(self) -> Peer:
         """Who this worker is. The sender opens the store, the first time."""
         if self._is_master:
-            if self._seat is not None:
-                self._give_up(self._seat, RankFailedError("the trainer has begun another sync"))
+            if self._seat is not None and self._word is not None:
+                self._word.give_up(RankFailedError("the trainer has begun another sync"))
             self._sync += 1
             if self._store is None:
                 self._store = host_store(0)
@@ -159,7 +127,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         return Peer(
             self._name,
             meeting_place(),
-            self._publisher is not None,
+            self._place.is_published_here,
             self._bypass_cpu,
             self._ends[0] if self._ends is not None and self._ends[1].channel.usable else None,
             self._meeting if self._is_master else None,
@@ -180,10 +148,10 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         Raises ``RankFailedError`` where the others cannot be reached.
         """
         self._seat = seat
-        if self._rounds is not None:
-            self._rounds.close()
+        if self._word is not None:
+            self._word.close()
         # Another connection for each sync: somebody may still wait over the old one, for what will not come.
-        self._rounds = Rounds(seat.meeting, self._timeout, _PATIENCE_S)
+        self._word = Word(seat, self._timeout)
         if self._ends is not None and (self._ends[0] != seat.group or not self._ends[1].channel.usable):
             self._leave()
         _, members = seat.group
@@ -200,15 +168,18 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         has just started (it resumes from an older checkpoint: what is newer is withdrawn, with a warning), for a sync
         that is repeated, and with ``roll_back``; else it raises ``VersionError``.
         """
-        seat = self._taken_seat()
+        seat, word = self._begun()
         if seat.part == "walk":
             _walk_on(weights)
             return {}
         begun = time.perf_counter()
         try:
             version, back = self._version(global_steps)
-            said = Said(version, 0, "") if self._bypass_cpu else self._publish(weights, version, back=back)
-            self._tell(seat, 0, said)
+            if self._bypass_cpu:
+                said = Said(version, 0, "")
+            else:
+                said = self._place.publish(weights, version, self._dtype, roll_back=back, substitute=False)
+            word.say(0, said)
             self._sent = version
             published = time.perf_counter()
             if self._bypass_cpu:
@@ -217,7 +188,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             elif self._ends is not None:
                 await asyncio.to_thread(self._forward, version)
         except BaseException as error:
-            self._give_up(seat, error)
+            word.give_up(error)
             if isinstance(error, Exception):
                 _walk_on(weights)
             raise
@@ -233,12 +204,12 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         The tensors are read-only and in shared memory, and stay as they are for as long as they are referred to; with
         ``bypass_cpu`` they are the rollout's own.
         """
-        seat = self._taken_seat()
+        seat, word = self._begun()
         if seat.part == "take":
-            async for pair in self._taken(seat, global_steps):
+            async for pair in self._taken(word, global_steps):
                 yield pair
         else:
-            with await asyncio.to_thread(self._arrival, seat, global_steps) as weights:
+            with await asyncio.to_thread(self._arrival, seat, word, global_steps) as weights:
                 for pair in weights.items():
                     yield pair
 
@@ -261,8 +232,9 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 "the weights are sent with bypass_cpu, which keeps no version of them in memory; take them in a sync,"
                 " or leave bypass_cpu out of the engine_kwargs"
             )
+        acquire = self._place.between.acquire
         weights = await asyncio.to_thread(
-            self._between.acquire, self._found_at, min_version, version=version, roll_back=roll_back, timeout=timeout
+            acquire, self._found_at, min_version, version=version, roll_back=roll_back, timeout=timeout
         )
         self.version = weights.version
         with weights:
@@ -272,9 +244,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     def finalize(self) -> None:
         """The sync is over. What was published stays, and so does the process group."""
         seat, self._seat = self._seat, None
-        if seat is not None and self._is_master and self._rounds is not None:
-            for place in range(seat.places):
-                self._rounds.clear(seat.kind_at(place), seat.sync)
+        if seat is not None and self._is_master and self._word is not None:
+            self._word.clear()
 
     def close(self) -> None:
         """Give back what this worker holds, and what it has published; verl does not ask for it.
@@ -283,15 +254,15 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         """
         self._seat = None
         self._leave()
-        for each in (self._rounds, self._in_sync, self._between, self._publisher, self._substitute):
-            if each is not None:
-                each.close()
-        self._rounds = self._publisher = self._substitute = self._store = None
+        self._place.close()
+        if self._word is not None:
+            self._word.close()
+        self._word = self._store = None
 
-    def _taken_seat(self) -> Seat:
-        if self._seat is None:
+    def _begun(self) -> tuple[Seat, Word]:
+        if self._seat is None or self._word is None:
             raise CheckpointError("not in a sync: prepare, build_topology and init_process_group come before")
-        return self._seat
+        return self._seat, self._word
 
     def _joined(self, seat: Seat) -> Ends:
         """The group of the sender and those that the weights are broadcast to; it is none of ``torch.distributed``."""
@@ -322,7 +293,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         """Which version to send, and whether that goes back. Raises ``VersionError``."""
         newest = self._sent
         if newest is None and not self._bypass_cpu:
-            newest = next(reversed(self._in_sync.of(self._address).versions()), None)
+            newest = self._place.newest()
         if newest is None or global_steps is None:
             return (0 if newest is None else newest + 1) if global_steps is None else global_steps, False
         if global_steps < newest and self._sent is None:
@@ -339,35 +310,11 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             )
         return global_steps, global_steps <= newest
 
-    def _publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, back: bool) -> Said:
-        """Publish at this place; from now on this worker is the one that does."""
-        publisher = self._publisher or self._publisher_at(self._address)
-        try:
-            publication = publisher.publish(weights, version, dtype=self._dtype, roll_back=back)
-        except JobTakenError:
-            publisher.close()
-            self._publisher = None
-            if self._is_master:
-                raise
-            # By a rollout that takes part in no sync any more, and lives: until it ends, readers look elsewhere.
-            publisher = self._substitute = self._substitute or self._publisher_at(f"{self._address}\n{self._name}")
-            publication = publisher.publish(weights, version, dtype=self._dtype, roll_back=back)
-        else:
-            self._publisher = publisher
-            if self._substitute is not None:
-                self._substitute.close()
-                self._substitute = None
-        return Said(publication.version, publication.epoch, publisher.address)
-
-    def _publisher_at(self, address: str) -> WeightPublisher:
-        config = Config(timeout=self._timeout)
-        return WeightPublisher(address, slots=self._slots, when_busy="wait", config=config)
-
-    def _arrival(self, seat: Seat, global_steps: int | None) -> Weights:
+    def _arrival(self, seat: Seat, word: Word, global_steps: int | None) -> Weights:
         """A rollout's weights of this sync. The relay brings them to its place."""
-        said = self._relay(seat) if seat.part == "relay" else self._heard(seat, seat.place)
+        said = self._relay(seat, word) if seat.part == "relay" else word.hear(seat.place)
         said.check(global_steps)
-        weights = self._in_sync.acquire(said.address, version=said.version, timeout=self._timeout)
+        weights = self._place.in_sync.acquire(said.address, version=said.version, timeout=self._timeout)
         if weights.epoch != said.epoch:
             weights.release()
             raise RankFailedError(
@@ -375,24 +322,25 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 step=said.version,
             )
         if self.version is not None and said.version < self.version:
-            self._between.close()  # it would not take an older one
+            self._place.between.close()  # it would not take an older one
         self.version, self._found_at = said.version, said.address
         return weights
 
-    def _relay(self, seat: Seat) -> Said:
-        sent = self._heard(seat, 0)
+    def _relay(self, seat: Seat, word: Word) -> Said:
+        sent = word.hear(0)
         try:
             # Which version may follow which, the sender has decided.
-            said = self._publish(self._received(), sent.version, back=True)
+            said = self._place.publish(self._received(), sent.version, self._dtype, roll_back=True, substitute=True)
         except BaseException as error:
-            self._tell(seat, seat.place, error)
+            word.say(seat.place, error)
             raise
-        self._tell(seat, seat.place, said)
+        word.say(seat.place, said)
         return said
 
     def _forward(self, version: int) -> None:
         """Broadcast what was published."""
-        with self._in_sync.acquire(self._address, version=version, timeout=self._timeout) as weights:
+        address, timeout = self._place.address, self._timeout
+        with self._place.in_sync.acquire(address, version=version, timeout=timeout) as weights:
             self._joined_ends().send(weights, bucket_bytes=self._bucket_bytes)
 
     def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -400,9 +348,9 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         for bucket in self._joined_ends().receive():
             yield from bucket
 
-    async def _taken(self, seat: Seat, global_steps: int | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def _taken(self, word: Word, global_steps: int | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """What comes by broadcast, for a rollout. All fail if it stops early."""
-        said = await asyncio.to_thread(self._heard, seat, 0)
+        said = await asyncio.to_thread(word.hear, 0)
         receipt = self._joined_ends().receive()
         try:
             while (bucket := await asyncio.to_thread(next, receipt, None)) is not None:
@@ -413,67 +361,11 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             receipt.close()
         self.version = said.version
 
-    def _give_up(self, seat: Seat, error: BaseException) -> None:
-        """Tell those who still wait that nothing more will be published in this sync."""
-        for place in range(seat.places):
-            self._tell(seat, place, error)
-
-    def _tell(self, seat: Seat, place: int, said: Said | BaseException) -> None:
-        """Tell all who wait for it what was published at ``place``, or why it was not."""
-        if self._rounds is None:
-            return
-        name = seat.round_at(place)
-        if isinstance(said, Said):
-            self._rounds.conclude(name, json.dumps(asdict(said)).encode())
-            return
-        if not isinstance(said, CheckpointError):
-            said = RankFailedError(f"{type(said).__name__}: {said}")
-        try:
-            self._rounds.conclude_failed(name, said)
-        except CheckpointError as trouble:  # they notice by themselves
-            logger.warning("the rollouts could not be told of a failure: %s", trouble)
-
-    def _heard(self, seat: Seat, place: int) -> Said:
-        """What was published at ``place``. Raises why it was not."""
-        if self._rounds is None:
-            raise CheckpointError("not in a sync: please report this")
-        try:
-            outcome = self._rounds.outcome(seat.round_at(place), self._timeout)
-        except WorkerDiedError as error:
-            raise RankFailedError("the trainer is gone, in the midst of a sync") from error
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        return Said(**json.loads(outcome))
-
 
 def _walk_on(weights: Iterable[Any]) -> None:
     """Make all that are left, though nobody wants them: other actors make each together with this one."""
     for _ in weights:
         pass
-
-
-class _Subscription:
-    """A subscriber to the address that is asked for, which seldom changes. For any thread, one after the other."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._address: str | None = None
-        self._subscriber: WeightSubscriber | None = None
-
-    def of(self, address: str) -> WeightSubscriber:
-        if self._subscriber is None or address != self._address:
-            self.close()
-            self._address, self._subscriber = address, WeightSubscriber(address)
-        return self._subscriber
-
-    def acquire(self, address: str, min_version: int | None = None, **which: Any) -> Weights:
-        with self._lock:
-            return self.of(address).acquire(min_version, **which)
-
-    def close(self) -> None:
-        subscriber, self._subscriber = self._subscriber, None
-        if subscriber is not None:
-            subscriber.close()
 
 
 def _ray() -> Any:
