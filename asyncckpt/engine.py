@@ -24,6 +24,7 @@ import torch.distributed
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from asyncckpt.busy import take_slot
 from asyncckpt.config import Config
 from asyncckpt.device_copy import Ready, ready_events
 from asyncckpt.errors import (
@@ -52,7 +53,8 @@ from asyncckpt.worker.client import Pending, WorkerClient, deserted
 from asyncckpt.worker.door import door_name
 from asyncckpt.worker.messages import Committed, Existing, Order
 from asyncckpt.worker.storage import exists_error, fits, remove, translated, withdraw
-from asyncckpt.worker.visit import Visit, take_door
+from asyncckpt.worker.succession import start_worker
+from asyncckpt.worker.visit import Visit
 
 logger = logging.getLogger(__name__)
 
@@ -404,7 +406,7 @@ class Engine:
     ) -> None:
         """Take a slot, stage what was captured, and have the worker make of it what ``save`` is to be."""
         planned = time.perf_counter()
-        slot = self._take_slot(group, number, home, save)
+        slot = take_slot(self.config, group, number, home, save)
         if slot is None:
             return
         save._timings["plan_s"] = planned - save._begun
@@ -522,68 +524,6 @@ class Engine:
             raise
         self._homes.keep(key, plan, homes[0])
         return homes[0], tensors
-
-    def _take_slot(self, group: Group, number: int, home: Home, save: Save) -> int | None:
-        """A free slot, as ``when_busy`` says, which the first rank decides for all. None: the save was dropped."""
-        client = home.client
-        if self.config.when_busy != "wait":
-            skip, victim = group.follow_first("busy", number, lambda: self._when_busy(group, home, save))
-            if skip:
-                dropped = "skipped: all slots were being written"
-                save._resolve(SaveDroppedError(dropped, path=save.path, rank=group.rank, step=save.step))
-                save._reported = True
-                return None
-            if victim is not None and group.rank > 0:
-                # On the first rank it is taken back already; here it may be being written, and is so in vain.
-                for pending in filter(None, home.pending):
-                    if pending.order.save_id == victim and not pending.slot_free:
-                        if not pending.copied.wait(self.config.timeout):
-                            raise SaveTimeoutError(
-                                f"the copy of what is to be replaced has taken {self.config.timeout:g} s so far",
-                                path=pending.order.path,
-                                rank=pending.order.rank,
-                                step=pending.order.step,
-                            )
-                        client.cancel(pending, self._replaced(pending, save), self.config.timeout)
-        slot: int | None = None
-
-        def claimed() -> bool:
-            nonlocal slot
-            if slot is None:
-                slot = home.claim_slot()
-            return slot is not None
-
-        client.wait_for(claimed, self.config.timeout, "waiting for a free slot")
-        return slot
-
-    def _when_busy(self, group: Group, home: Home, save: Save) -> tuple[bool, int | None]:
-        """First rank: whether to skip ``save``, and which one it replaces."""
-        # Until a save has ended, some rank may not have a free slot yet.
-        busy = [pending for pending in home.pending if pending is not None and not pending.future.done()]
-        if len(busy) < len(home.pending):
-            # Unless all but those under way are being read: then another is free soon.
-            return self.config.when_busy == "skip" and home.claim_slot() is None, None
-        if self.config.when_busy == "skip":
-            return True, None
-        for pending in sorted(busy, key=lambda pending: -pending.order.save_id):
-            if pending.slot_free or not pending.copied.is_set():
-                continue  # its slot is free as it is, or is being copied into
-            if home.client.cancel(pending, self._replaced(pending, save), self.config.timeout):
-                return False, pending.order.save_id
-        if len(busy) > 1 and not group.alone:
-            # Written here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
-            newest = max(busy, key=lambda pending: pending.order.save_id)
-            group.fail(newest.order.save_id, self._replaced(newest, save), begun=True)
-            return False, newest.order.save_id
-        return False, None
-
-    def _replaced(self, pending: Pending, save: Save) -> SaveDroppedError:
-        return SaveDroppedError(
-            f"replaced by the newer save of step {save.step} before it was written",
-            path=pending.order.path,
-            rank=pending.order.rank,
-            step=pending.order.step,
-        )
 
     def _stage(self, save: Save, order: Order, home: Home, tensors: Sequence[torch.Tensor]) -> None:
         ready = ready_events(tensors)
@@ -715,26 +655,15 @@ class Engine:
         self._knock(group)
         if self._visit is not None:
             self._homes.inherit(self._visit)
-        door = None if self._job is None else door_name(self._job, group.rank)
-        client: WorkerClient | None = None
+        options = self.config.worker_options()
+        if self._job is not None:
+            options = replace(options, door=door_name(self._job, group.rank))
         try:
-            client = WorkerClient(replace(self.config.worker_options(), door=door))
-            # First the memory: until this one has it, the worker before it must stay.
-            for spare in self._homes.spares:
-                spare.number = client.adopt(spare.segment, spare.held, self.config.timeout)
-            if self._visit is not None:
-                self._visit.retire(self.config.timeout)
-                self._visit = None
-            if door is None:
-                client.open(self.config.timeout)
-            else:
-                take_door(client, door, self.config.timeout)
-        except BaseException as error:
-            if client is not None:
-                client.close(self.config.timeout)
-            if isinstance(error, WorkerDiedError):
-                self._bury()
+            client = start_worker(options, self._visit, self._homes.hand_over, self.config.timeout)
+        except WorkerDiedError:
+            self._bury()
             raise
+        self._visit = None
         return client
 
     def _bury(self) -> None:

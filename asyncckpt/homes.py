@@ -102,6 +102,11 @@ class Homes:
             images = tuple(each for each in visit.images if each.order.segment == number)
             self.spares.append(Spare(segment, images[0].layout, images))
 
+    def hand_over(self, client: WorkerClient) -> None:
+        """Have ``client`` adopt what is spare. Raises ``WorkerDiedError``, ``SaveTimeoutError``."""
+        for spare in self.spares:
+            spare.number = client.adopt(spare.segment, spare.held, self._config.timeout)
+
     def leave(self) -> None:
         """Let go of the memory of all plans, which has lost its worker."""
         for known in self.known:

@@ -31,5 +31,7 @@ class Targets:
 
     def raw(self, begin: int, nbytes: int) -> torch.Tensor:
         """These bytes of the image, whatever they are."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)  # frombuffer takes none
         begin += self._offset
         return torch.frombuffer(self._view[begin : begin + nbytes], dtype=torch.uint8)

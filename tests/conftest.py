@@ -52,7 +52,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return folder
 
 
-def _send_away(runtime: Path) -> None:
+def send_away(runtime: Path) -> None:
     """Have the workers leave that linger; nothing of them may stay."""
     deadline = time.monotonic() + 30
     while runtime.exists():
@@ -92,7 +92,7 @@ def no_leaks(runtime: Path) -> Iterator[None]:
     yield
     engines.shared.close()
     runtime_of_nvrx.close()
-    _send_away(runtime)
+    send_away(runtime)
     deadline = time.monotonic() + 5
     while True:
         gc.collect()

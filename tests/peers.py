@@ -12,6 +12,7 @@ import pytest
 FOLDER = Path(sys.prefix) / "peers"
 NVRX = ("nvrx-0.4.1", "nvrx-0.6.0", "nvrx-0.7.0")
 MEGATRON = "megatron-core-0.16.1"
+VERL = ("verl-0.8.0", "verl-0.9.1")
 
 
 def peer(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench import contestants, figures, files, loads, models, report, results, tables
+from bench import broadcasts, contestants, figures, files, loads, models, publications, report, results, tables
 from bench.contestants.contestant import Pending
 from bench.contestants.torch_save import TorchSave
 from bench.saves import Series
@@ -87,6 +87,7 @@ def test_all_other_measurements(tmp_path: Path) -> None:
         f"memory {few} asyncckpt",
         "scale --gib 0.001 --tensors 10 20 --no-bytes --rounds 1 --pause 0 --contestants asyncckpt,torch-save",
         "ranks --gib 0.004 --tensors 4 --processes 1 --simulate 4 --items 2 --rounds 1",
+        "weights --gib 0.001 --tensors 5 --bucket-mib 1 --rounds 1 --pause 0",
     )
     assert found["loop"]["train_threads"] == 1 and not found["loop"]["left_out"]
     for result in found["loop"]["results"].values():
@@ -97,6 +98,11 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert memory["peak"]["total"] >= memory["steady"]["shared"] >= 2 * 4_000_000
     assert [point["state"]["tensors"] for point in found["scale"]["points"]] == [10, 20]
     assert found["ranks"]["rows"][0]["processes"] == 1 and found["simulation"]["rows"][0]["ranks"] == 4
+    ways = found["broadcast"]["results"].keys() | found["broadcast"]["left_out"].keys()
+    assert ways == broadcasts.BROADCAST.keys()
+    assert {"asyncckpt", "asyncckpt, as if on two hosts"} <= found["broadcast"]["results"].keys()
+    assert not found["publish"]["left_out"]
+    assert found["publish"]["results"].keys() > publications.WAYS.keys()
 
 
 def known() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.pinned import PinnedMemory
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
 pytestmark = pytest.mark.cuda
 
@@ -202,3 +203,22 @@ def test_threads_use_the_device_of_the_tensors(root: Path) -> None:
         checkpointer.load(into := zeros_like(state))
         assert all(torch.equal(into[name], state[name]) for name in state)
     assert free - torch.cuda.mem_get_info(0)[0] < 100 << 20
+
+
+def test_weights_are_published_from_the_device() -> None:
+    torch.manual_seed(0)
+    weights = {f"layer.{number}": torch.randn(37, 41 + number, device="cuda") for number in range(40)}
+    weights |= {"large": torch.randn(3000, 2000, device="cuda"), "columns": torch.randn(90, 70, device="cuda").t()}
+    weights |= {"half": torch.randn(7, device="cuda").bfloat16(), "host": torch.randn(50), "n": torch.arange(9).cuda()}
+    with WeightPublisher("policy") as publisher, WeightSubscriber("policy") as subscriber:
+        for version, dtype in enumerate((None, None, torch.bfloat16, torch.bfloat16), start=1):
+            weights["large"].add_(1.0)  # queued, and not awaited
+            publisher.publish(weights, version, dtype=dtype)
+            with subscriber.acquire(version) as acquired:
+                for name, tensor in weights.items():
+                    expected = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                    assert same(acquired[name].clone(), expected.cpu()), (version, name)
+        publisher.publish(iter(weights.items()), 5)
+        publisher.publish(iter(weights.items()), 6)
+        with subscriber.acquire(6) as acquired:
+            assert all(same(acquired[name].clone(), tensor.cpu()) for name, tensor in weights.items())

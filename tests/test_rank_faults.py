@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from ranks import Job, say, serve
+from ranks import LIMIT_S, Job, say, serve
 from test_ranks import equal, faulty, replicas
 
 from asyncckpt import Checkpointer, Config, plan, staging
@@ -31,6 +31,7 @@ def ranks() -> Iterator[None]:
 SHORT_S = 3.0
 LONG_S = 20.0
 START_S = 10.0
+PATIENCE_S = 10.0
 
 TRAINERS = {"plan": (plan._Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}
 WORKERS = {"exception": "eio", "kill worker": "kill", "kill trainer": "orphan", "stall": "stop"}
@@ -112,7 +113,8 @@ def test_matrix(tmp_path: Path, phase: str, bad: int, fault: str) -> None:
         assert ended[bad].error is None, ended[bad].error
         assert (ended[bad].result[0] == "saved") == (kind == "saved")  # all or none
         assert works or fault == "stall"
-    assert took < (2 * SHORT_S if fault == "stall" else 1.5 * LONG_S)
+    # A stalled worker is killed, and the other rank's looks for its store for a while: it may be brought back.
+    assert took < (2 * SHORT_S + PATIENCE_S if fault == "stall" else 1.5 * LONG_S)
 
     # What a killed trainer had staged is saved all the same, unless it was the one to stage it. (A worker that is gone
     # or stopped after it has reported fails the save, unless the first rank has all the reports by then.)
@@ -127,7 +129,8 @@ def test_matrix(tmp_path: Path, phase: str, bad: int, fault: str) -> None:
             "kill worker": {"WorkerDiedError"},
             # The first rank's worker lingers a while when its trainer is gone.
             "kill trainer": {"RankFailedError", "WorkerDiedError", "SaveTimeoutError"},
-            "stall": {"SaveTimeoutError"},
+            # A worker that says nothing for too long is killed, of which the other rank may hear first.
+            "stall": {"SaveTimeoutError", "WorkerDiedError"},
         }
         assert kind in expected[fault]
 
@@ -159,9 +162,10 @@ def _outlive(root: str, gate: str, fault: str, trainer_dies: bool) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
     kind = "saved"
     try:
-        save.result(30)
+        save.result(LIMIT_S - 10)  # not before it is known: where the store is stopped, that takes some waits
     except CheckpointError as error:
         kind = type(error).__name__
+    assert save.done()
     say(kind)
     with contextlib.suppress(CheckpointError):
         checkpointer.close()

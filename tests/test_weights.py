@@ -608,7 +608,7 @@ def _publish_and(death: str, *versions: int) -> None:
 
 
 def _half_a_copy(self: Shelf, slot: int, plan: Any, tensors: Any, pool: Any) -> None:
-    self.target(slot, plan, 0).fill_(99.0)
+    self.targets(slot, plan)[0].fill_(99.0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

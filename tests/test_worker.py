@@ -8,19 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from conftest import Faulty, small_state
 
+from asyncckpt import engine
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine import Engine
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
-from asyncckpt.group import Group
-from asyncckpt.handle import Save
-from asyncckpt.home import Home
 from asyncckpt.worker import client
 from asyncckpt.worker.client import WorkerClient, WorkerOptions
 from asyncckpt.worker.steps import complete_steps
@@ -119,15 +118,15 @@ def test_killed_between_plan_and_copy_it_is_an_error_and_no_more(root: Path, mon
         checkpointer.save(1, small_state()).result(60)
         worker = checkpointer._engine._client
         assert worker is not None
-        take_slot = Engine._take_slot
+        take_slot: Any = engine.take_slot  # type: ignore[attr-defined]
 
-        def dying(self: Engine, group: Group, number: int, home: Home, save: Save) -> int | None:
+        def dying(*arguments: Any) -> Any:
             os.kill(worker.pid, signal.SIGKILL)
             worker._listener.join(10)
-            return take_slot(self, group, number, home, save)
+            return take_slot(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "_take_slot", dying)
+            patch.setattr(engine, "take_slot", dying)
             with pytest.raises(WorkerDiedError, match="SIGKILL"):
                 checkpointer.save(2, small_state())
         checkpointer.save(3, small_state()).result(60)

@@ -45,6 +45,21 @@ def runtime_folder() -> str:
     return os.environ.get(FOLDER_VARIABLE) or os.path.join(tempfile.gettempdir(), f"asyncckpt-{os.geteuid()}")
 
 
+def meeting_place() -> str:
+    """Which place this is: two processes that say the same find each other's doors. Makes the runtime folder.
+
+    Raises ``OSError`` where that cannot be used.
+    """
+    folder = _open_folder(make=True)
+    try:
+        facts = os.fstat(folder)
+    finally:
+        os.close(folder)
+    # A folder that several hosts mount is the same on all, and a socket in it is not.
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{facts.st_dev:x}/{facts.st_ino:x}"
+
+
 class Door:
     """The worker's end: has the name, and listens there. ``close`` it, and nothing of it is left."""
 

@@ -14,10 +14,9 @@ import psutil
 from multiprocess.connection import Connection
 from multiprocess.reduction import recv_handle
 
-from asyncckpt.errors import CheckpointError, JobTakenError, SaveTimeoutError
+from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import Published, SlotTable
-from asyncckpt.worker.client import WorkerClient, deserted
 from asyncckpt.worker.door import door_names, knock, peer_pid, taken
 from asyncckpt.worker.messages import Busy, Holding, Look, Retire, Take
 from asyncckpt.worker.wire import receive, send
@@ -130,24 +129,6 @@ class Visit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def take_door(client: WorkerClient, door: str, timeout: float) -> None:
-    """Have the worker of this process take its ``door``, which may be that of one whose trainer died as it took over.
-
-    Raises ``JobTakenError``, ``WorkerDiedError``, ``SaveTimeoutError``.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            client.open(timeout)
-            return
-        except JobTakenError:
-            if time.monotonic() > deadline:
-                raise
-        if (visit := Visit.pay(door, timeout, deserted())) is not None:
-            with visit:
-                visit.retire(timeout)
 
 
 def make_room(timeout: float) -> bool:

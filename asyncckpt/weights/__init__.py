@@ -7,12 +7,14 @@
     with subscriber.acquire() as weights:                   # no copy
         engine.load_weights(weights.items())
 
-Trainers that keep their parameters off the device have ``OffloadedParameters`` and ``sync_with_offload``.
+Other hosts are reached by ``broadcast_weights``. Trainers that keep their parameters off the device have
+``OffloadedParameters`` and ``sync_with_offload``; verl has ``asyncckpt.weights.verl``.
 """
 
 from __future__ import annotations
 
 from asyncckpt.versions import Publication
+from asyncckpt.weights.broadcast import Broadcast, broadcast_weights, close_broadcasts, receive_weights
 from asyncckpt.weights.metrics import SyncMetrics
 from asyncckpt.weights.offload import loaded, sync_with_offload
 from asyncckpt.weights.parameters import OffloadedParameters
@@ -21,12 +23,16 @@ from asyncckpt.weights.subscriber import WeightSubscriber
 from asyncckpt.weights.weights import Weights
 
 __all__ = [
+    "Broadcast",
     "OffloadedParameters",
     "Publication",
     "SyncMetrics",
     "WeightPublisher",
     "WeightSubscriber",
     "Weights",
+    "broadcast_weights",
+    "close_broadcasts",
     "loaded",
+    "receive_weights",
     "sync_with_offload",
 ]

@@ -26,7 +26,8 @@ from asyncckpt.weights.sharing import Sharing, local
 from asyncckpt.weights.shelf import Shelf
 from asyncckpt.worker.client import WorkerClient, deserted
 from asyncckpt.worker.door import door_name
-from asyncckpt.worker.visit import Visit, take_door
+from asyncckpt.worker.succession import start_worker
+from asyncckpt.worker.visit import Visit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -184,19 +185,13 @@ class WeightPublisher:
             visit = None if self._shelves else Visit.pay(self._door, timeout, deserted())
             if visit is not None:
                 self._inherit(visit)
-            client = WorkerClient(replace(self._config.worker_options(), door=self._door))
-            try:
-                # First the memory: until this worker has it, the one before it must stay.
-                for shelf in self._shelves:
-                    shelf.hand_over(client, timeout)
-                if visit is not None:
-                    visit.retire(timeout)
-                take_door(client, self._door, timeout)
-            except BaseException:
-                client.close(timeout)
-                raise
-            self._client = client
+            options = replace(self._config.worker_options(), door=self._door)
+            self._client = start_worker(options, visit, self._hand_over, timeout)
         return self._client
+
+    def _hand_over(self, client: WorkerClient) -> None:
+        for shelf in self._shelves:
+            shelf.hand_over(client, self._config.timeout)
 
     def _inherit(self, visit: Visit) -> None:
         """Take over what a publisher before this one has left."""
@@ -288,16 +283,15 @@ class WeightPublisher:
             if number is None or plan is None or slot is None:
                 kept[name] = local(tensor).to("cpu", form.dtype, copy=True)
             else:
-                self._shelves[-1].target(slot, plan, number, tensor.device).copy_(local(tensor))
+                self._shelves[-1].targets(slot, plan, tensor.device)[number].copy_(local(tensor))
                 copied[name] = number
 
         self._walk(stream, take)
         as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.names)
         done = skipped or all(self._sharing.gather(as_planned))
         if not done and plan is not None and slot is not None:
-            kept = {
-                name: self._shelves[-1].target(slot, plan, number).clone() for name, number in copied.items()
-            } | kept
+            there = self._shelves[-1].targets(slot, plan)
+            kept = {name: there[number].clone() for name, number in copied.items()} | kept
         timings["stage_s"] += time.perf_counter() - begun
         return slot if done else self._copy_all(kept, dtype, client, timings)
 

@@ -90,13 +90,16 @@ class Shelf:
         if ready and any(plan.converted):
             # On the device first, one by one: a copy of all of them may not fit there.
             for number, tensor in enumerate(tensors):
-                self.target(slot, plan, number, tensor.device).copy_(tensor)
+                self.targets(slot, plan, tensor.device)[number].copy_(tensor)
             return
         self._slots[slot].stager_of(plan, ready).copy(tensors, ready, pool, lambda _: None, lambda _: None)
 
-    def target(self, slot: int, plan: WeightPlan, number: int, source: torch.device | None = None) -> torch.Tensor:
-        """The place in a claimed ``slot`` of the tensor of that number in the image, which comes from ``source``."""
-        return self._slots[slot].targets_of(plan, source).tensor(number)
+    def targets(self, slot: int, plan: WeightPlan, source: torch.device | None = None) -> Sequence[torch.Tensor]:
+        """The places in a claimed ``slot`` of all tensors of ``plan``, in the order of its image, to be written to.
+
+        ``source``: where what is copied there comes from, if that is another device.
+        """
+        return self._slots[slot].targets_of(plan, source)
 
     def publish(self, slot: int, published: Published) -> None:
         """Let readers see what was copied into a claimed ``slot``."""
@@ -150,7 +153,7 @@ class _Slot:
         self.number = number
         self._plan: WeightPlan | None = None
         self._stager: SlotStager | None = None
-        self._targets: Targets | None = None
+        self._targets: list[torch.Tensor] | None = None
         self._pinned: PinnedMemory | None = None
 
     def stager_of(self, plan: WeightPlan, ready: Ready) -> SlotStager:
@@ -161,13 +164,14 @@ class _Slot:
             self._stager = SlotStager(plan.image.places, self.segment, 0, plan.converted)
         return self._stager
 
-    def targets_of(self, plan: WeightPlan, source: torch.device | None) -> Targets:
+    def targets_of(self, plan: WeightPlan, source: torch.device | None) -> Sequence[torch.Tensor]:
         if source is not None and source.type == "cuda":
             self._pin(source)
         self._turn_to(plan)
         if self._targets is None:
             places = plan.image.places
-            self._targets = Targets(places.specs, places.tensors, self.segment, 0)
+            targets = Targets(places.specs, places.tensors, self.segment, 0)
+            self._targets = list(map(targets.tensor, range(len(places.specs))))
         return self._targets
 
     def close(self) -> None:

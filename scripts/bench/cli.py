@@ -87,6 +87,13 @@ def _ranks(args: argparse.Namespace) -> Iterator[Job]:
         yield jobs.simulated(simulated, args.items, args.rounds)
 
 
+def _weights(args: argparse.Namespace) -> Iterator[Job]:
+    pace = Pace(rounds=args.rounds, pause=args.pause)
+    for tensors in args.tensors:
+        yield jobs.publish(Request(name=str(tensors), gib=args.gib), pace)
+        yield jobs.broadcast(args.gib, tensors, args.bucket_mib, pace)
+
+
 def _all(args: argparse.Namespace) -> Iterator[Job]:
     return jobs.standard(args.gib, args.device, _choices(args), args.minutes, _cores())
 
@@ -171,6 +178,10 @@ def _parser() -> argparse.ArgumentParser:
     ranks.add_argument("--processes", type=int, nargs="*", default=[], help="real jobs of so many processes")
     ranks.add_argument("--simulate", type=int, nargs="*", default=[], help="jobs of so many ranks")
     ranks.add_argument("--items", type=int, default=25, help="tensors of which each simulated rank has a shard")
+    weights = command("weights", "weights for readers of the host, and to another process", _weights, [where])
+    weights.add_argument("--tensors", type=int, nargs="+", default=jobs.WEIGHTS_TENSORS)
+    weights.add_argument("--bucket-mib", type=int, default=jobs.WEIGHTS_BUCKET_MIB)
+    weights.add_argument("--pause", type=float, default=0.2, help="seconds before each turn (default: %(default)s)")
     every = command("all", "the standard set, into docs/benchmarks", _all, [who], DOCS)
     every.add_argument("--minutes", type=float, default=15.0, help="about so long (default: %(default)s)")
     command("report", "draw pictures and page anew from the JSON", None, [], DOCS)

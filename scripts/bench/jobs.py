@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncckpt.shm.segment import PAGE
-from bench import loads, loop, memory, ranks, saves, scale, simulation
+from bench import broadcasts, loads, loop, memory, publications, ranks, saves, scale, simulation
 from bench.contestants import ENTRIES
 from bench.models import ARCHITECTURES
 from bench.states import GIB, Request
@@ -21,6 +21,8 @@ SIMULATED_ITEMS = 25
 FEWER = ("asyncckpt-nvrx", "torchsnapshot", "dcp-process", "dcp-save")
 """Left out where the standard set has no time for all."""
 PROCESSES = (1, 2, 4, 8)
+WEIGHTS_TENSORS = (400, 8000)
+WEIGHTS_BUCKET_MIB = 64
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,21 @@ def simulated(counts: Sequence[int], items: int, rounds: int) -> Job:
     return Job("simulation", str(items), measure, {"saves": rounds})
 
 
+def publish(request: Request, pace: Pace) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return publications.measure(request, pace, folder)
+
+    return Job("publish", _label(request), measure, {"rounds": pace.rounds, "pause_s": pace.pause})
+
+
+def broadcast(gib: float, tensors: int, bucket_mib: int, pace: Pace) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return broadcasts.measure(gib, tensors, bucket_mib, pace, folder)
+
+    settings = {"rounds": pace.rounds, "pause_s": pace.pause, "bucket_mib": bucket_mib}
+    return Job("broadcast", str(tensors), measure, settings)
+
+
 def _label(request: Request) -> str:
     return request.label + ("" if request.device == "cpu" else f"-{request.device.replace(':', '')}")
 
@@ -140,4 +157,7 @@ def standard(gib: float, device: str, choices: Choices, minutes: float, cores: i
     yield by_bytes(request("400"), within(0.03, but=FEWER))
     yield take_memory(request("400"), replace(choices, pace=replace(choices.pace, rounds=2)))
     yield many_ranks(PROCESSES, gib, 400, choices.pace.rounds)
+    for tensors in WEIGHTS_TENSORS:
+        yield publish(request(str(tensors), gib / 2), choices.pace)
+        yield broadcast(gib / 2, tensors, WEIGHTS_BUCKET_MIB, choices.pace)
     yield simulated(SIMULATED[:3], SIMULATED_ITEMS, min(3, choices.pace.rounds))

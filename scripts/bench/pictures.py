@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -161,6 +162,15 @@ def _memory(found: Result) -> Figure:
     return figure
 
 
+def _ways(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    axes = figure.subplots()
+    rows = [(name, median(each["elapsed_s"])) for name, each in found["results"].items()]
+    _bars(axes, rows, "until all are there, ms", copy_limit(found))
+    figure.suptitle(f"{found['title']}\ndashed: one copy", fontsize=10)
+    return figure
+
+
 def _ranks(found: Result) -> Figure:
     rows = found["rows"]
     keys = list(rows[0])
@@ -187,4 +197,6 @@ _DRAWN = {
     "memory": _memory,
     "ranks": _ranks,
     "simulation": _ranks,
+    "publish": _ways,
+    "broadcast": _ways,
 }

@@ -18,6 +18,8 @@ HEADINGS = {
     "memory": "What memory it takes",
     "ranks": "Many ranks on this machine",
     "simulation": "The first rank of a large job, simulated",
+    "publish": "Weights for readers of this host",
+    "broadcast": "Weights to another process",
 }
 EXPLANATIONS = {
     "save": (
@@ -54,12 +56,25 @@ EXPLANATIONS = {
         "The first rank's real code, on what so many ranks would send it; DCP's coordinator on the same "
         "plans. For asyncckpt it is work of the worker, in the background."
     ),
+    "publish": (
+        "Into memory where readers find them; and what a reader needs to have all tensors. With asyncckpt a version is "
+        "there as a whole, and others stay; the rest is what people do instead: `copy_` into tensors that are shared "
+        "(of which a reader may see half), new memory each time, as for verl's engine with a cache in the host's "
+        "memory, or a file that is written and opened again. The save that was *just staged* is not counted."
+    ),
+    "broadcast": (
+        "From the call until the tensors of the second process have the values of the first one's; both are on "
+        "this machine, joined by gloo over loopback. asyncckpt's broadcast shares memory where it can, as verl's "
+        "way does; *as if on two hosts* it does not. It is the only one that checks what arrives. "
+        "`dist.broadcast` and PGTransport (torch has a copy of torchft's, which is measured) receive straight into "
+        "the tensors; from buckets they are copied, which is part of the time."
+    ),
 }
 PEERS = (
     "The peers are at the settings that make them fast: DCP's `async_save` keeps its stager and caches its "
     "plans; nvrx has a warm worker, cached structure and two threads; torch_checkpointing has its staging "
     "memory beforehand, its lock around the optimizer's step, and direct I/O where the file system takes it as "
-    "it is, unaligned. They come with the extra `bench`, nvrx by `scripts/peers.sh`; one that is missing, or "
+    "it is, unaligned. They come with the extra `bench`, nvrx and verl by `scripts/peers.sh`; one that is missing, or "
     "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
 COMMANDS = """    python scripts/bench all                  # all of this page

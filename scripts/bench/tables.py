@@ -119,6 +119,16 @@ def memory(found: Result) -> str:
     return _table(headers, rows)
 
 
+def ways(found: Result) -> str:
+    copy = copy_limit(found)
+    rows: list[Sequence[object]] = [("copying the bytes once", seconds(copy), "1x", "", "")]
+    for name, each in found["results"].items():
+        middle = median(each["elapsed_s"])
+        cells = seconds(middle), times(middle / copy), seconds(each["first_s"]), len(each["elapsed_s"])
+        rows.append((title(name), *cells))
+    return _table(["", "takes", "/ copy", "the first time", "turns"], rows)
+
+
 def columns(found: Result) -> str:
     """Rows of figures, turned: for ranks."""
     rows = found["rows"]
@@ -135,5 +145,7 @@ TABLES = {
     "memory": memory,
     "ranks": columns,
     "simulation": columns,
+    "publish": ways,
+    "broadcast": ways,
 }
 REMARKS = {"save": save_remark}
