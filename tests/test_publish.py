@@ -404,10 +404,10 @@ def _publish_where_one_skips(root: str) -> list[bool]:
     skipped = []
     with Checkpointer(root, Config(timeout=10.0)) as checkpointer:
         checkpointer.publish(checkpointer.save(1, sharded(1)))
-        part = Publications(door_name(job_of_checkpoints(root, None), dist.get_rank()), 10.0)
+        part = Publications(door_name(job_of_checkpoints(root, None), dist.get_rank()))
         held = None
         if dist.get_rank() == 1:  # here alone somebody reads
-            part.refresh()
+            part.refresh(10.0)
             ((published, there),) = part.all().items()
             held = part.lease(published, there)
         save = checkpointer.save(2, sharded(2))

@@ -667,14 +667,14 @@ def test_a_stopped_worker_is_not_waited_for_for_ever(
     publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher.publish(model(1), 1)
-    monkeypatch.setattr("asyncckpt.weights.subscriber._ANSWER_S", 0.2)
+    monkeypatch.setattr("asyncckpt.weights.subscriber._LEAST_ANSWER_S", 0.2)
     client = publisher._client
     assert client is not None
     with WeightSubscriber("policy") as subscriber:
         os.kill(client.pid, signal.SIGSTOP)
         try:
             with pytest.raises(TimeoutError, match="did not answer a reader within 0.2 s"):
-                subscriber.acquire()
+                subscriber.acquire(timeout=0.1)
         finally:
             os.kill(client.pid, signal.SIGCONT)
         with subscriber.acquire() as weights:

@@ -15,15 +15,16 @@ from asyncckpt.worker.wire import receive, send
 class Browser:
     """At the worker with a certain door, until one of the two leaves. For one thread at a time."""
 
-    def __init__(self, connection: Connection, timeout: float) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._timeout = timeout
+        self.timeout = 10.0
+        """Seconds that each answer may take."""
 
     @classmethod
-    def enter(cls, door: str, timeout: float) -> Browser | None:
-        """None where nobody has that door. ``timeout``: seconds that each answer may take."""
+    def enter(cls, door: str) -> Browser | None:
+        """None where nobody has that door."""
         connection = knock(door)
-        return None if connection is None else cls(connection, timeout)
+        return None if connection is None else cls(connection)
 
     def shelves(self) -> tuple[Shelf, ...]:
         """Where something is published now.
@@ -48,5 +49,5 @@ class Browser:
         self._connection.close()
 
     def _await(self) -> None:
-        if not self._connection.poll(self._timeout):
-            raise SaveTimeoutError(f"a worker did not answer a reader within {self._timeout:g} s; it may be stopped")
+        if not self._connection.poll(self.timeout):
+            raise SaveTimeoutError(f"a worker did not answer a reader within {self.timeout:g} s; it may be stopped")

@@ -93,9 +93,9 @@ class WeightPublisher:
     ) -> Publication:
         """Copy ``weights`` and let readers see them, all at once, as ``version`` (0 or more).
 
-        ``weights``: a state dict (what in it is no tensor is left out), or pairs of name and tensor, taken one by one,
-        each copied before the next is asked for. When this returns the caller may change them. ``dtype``: what tensors
-        of floating point are converted to on the way (not those of 8 bits).
+        ``weights``: a state dict, as ``Checkpointer.save`` takes it (what in it is no tensor is left out), or pairs of
+        name and tensor, taken one by one, each copied before the next is asked for. When this returns the caller may
+        change them. ``dtype``: what tensors of floating point are converted to on the way (not those of 8 bits).
 
         Versions grow. ``roll_back=True`` allows one that is not newer than the last one published, also by a trainer
         before this one, and readers take it.
@@ -103,8 +103,8 @@ class WeightPublisher:
         Raises ``VersionError``, ``UnsavableStateError``, ``OutOfMemoryError``, ``JobTakenError`` where another process
         publishes under this address, ``WorkerDiedError`` (the next call starts another worker), ``ClosedError``,
         ``RankFailedError`` where another rank raises, or is not heard of within the timeout of the process group,
-        ``WeightsTimeoutError`` where ``when_busy`` is "wait" and readers do not end. Then nothing is published, and
-        what was stays.
+        ``WeightsTimeoutError`` where ``when_busy`` is "wait" and readers do not end. Then nothing is published; the
+        newest version stays, and what is being read.
         """
         with self._lock, self._sharing.together():
             client = self._running_client()
@@ -166,6 +166,8 @@ class WeightPublisher:
         if not getattr(self, "_closed", True):
             if self._client is not None:
                 self._client.abandon()
+                for shelf in self._shelves:
+                    shelf.close()
                 warnings.warn("a WeightPublisher was not closed", ResourceWarning, stacklevel=2, source=self)
             self._closed = True
 

@@ -137,23 +137,23 @@ class Publications:
     A fork talks to the worker by a connection of its own.
     """
 
-    def __init__(self, door: str, timeout: float) -> None:
+    def __init__(self, door: str) -> None:
         self._door = door
-        self._timeout = timeout
         self._browser: Browser | None = None
         self._owner = os.getpid()
         self._shelves: list[_OpenShelf] = []
 
-    def refresh(self) -> None:
-        """Ask the worker what there is. Raises ``SaveTimeoutError`` when it does not answer."""
+    def refresh(self, timeout: float) -> None:
+        """Ask the worker what there is. Raises ``SaveTimeoutError`` if it does not answer within ``timeout`` seconds."""
         if self._owner != os.getpid():
             self._leave()  # two who ask by one connection get each other's answers
             self._owner = os.getpid()
         for _ in range(2):  # it may have left, and another one have come
             if self._browser is None:
-                self._browser = Browser.enter(self._door, self._timeout)
+                self._browser = Browser.enter(self._door)
             if self._browser is None:
                 return
+            self._browser.timeout = timeout
             try:
                 self._take_over(self._browser.shelves(), self._browser)
                 return

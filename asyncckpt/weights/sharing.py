@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncckpt.errors import RankFailedError, UnsavableStateError
-from asyncckpt.structure import PLAIN
+from asyncckpt.structure import PLAIN, stateful_to_dict
 from asyncckpt.weights.image import Form
 
 T = TypeVar("T")
@@ -83,8 +83,9 @@ class Sharing:
     def own(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Those tensors of a state dict that this rank publishes, by name; nested ones by their path, with dots.
 
-        What is no tensor is left out.
+        What is no tensor is left out; values with ``state_dict()`` are asked for their state.
         """
+        weights = stateful_to_dict(weights)
         if any(isinstance(value, (Mapping, list)) for value in weights.values()):
             weights = flatten_state_dict(dict(weights))[0]
         tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}

@@ -18,7 +18,8 @@ from asyncckpt.worker.door import door_name
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 10.0
+# How long a worker, which is there, may take to answer: so long that a busy machine is no reason to give up.
+_ANSWER_S, _LEAST_ANSWER_S = 10.0, 1.0
 # While nothing is new: how often to look at what is mapped, and how often to ask for what is not.
 _LEAST_PAUSE_S = 0.0005
 _MOST_PAUSE_S = 0.01
@@ -52,7 +53,7 @@ class WeightSubscriber:
     def _set_up(self, job: str, prefix: str) -> None:
         self._job = job
         self._prefix = prefix
-        self._ranks = [Publications(door_name(job, 0), _ANSWER_S)]
+        self._ranks = [Publications(door_name(job, 0))]
         self._newest: Published | None = None
         self._closed = False
         self._lock = threading.RLock()
@@ -83,7 +84,7 @@ class WeightSubscriber:
         while True:
             with self._lock:
                 if time.monotonic() >= ask_at:
-                    self._refresh()
+                    self._refresh(min(_ANSWER_S, max(_LEAST_ANSWER_S, deadline - time.monotonic())))
                     ask_at = time.monotonic() + _ASK_AGAIN_S
                 complete = self._complete()
                 wanted = self._wanted(complete, min_version) if version is None else _exactly(complete, version)
@@ -120,16 +121,16 @@ class WeightSubscriber:
         if not getattr(self, "_closed", True):
             self.close()
 
-    def _refresh(self) -> None:
+    def _refresh(self, timeout: float = _ANSWER_S) -> None:
         if self._closed:
             raise ClosedError("this subscriber is closed; make a new one")
-        self._ranks[0].refresh()
+        self._ranks[0].refresh(timeout)
         # The first rank says how many there are.
         ranks = max((published.ranks for published in self._ranks[0].all()), default=1)
         while len(self._ranks) < ranks:
-            self._ranks.append(Publications(door_name(self._job, len(self._ranks)), _ANSWER_S))
+            self._ranks.append(Publications(door_name(self._job, len(self._ranks))))
         for rank in self._ranks[1:ranks]:
-            rank.refresh()
+            rank.refresh(timeout)
 
     def _complete(self) -> dict[Published, list[Found]]:
         """What all ranks have published, and where each has its part."""
