@@ -144,7 +144,7 @@ class Publications:
         self._shelves: list[_OpenShelf] = []
 
     def refresh(self, timeout: float) -> None:
-        """Ask the worker what there is. Raises ``SaveTimeoutError`` if it does not answer within ``timeout`` seconds."""
+        """Ask the worker what there is. Raises ``SaveTimeoutError`` if it has no answer in ``timeout`` seconds."""
         if self._owner != os.getpid():
             self._leave()  # two who ask by one connection get each other's answers
             self._owner = os.getpid()
