@@ -484,6 +484,8 @@ def _publish_half(address: str) -> str:
         if dist.get_rank() == 0:
             with WeightSubscriber(address) as subscriber, subscriber.acquire() as acquired:
                 assert torch.equal(acquired["columns"], whole(1)["columns"])
+                with pytest.raises(ValueError, match="in parts"), acquired.safetensors():
+                    pass
                 try:
                     acquired["rows"]
                 except MismatchError as error:
@@ -494,3 +496,19 @@ def _publish_half(address: str) -> str:
 
 def test_a_missing_part_is_told(tmp_path: Path) -> None:
     assert "'rows', (10, 7), not every part" in run(2, _publish_half, "policy", folder=tmp_path)[0]
+
+
+def _publish_two_versions(address: str) -> str:
+    with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:
+        publisher.publish(sharded(1), 1)
+        try:
+            publisher.publish(sharded(2), 2 + dist.get_rank())
+        except VersionError as error:
+            publisher.publish(sharded(4), 4)
+            return str(error)
+    return ""
+
+
+def test_ranks_publish_the_same_version(tmp_path: Path) -> None:
+    for said in run(2, _publish_two_versions, "policy", folder=tmp_path):
+        assert "not publish the same version, but 2, 3" in said

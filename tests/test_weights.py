@@ -28,6 +28,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import (
     ClosedError,
     JobTakenError,
+    MismatchError,
     OutOfMemoryError,
     UnsavableStateError,
     VersionError,
@@ -245,12 +246,12 @@ def test_versions_of_numpy_are_numbers_too(publisher: WeightPublisher, subscribe
 
 
 def test_a_reader_waits_for_the_version_it_wants(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
-    with pytest.raises(WeightsTimeoutError, match=r"no weights within 0.05 s; the versions that are there: none"):
+    with pytest.raises(WeightsTimeoutError, match=r"nobody has published at 'policy' within 0.05 s"):
         subscriber.acquire(timeout=0.05)
     publisher.publish(model(1), 1)
-    with pytest.raises(WeightsTimeoutError, match=r"version 2 or later within 0.05 s; .* there: 1"):
+    with pytest.raises(WeightsTimeoutError, match=r"version 2 or later at 'policy' within 0.05 s; .* order: 1"):
         subscriber.acquire(2, timeout=0.05)
-    with pytest.raises(WeightsTimeoutError, match="of version 5 within"):
+    with pytest.raises(WeightsTimeoutError, match="of version 5 at 'policy' within"):
         subscriber.acquire(version=5, timeout=0.05)
     got: list[int] = []
 
@@ -713,3 +714,32 @@ def test_a_claim_and_leases_exclude_each_other() -> None:
         fd = leases.reopen(segment.fileno(), os.O_RDONLY)
         with pytest.raises(PermissionError):
             Segment.attach(fd)
+
+
+def test_mistakes_are_told(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    with pytest.raises(UnsavableStateError, match="no tensor"):
+        publisher.publish({"step": 3}, 1)
+    publisher.publish(model(1), 1)
+    with pytest.raises(TypeError, match="state dict"):
+        publisher.publish(torch.nn.Linear(2, 2), 2)  # type: ignore[arg-type]
+    for dtype in (torch.int8, "bfloat16"):
+        with pytest.raises(ValueError, match="floating point"):
+            publisher.publish(model(2), 2, dtype=dtype)  # type: ignore[arg-type]
+    for version in ("2", 2.0):
+        with pytest.raises(TypeError):
+            publisher.publish(model(2), version)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            subscriber.acquire(version=version)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not both"):
+        subscriber.acquire(1, version=1)
+    with pytest.raises(ValueError, match="not empty"):
+        WeightPublisher("")
+    with WeightSubscriber("policy", prefix="modle.") as other, pytest.raises(MismatchError, match="'modle.'; they are"):
+        other.acquire()
+    with subscriber.acquire() as weights, pytest.raises(ValueError, match="a bucket has some bytes"):
+        next(weights.buckets(0))
+    with (
+        WeightSubscriber("another") as other,
+        pytest.raises(WeightsTimeoutError, match="nobody has published at 'another'"),
+    ):
+        other.acquire(timeout=0.0)

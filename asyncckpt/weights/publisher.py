@@ -15,7 +15,13 @@ import torch
 
 from asyncckpt.address import job_of_weights
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError, UnsavableStateError, WeightsTimeoutError
+from asyncckpt.errors import (
+    ClosedError,
+    JobTakenError,
+    UnsavableStateError,
+    VersionError,
+    WeightsTimeoutError,
+)
 from asyncckpt.host_copy import copy_pool
 from asyncckpt.shm.slots import MAX_SLOTS
 from asyncckpt.structure import StructureChanged
@@ -64,6 +70,8 @@ class WeightPublisher:
         readers are to be where all of them are. None: this process alone. Of ``config``: ``timeout``, ``linger`` and
         what is about the worker process.
         """
+        if not address:
+            raise ValueError("an address is a text that readers are told, and not empty")
         if not 2 <= slots <= MAX_SLOTS:
             raise ValueError(f"slots is from 2 to {MAX_SLOTS}, not {slots}")
         if when_busy not in ("skip", "wait"):
@@ -80,6 +88,7 @@ class WeightPublisher:
         self._shelves: list[Shelf] = []
         self._versions = Versions()
         self._pool = copy_pool()
+        self._skips = False
         self._closed = False
         self._lock = threading.Lock()
 
@@ -106,6 +115,10 @@ class WeightPublisher:
         ``WeightsTimeoutError`` where ``when_busy`` is "wait" and readers do not end. Then nothing is published; the
         newest version stays, and what is being read.
         """
+        if isinstance(weights, torch.nn.Module):
+            raise TypeError("publish takes a state dict: give it module.state_dict()")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")
         with self._lock, self._sharing.together():
             client = self._running_client()
             published = self._versions.admit(version, self._sharing.ranks, self._sharing.gather, roll_back=roll_back)
@@ -114,7 +127,14 @@ class WeightPublisher:
                 slot = self._copy_all(weights, dtype, client, timings)
             else:
                 slot = self._copy_each(iter(weights), dtype, client, timings)
-            self._sharing.gather(None)  # all have copied, or none publishes
+            said = self._sharing.gather(published)  # all have copied, or none publishes
+            if len(set(said)) > 1:
+                raise VersionError(
+                    f"the ranks do not publish the same version, but {', '.join(str(each.version) for each in said)}"
+                )
+            if slot is None and not self._skips:
+                logger.warning("version %d is not published: readers at %r have all slots", version, self.address)
+            self._skips = slot is None
             if slot is not None:
                 self._shelves[-1].publish(slot, published)
                 self._versions.note(published)
@@ -184,12 +204,21 @@ class WeightPublisher:
             self._client.close(timeout)
             self._client = None
         if self._client is None:
-            visit = None if self._shelves else Visit.pay(self._door, timeout, deserted())
-            if visit is not None:
-                self._inherit(visit)
-            options = replace(self._config.worker_options(), door=self._door)
-            self._client = start_worker(options, visit, self._hand_over, timeout)
+            try:
+                self._client = self._start_worker(timeout)
+            except JobTakenError as error:
+                raise JobTakenError(
+                    f"another process publishes at {self.address!r}, or has just died: give each an address of its own;"
+                    f" or, if these are the ranks of a job, all of them the process group ({error})"
+                ) from error
         return self._client
+
+    def _start_worker(self, timeout: float) -> WorkerClient:
+        visit = None if self._shelves else Visit.pay(self._door, timeout, deserted())
+        if visit is not None:
+            self._inherit(visit)
+        options = replace(self._config.worker_options(), door=self._door)
+        return start_worker(options, visit, self._hand_over, timeout)
 
     def _hand_over(self, client: WorkerClient) -> None:
         for shelf in self._shelves:
@@ -211,6 +240,8 @@ class WeightPublisher:
             except StructureChanged as error:
                 logger.info("the weights at %r are planned anew: %s", self.address, error)
         self._plan = WeightPlan.make(own, dtype, self._sharing)
+        if self._sharing.ranks == 1 and not own:
+            raise UnsavableStateError("there is no tensor in what is to be published")
         return self._plan, self._plan.capture(own, dtype)
 
     def _shelf_for(self, plan: WeightPlan, client: WorkerClient) -> Shelf:

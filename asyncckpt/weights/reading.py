@@ -163,6 +163,11 @@ class Publications:
             except (EOFError, OSError):
                 self._leave()
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether a worker answers, or one has before it left what is mapped here."""
+        return self._browser is not None or bool(self._shelves)
+
     def all(self) -> dict[Published, Found]:
         """What is published now, and where; as of the last ``refresh`` for new shelves."""
         return {

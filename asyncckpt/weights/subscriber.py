@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import threading
 import time
@@ -10,11 +11,11 @@ import weakref
 from types import TracebackType
 
 from asyncckpt.address import job_of_checkpoints, job_of_weights
-from asyncckpt.errors import ClosedError, VersionError, WeightsTimeoutError
+from asyncckpt.errors import ClosedError, MismatchError, VersionError, WeightsTimeoutError
 from asyncckpt.shm.slots import Published
 from asyncckpt.weights.reading import Found, Leased, Publications
 from asyncckpt.weights.weights import Weights
-from asyncckpt.worker.door import door_name
+from asyncckpt.worker.door import door_name, runtime_folder
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class WeightSubscriber:
     """
 
     def __init__(self, address: str, *, prefix: str = "") -> None:
-        """``prefix``: only tensors whose names begin with that, and without it."""
-        self._set_up(job_of_weights(address), prefix)
+        """``prefix``: only tensors whose names begin with that, and without it; to the letter, so "model." with its dot."""
+        self._set_up(job_of_weights(address), address, prefix)
 
     @classmethod
     def of_checkpoints(
@@ -47,11 +48,12 @@ class WeightSubscriber:
         The names are those in the checkpoint: ``prefix="model."`` for a state dict with the weights under "model".
         """
         subscriber = cls.__new__(cls)
-        subscriber._set_up(job_of_checkpoints(root, job_id), prefix)
+        subscriber._set_up(job_of_checkpoints(root, job_id), os.fspath(root), prefix)
         return subscriber
 
-    def _set_up(self, job: str, prefix: str) -> None:
+    def _set_up(self, job: str, address: str, prefix: str) -> None:
         self._job = job
+        self._address = address
         self._prefix = prefix
         self._ranks = [Publications(door_name(job, 0))]
         self._newest: Published | None = None
@@ -76,9 +78,14 @@ class WeightSubscriber:
         """The newest weights, leased; wait until they are of ``min_version`` or later. Or those of ``version``.
 
         A version is complete, and of all publishing ranks. It costs no copy. Raises ``WeightsTimeoutError`` when there
-        is none such within ``timeout`` seconds; ``VersionError`` when a trainer that was started anew publishes older
-        versions than this reader has had, and did not say that it means to (``roll_back=True``: take them).
+        is none such within ``timeout`` seconds; ``MismatchError`` when no name begins with the prefix; ``VersionError``
+        when a trainer that was started anew publishes older versions than this reader has had, and did not say that it
+        means to (``roll_back=True``: take them).
         """
+        if version is not None and min_version is not None:
+            raise ValueError("acquire the version, or the newest from min_version on; not both")
+        version = None if version is None else operator.index(version)
+        min_version = None if min_version is None else operator.index(min_version)
         deadline = time.monotonic() + timeout
         ask_at, pause = 0.0, _LEAST_PAUSE_S
         while True:
@@ -92,6 +99,7 @@ class WeightSubscriber:
                     parts = self._lease(wanted, complete[wanted])
                     if parts is not None:
                         weights = Weights(wanted, parts, self._prefix, keep=self)
+                        self._check_prefix(weights, parts)
                         if version is None:
                             # Only now it is sure that what was seen of it belongs together.
                             self._note(wanted, weights, roll_back=roll_back)
@@ -171,6 +179,15 @@ class WeightSubscriber:
             )
         self._newest = published
 
+    def _check_prefix(self, weights: Weights, parts: list[Leased]) -> None:
+        if weights or not self._prefix:
+            return
+        names = [name for part in parts for name in part.entries]
+        weights.release()
+        raise MismatchError(
+            f"at {self._address!r} no tensor's name begins with {self._prefix!r}; they are called {names[:3]}"
+        )
+
     def _what_is_missing(
         self,
         complete: dict[Published, list[Found]],
@@ -179,6 +196,11 @@ class WeightSubscriber:
         timeout: float,
     ) -> str:
         asked = "no weights"
+        if not any(rank.is_reached for rank in self._ranks):
+            return (
+                f"nobody has published at {self._address!r} within {timeout:g} s; is the trainer running, on this host, as"
+                f" this user, and with the same runtime folder (here it is {runtime_folder()})?"
+            )
         if version is not None:
             asked = f"no weights of version {version}"
         elif min_version is not None:
@@ -188,7 +210,9 @@ class WeightSubscriber:
         hint = ""
         if half:
             hint = f"; {max(half).ranks} ranks publish, and not all of them on this host: see broadcast_weights"
-        return f"{asked} within {timeout:g} s; the versions that are there: {there}{hint}"
+        return (
+            f"{asked} at {self._address!r} within {timeout:g} s; the versions that are there, in order: {there}{hint}"
+        )
 
 
 def _exactly(complete: dict[Published, list[Found]], version: int) -> Published | None:

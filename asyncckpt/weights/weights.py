@@ -68,6 +68,9 @@ class Weights(Mapping[str, torch.Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._chunks)
 
+    def __repr__(self) -> str:
+        return f"<Weights version {self.version}, {len(self)} tensors{', released' if self._released else ''}>"
+
     def __len__(self) -> int:
         return len(self._chunks)
 
@@ -81,6 +84,8 @@ class Weights(Mapping[str, torch.Tensor]):
 
         Nothing is copied for it.
         """
+        if nbytes <= 0:
+            raise ValueError(f"a bucket has some bytes, not {nbytes}")
         bucket: list[tuple[str, torch.Tensor]] = []
         left = nbytes
         for name in self:
@@ -99,10 +104,13 @@ class Weights(Mapping[str, torch.Tensor]):
         for this), which are removed at the end of the block.
 
         For readers that want a path: they map the trainer's memory, and nothing is copied. They must be done with it
-        when the lease ends. Weights of a checkpoint are in another form, and have none: ``ValueError``.
+        when the lease ends. ``ValueError`` for weights that have none: those of a checkpoint are in another form, and
+        of a tensor that is sharded over ranks each file would have but a part, under the name of the whole.
         """
         if not all(part.is_file for part in self._parts):
             raise ValueError("these are of a checkpoint; only a WeightPublisher's are laid out as safetensors files")
+        if any(entry.shape != entry.whole for chunks in self._chunks.values() for _, entry in chunks):
+            raise ValueError("some tensors are in parts, one a rank, which no reader of such files puts together")
         if self._released or any(part.segment.closed for part in self._parts):
             raise ClosedError(f"the lease on version {self.version} has ended, or its subscriber is closed")
         with contextlib.ExitStack() as stack:
