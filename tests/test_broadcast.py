@@ -604,6 +604,9 @@ def test_the_sum_of_a_device_finds_what_changes() -> None:
     assert buckets.sum_on_device(data[:-1]) != right
     for nbytes in (0, 1, 7, 8, 9):
         buckets.sum_on_device(data[:nbytes])
+    for begin in range(1, 9):  # a receiver's bucket begins anywhere in its buffer
+        there = torch.zeros(100_100, dtype=torch.uint8)[begin : begin + data.numel()].copy_(data)
+        assert buckets.sum_on_device(there) == right
 
 
 def test_errors_travel() -> None:

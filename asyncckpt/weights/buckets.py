@@ -272,6 +272,8 @@ def checksum(data: torch.Tensor) -> int:
 
 def sum_on_device(data: torch.Tensor) -> int:
     """The same for memory of a device, made there: sums of the words, each weighted by where it stands."""
+    if data.storage_offset() % 8:
+        data = data.clone()  # words can be seen only where they are aligned
     tail = data.numel() % 8
     words = data[: data.numel() - tail].view(torch.int64) if data.numel() >= 8 else data.new_empty(0).view(torch.int64)
     rest = sum(byte << (8 * place) for place, byte in enumerate(data[data.numel() - tail :].tolist()))
