@@ -590,6 +590,31 @@ def test_side_by_side_is_not_copied() -> None:
     assert made[0].data.data_ptr() == image.data_ptr()
 
 
+class Wrapper(torch.Tensor):
+    """As those of quantized weights: a tensor that has its data in others."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Wrapper:
+        return cls(args[0])  # nothing but detach is called
+
+
+def offloaded() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_what_has_no_memory_is_refused() -> None:
+    ones = torch.ones(3)
+    for tensor in (Wrapper(ones), offloaded(), ones.to_sparse(), ones.to("meta")):
+        with pytest.raises(UnsavableStateError, match="'w' has no plain memory"):
+            list(buckets.entries({"w": tensor}))
+
+
 def test_the_sum_of_a_device_finds_what_changes() -> None:
     data = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 100_003, np.uint8))
     right = buckets.sum_on_device(data)

@@ -21,6 +21,7 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.memcpy import memcpy, memcpy_holding
 from asyncckpt.shm.segment import round_up
+from asyncckpt.structure import has_no_bytes
 
 ALIGNMENT = 256
 """Bytes, of each tensor in a bucket, unless the bucket is where they lie anyway. Enough for every dtype and device."""
@@ -119,8 +120,9 @@ def entries(weights: Given, sources: Sequence[int] | None = None) -> Iterator[En
                     " must give theirs"
                 )
             yield Entry(name, tensor.full_tensor(), True)
-        elif tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise UnsavableStateError(f"{name!r} has no plain memory ({tensor.layout}, {tensor.device}): not sent")
+        elif has_no_bytes(tensor) or (tensor.nbytes and not tensor.data_ptr()):  # a wrapper of others, or offloaded
+            kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
+            raise UnsavableStateError(f"{name!r} has no plain memory ({kind}): not sent")
         else:
             yield Entry(name, tensor, stays)
 
