@@ -386,6 +386,23 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
         assert error == (RankFailedError.__name__, "rank 1 has not come to share weights within 2 s", 1)
 
 
+def comes_late() -> bool:
+    """To the first call, for which nobody waits any more; and to the second."""
+    rank = dist.get_rank()
+    weights = {"a": torch.ones(2)}
+    if rank != 1:
+        told(lambda: share(weights, Taken(), timeout=1.0))
+    dist.barrier()
+    taken = Taken()
+    share(weights, taken)
+    close_broadcasts()
+    return rank == 0 or same(dict(taken), weights)
+
+
+def test_a_rank_that_comes_late(tmp_path: Path) -> None:
+    assert all(ranks.run(3, comes_late, folder=tmp_path))
+
+
 def misses_later() -> tuple[str, str, int | None] | None:
     share({"a": torch.ones(2)}, Taken())
     if dist.get_rank() == 1:
@@ -595,10 +612,10 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Wrapper:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Wrapper:
         return cls(args[0])  # nothing but detach is called
 
 

@@ -49,7 +49,7 @@ from asyncckpt.errors import (
     VersionError,
 )
 from asyncckpt.weights.broadcast import BUCKET_BYTES, Ends
-from asyncckpt.weights.channel import Channel
+from asyncckpt.weights.channel import Channel, meet
 from asyncckpt.weights.place import Place
 from asyncckpt.weights.topology import Group, Peer, Seat, seats
 from asyncckpt.weights.weights import Weights
@@ -275,7 +275,9 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         except RuntimeError as error:
             raise RankFailedError(f"the trainer's store at {meeting.address}:{meeting.port} is out of reach") from error
         store = PrefixStore(f"asyncckpt/{meeting.token}/{name}", store)
-        channel = Channel(members.index(self._name), len(members), 0, store, min(self._timeout, _JOIN_S))
+        rank, joining_s = members.index(self._name), min(self._timeout, _JOIN_S)
+        meet(rank, len(members), store, joining_s)
+        channel = Channel(rank, len(members), 0, store, joining_s)
         channel.timeout = self._timeout
         return Ends(channel)
 
