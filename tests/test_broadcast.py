@@ -615,7 +615,7 @@ class Wrapper(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Wrapper:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Wrapper:  # type: ignore[override]
         return cls(args[0])  # nothing but detach is called
 
 
