@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError, RankFailedError, UnsavableStateError
 from asyncckpt.weights import WeightPublisher, WeightSubscriber, buckets, sender, wire
+from asyncckpt.weights import broadcast as broadcast_module
 from asyncckpt.weights.broadcast import Broadcast, broadcast_weights, close_broadcasts, receive_weights
 from asyncckpt.weights.buckets import Buffers, Entry, buffer_bytes, describe, fill, read_description, view, views
 from asyncckpt.weights.channel import pack, unpack
@@ -97,7 +98,7 @@ def share(weights: Any, load: Any = None, **options: Any) -> Broadcast:
     options = {"timeout": SOON_S, "bucket_bytes": BUCKET} | options
     if dist.get_rank() == 0:
         return broadcast_weights(weights() if callable(weights) else weights, **options)
-    return broadcast_weights(load=load, timeout=options["timeout"])
+    return broadcast_weights(load=load, timeout=options["timeout"], group=options.get("group"))
 
 
 def arrives(local: bool) -> tuple[list[Broadcast], bool]:
@@ -401,6 +402,26 @@ def comes_late() -> bool:
 
 def test_a_rank_that_comes_late(tmp_path: Path) -> None:
     assert all(ranks.run(3, comes_late, folder=tmp_path))
+
+
+def goes_on_in_another_group() -> int:
+    """How many connections are kept after one has broken and its group is given up."""
+    weights = {"a": torch.ones(2)}
+    broken, next_one = dist.new_group(), dist.new_group()
+
+    def stop(bucket: list[tuple[str, torch.Tensor]]) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt, CheckpointError):
+        share(weights, stop, group=broken)
+    share(weights, Taken(), group=next_one)
+    kept = sum(map(len, broadcast_module._open.values()))
+    close_broadcasts()
+    return kept
+
+
+def test_what_is_broken_is_given_back(tmp_path: Path) -> None:
+    assert ranks.run(2, goes_on_in_another_group, folder=tmp_path) == [1, 1]
 
 
 def misses_later() -> tuple[str, str, int | None] | None:
