@@ -28,6 +28,7 @@ from asyncckpt.weights import broadcast as broadcast_module
 from asyncckpt.weights.broadcast import Broadcast, broadcast_weights, close_broadcasts, receive_weights
 from asyncckpt.weights.buckets import Buffers, Entry, buffer_bytes, describe, fill, read_description, view, views
 from asyncckpt.weights.channel import pack, unpack
+from asyncckpt.weights.shared_buffers import SharedBuffers, attach
 
 BUCKET = 4096
 SOON_S = 20.0
@@ -455,6 +456,23 @@ def test_a_rank_that_is_interrupted(tmp_path: Path) -> None:
     assert ended[1] == "interrupted"
     for rank in (0, 2):
         assert ended[rank] == (RankFailedError.__name__, "it left with KeyboardInterrupt", 1)
+
+
+def test_what_is_not_the_sources_memory_is_not_attached(tmp_path: Path) -> None:
+    """Its process id may mean another process here, which may have anything by that number."""
+    shared = SharedBuffers(BUCKET)
+    offer = shared.offer()
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert attach(offer, BUCKET) is not None
+        assert attach(offer | {"token": "00"}, BUCKET) is None
+        assert attach(offer, 2 * BUCKET) is None
+        assert attach(offer | {"fd": 1 << 20}, BUCKET) is None
+        assert attach(offer | {"fd": pipe}, BUCKET) is None
+    finally:
+        os.close(pipe)
+        shared.close()
 
 
 def other_source_and_group() -> bool:
