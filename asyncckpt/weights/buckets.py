@@ -219,8 +219,8 @@ class _Filling:
 
 def _pieces(entry: Entry, bucket_bytes: int, buffers: Buffers | None, borrow: bool) -> Iterator[Bucket]:
     tensor, total = entry.tensor, entry.tensor.nbytes
-    if buffers is not None and not tensor.is_contiguous():
-        tensor = tensor.contiguous()
+    if buffers is not None:
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()  # once, and not for each piece
     for begin in range(0, total, bucket_bytes):
         nbytes = min(bucket_bytes, total - begin)
         item = Item(entry.name, _name(tensor.dtype), tuple(tensor.shape), 0, nbytes, begin, total)
@@ -230,7 +230,7 @@ def _pieces(entry: Entry, bucket_bytes: int, buffers: Buffers | None, borrow: bo
             yield Bucket([item], at_address(tensor.data_ptr() + begin, nbytes), 0, None, [tensor])
         else:
             number = buffers.next()
-            raw = _raw(tensor)[begin : begin + nbytes]
+            raw = tensor.reshape(-1).view(torch.uint8)[begin : begin + nbytes]
             copy_into(buffers.pair[number], 0, raw)
             yield Bucket([item], buffers.pair[number][:nbytes], 0, number, [])
 
@@ -311,10 +311,6 @@ def view(item: Item, raw: torch.Tensor) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         raise UnsavableStateError(f"{item.name!r} is of {item.dtype}, which this version of torch does not know")
     return raw.view(dtype).view(item.shape)
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _name(dtype: torch.dtype) -> str:
