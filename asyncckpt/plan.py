@@ -29,7 +29,7 @@ from asyncckpt.fingerprint import Fingerprint, alias_key
 from asyncckpt.group import Group
 from asyncckpt.image import Image, TensorSpec
 from asyncckpt.objects import Raw, StoredObjects
-from asyncckpt.structure import PLAIN, Structure, StructureChanged, picker
+from asyncckpt.structure import PLAIN, Structure, StructureChanged, has_no_bytes, picker
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
 from asyncckpt.worker.messages import Layout, Region
 
@@ -324,7 +324,7 @@ class _PlannerSource:
         tensors = []
         for item in self._tensor_items:
             tensor = planner.resolve_data(item)
-            if not isinstance(tensor, torch.Tensor) or _has_no_bytes(tensor):
+            if not isinstance(tensor, torch.Tensor) or has_no_bytes(tensor):
                 raise UnsavableStateError(
                     f"{item.index.fqn!r} has no plain bytes, and its planner does not say how to save it"
                 )
@@ -358,11 +358,7 @@ def _is_opaque(value: object) -> bool:
     """Whether ``value`` is a tensor that has no plain bytes of its own: sparse, quantised, a subclass, without data."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return False
-    return type(value) not in PLAIN or _has_no_bytes(value)
-
-
-def _has_no_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
+    return type(value) not in PLAIN or has_no_bytes(value)
 
 
 def _is_sharded(value: object) -> bool:

@@ -100,3 +100,8 @@ class Structure:
             child._collect(values[position], found)
             begin = position + 1
         found.extend(values[begin:] if begin else values)
+
+
+def has_no_bytes(tensor: torch.Tensor) -> bool:
+    """Whether what ``tensor`` has in it does not lie in memory as its shape and dtype say."""
+    return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"

@@ -24,9 +24,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError, RankFailedError, UnsavableStateError
 from asyncckpt.weights import WeightPublisher, WeightSubscriber, buckets, sender, wire
+from asyncckpt.weights import broadcast as broadcast_module
 from asyncckpt.weights.broadcast import Broadcast, broadcast_weights, close_broadcasts, receive_weights
 from asyncckpt.weights.buckets import Buffers, Entry, buffer_bytes, describe, fill, read_description, view, views
 from asyncckpt.weights.channel import pack, unpack
+from asyncckpt.weights.shared_buffers import SharedBuffers, attach
 
 BUCKET = 4096
 SOON_S = 20.0
@@ -57,6 +59,7 @@ def odd_weights(seed: int = 0) -> dict[str, torch.Tensor]:
         "bool": some(7) > 0,
         "complex": torch.complex(some(4), some(4)),
         "conjugate": torch.complex(some(4), some(4)).conj(),
+        "conjugate, large": torch.complex(some(40, 50), some(40, 50)).conj(),
         "negative": torch.complex(some(4), some(4)).conj().imag,
         "fp8": some(33).to(torch.float8_e4m3fn),
         "fp8, every other": some(34).to(torch.float8_e5m2)[::2],
@@ -97,7 +100,7 @@ def share(weights: Any, load: Any = None, **options: Any) -> Broadcast:
     options = {"timeout": SOON_S, "bucket_bytes": BUCKET} | options
     if dist.get_rank() == 0:
         return broadcast_weights(weights() if callable(weights) else weights, **options)
-    return broadcast_weights(load=load, timeout=options["timeout"])
+    return broadcast_weights(load=load, timeout=options["timeout"], group=options.get("group"))
 
 
 def arrives(local: bool) -> tuple[list[Broadcast], bool]:
@@ -374,7 +377,6 @@ def test_a_rank_is_killed(victim: int, local: bool, at: str, tmp_path: Path) -> 
 
 def misses() -> tuple[str, str, int | None] | None:
     if dist.get_rank() == 1:
-        ranks.say("here")
         time.sleep(4)
         return None
     return told(lambda: share({"a": torch.ones(2)}, Taken(), timeout=2.0))
@@ -384,6 +386,43 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     ended = ranks.run(3, misses, folder=tmp_path)
     for error in (ended[0], ended[2]):
         assert error == (RankFailedError.__name__, "rank 1 has not come to share weights within 2 s", 1)
+
+
+def comes_late() -> bool:
+    """To the first call, for which nobody waits any more; and to the second."""
+    rank = dist.get_rank()
+    weights = {"a": torch.ones(2)}
+    if rank != 1:
+        told(lambda: share(weights, Taken(), timeout=1.0))
+    dist.barrier()
+    taken = Taken()
+    share(weights, taken)
+    close_broadcasts()
+    return rank == 0 or same(dict(taken), weights)
+
+
+def test_a_rank_that_comes_late(tmp_path: Path) -> None:
+    assert all(ranks.run(3, comes_late, folder=tmp_path))
+
+
+def goes_on_in_another_group() -> int:
+    """How many connections are kept after one has broken and its group is given up."""
+    weights = {"a": torch.ones(2)}
+    broken, next_one = dist.new_group(), dist.new_group()
+
+    def stop(bucket: list[tuple[str, torch.Tensor]]) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt, CheckpointError):
+        share(weights, stop, group=broken)
+    share(weights, Taken(), group=next_one)
+    kept = sum(map(len, broadcast_module._open.values()))
+    close_broadcasts()
+    return kept
+
+
+def test_what_is_broken_is_given_back(tmp_path: Path) -> None:
+    assert ranks.run(2, goes_on_in_another_group, folder=tmp_path) == [1, 1]
 
 
 def misses_later() -> tuple[str, str, int | None] | None:
@@ -417,6 +456,23 @@ def test_a_rank_that_is_interrupted(tmp_path: Path) -> None:
     assert ended[1] == "interrupted"
     for rank in (0, 2):
         assert ended[rank] == (RankFailedError.__name__, "it left with KeyboardInterrupt", 1)
+
+
+def test_what_is_not_the_sources_memory_is_not_attached(tmp_path: Path) -> None:
+    """Its process id may mean another process here, which may have anything by that number."""
+    shared = SharedBuffers(BUCKET)
+    offer = shared.offer()
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert attach(offer, BUCKET) is not None
+        assert attach(offer | {"token": "00"}, BUCKET) is None
+        assert attach(offer, 2 * BUCKET) is None
+        assert attach(offer | {"fd": 1 << 20}, BUCKET) is None
+        assert attach(offer | {"fd": pipe}, BUCKET) is None
+    finally:
+        os.close(pipe)
+        shared.close()
 
 
 def other_source_and_group() -> bool:
@@ -590,6 +646,31 @@ def test_side_by_side_is_not_copied() -> None:
     assert made[0].data.data_ptr() == image.data_ptr()
 
 
+class Wrapper(torch.Tensor):
+    """As those of quantized weights: a tensor that has its data in others."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Wrapper:  # type: ignore[override]
+        return cls(args[0])  # nothing but detach is called
+
+
+def offloaded() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_what_has_no_memory_is_refused() -> None:
+    ones = torch.ones(3)
+    for tensor in (Wrapper(ones), offloaded(), ones.to_sparse(), ones.to("meta")):
+        with pytest.raises(UnsavableStateError, match="'w' has no plain memory"):
+            list(buckets.entries({"w": tensor}))
+
+
 def test_the_sum_of_a_device_finds_what_changes() -> None:
     data = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 100_003, np.uint8))
     right = buckets.sum_on_device(data)
@@ -604,6 +685,9 @@ def test_the_sum_of_a_device_finds_what_changes() -> None:
     assert buckets.sum_on_device(data[:-1]) != right
     for nbytes in (0, 1, 7, 8, 9):
         buckets.sum_on_device(data[:nbytes])
+    for begin in range(1, 9):  # a receiver's bucket begins anywhere in its buffer
+        there = torch.zeros(100_100, dtype=torch.uint8)[begin : begin + data.numel()].copy_(data)
+        assert buckets.sum_on_device(there) == right
 
 
 def test_errors_travel() -> None:

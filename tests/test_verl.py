@@ -169,6 +169,25 @@ def errors_are_of_all(workers: Crew) -> None:
     assert all(is_version(rollout.call("got"), 9) for rollout in rollouts)
 
 
+def test_a_relay_fails(places: list[str]) -> None:
+    play(a_relay_fails, NEWEST, places)
+
+
+def a_relay_fails(workers: Crew) -> None:
+    master = workers.master()
+    here, relay, other = (workers.rollout(place) for place in (0, 1, 1))
+    sync = manager([master], [here, relay, other])
+    sync.update_weights(global_steps=1)
+    for version, has_begun in ((2, False), (4, True)):
+        relay.call("fail_at_relay", has_begun)
+        begun = time.monotonic()
+        with pytest.raises(CheckpointError, match="no room|stopped taking"):
+            sync.update_weights(global_steps=version)
+        assert time.monotonic() - begun < 20  # and not their timeout, of twice that
+        sync.update_weights(global_steps=version + 1)
+        assert all(is_version(rollout.call("got"), version + 1) for rollout in (here, relay, other))
+
+
 def test_a_relay_that_is_left_out(places: list[str]) -> None:
     play(a_relay_that_is_left_out, NEWEST, places)
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from conftest import same
 
+from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.worker.door import FOLDER_VARIABLE
 
 LIMIT_S = 60.0
@@ -322,6 +323,19 @@ def _rollout(engine_kwargs: dict[str, Any]) -> Any:
         def kill_at_relay(self) -> None:
             """When it is to take the broadcast."""
             self.checkpoint_engine._place.publish = _kill
+
+        def fail_at_relay(self, has_begun: bool) -> None:
+            """The next time that it is to take the broadcast, or is at it."""
+            place = self.checkpoint_engine._place
+
+            def fail(weights: Any, *_: Any, **__: Any) -> None:
+                del place.publish
+                self.kept = weights  # as a traceback does that somebody has
+                if has_begun:
+                    next(weights)
+                raise OutOfMemoryError("no room for the weights")
+
+            place.publish = fail
 
         async def pull_weights(self, **which: Any) -> Any:
             """What a rollout does between its requests."""

@@ -177,7 +177,7 @@ class Committer:
                 store = store or self._waiting.store_id(left)
                 outcome = self._waiting.outcome(name, left)
             except WorkerDiedError:
-                if not self._is_there(store):
+                if not self._is_there(store) or time.monotonic() > deadline:
                     raise
                 continue  # it was only the connection that broke
             return told(outcome, order) if isinstance(outcome, CheckpointError) else None

@@ -157,15 +157,20 @@ def _ends(src: int, group: dist.ProcessGroup | None, timeout: float) -> Ends:
         raise RankFailedError("there is no process group: call torch.distributed.init_process_group first")
     if not _open:
         atexit.register(close_broadcasts)
+    _drop_broken()  # also those of groups that are given up because of that
     of_group = _open.setdefault(which, {})
     ends = of_group.get(src)
-    if ends is None or not ends.channel.usable:
-        if ends is not None:
-            ends.close()
+    if ends is None:
         channel = Channel.of(which, dist.get_group_rank(which, src), timeout)
         ends = of_group[src] = Ends(channel, which)
     ends.channel.timeout = timeout
     return ends
+
+
+def _drop_broken() -> None:
+    for of_group in list(_open.values()):
+        for src in [src for src, ends in of_group.items() if not ends.channel.usable]:
+            of_group.pop(src).close()
 
 
 def _checked(weights: Given | None, terms: Terms, bypass_cpu: bool) -> Given:

@@ -21,6 +21,7 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.memcpy import memcpy, memcpy_holding
 from asyncckpt.shm.segment import round_up
+from asyncckpt.structure import has_no_bytes
 
 ALIGNMENT = 256
 """Bytes, of each tensor in a bucket, unless the bucket is where they lie anyway. Enough for every dtype and device."""
@@ -119,8 +120,9 @@ def entries(weights: Given, sources: Sequence[int] | None = None) -> Iterator[En
                     " must give theirs"
                 )
             yield Entry(name, tensor.full_tensor(), True)
-        elif tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise UnsavableStateError(f"{name!r} has no plain memory ({tensor.layout}, {tensor.device}): not sent")
+        elif has_no_bytes(tensor) or (tensor.nbytes and not tensor.data_ptr()):  # a wrapper of others, or offloaded
+            kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
+            raise UnsavableStateError(f"{name!r} has no plain memory ({kind}): not sent")
         else:
             yield Entry(name, tensor, stays)
 
@@ -217,8 +219,8 @@ class _Filling:
 
 def _pieces(entry: Entry, bucket_bytes: int, buffers: Buffers | None, borrow: bool) -> Iterator[Bucket]:
     tensor, total = entry.tensor, entry.tensor.nbytes
-    if buffers is not None and not tensor.is_contiguous():
-        tensor = tensor.contiguous()
+    if buffers is not None:
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()  # once, and not for each piece
     for begin in range(0, total, bucket_bytes):
         nbytes = min(bucket_bytes, total - begin)
         item = Item(entry.name, _name(tensor.dtype), tuple(tensor.shape), 0, nbytes, begin, total)
@@ -228,7 +230,7 @@ def _pieces(entry: Entry, bucket_bytes: int, buffers: Buffers | None, borrow: bo
             yield Bucket([item], at_address(tensor.data_ptr() + begin, nbytes), 0, None, [tensor])
         else:
             number = buffers.next()
-            raw = _raw(tensor)[begin : begin + nbytes]
+            raw = tensor.reshape(-1).view(torch.uint8)[begin : begin + nbytes]
             copy_into(buffers.pair[number], 0, raw)
             yield Bucket([item], buffers.pair[number][:nbytes], 0, number, [])
 
@@ -272,6 +274,8 @@ def checksum(data: torch.Tensor) -> int:
 
 def sum_on_device(data: torch.Tensor) -> int:
     """The same for memory of a device, made there: sums of the words, each weighted by where it stands."""
+    if data.storage_offset() % 8:
+        data = data.clone()  # words can be seen only where they are aligned
     tail = data.numel() % 8
     words = data[: data.numel() - tail].view(torch.int64) if data.numel() >= 8 else data.new_empty(0).view(torch.int64)
     rest = sum(byte << (8 * place) for place, byte in enumerate(data[data.numel() - tail :].tolist()))
@@ -307,10 +311,6 @@ def view(item: Item, raw: torch.Tensor) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         raise UnsavableStateError(f"{item.name!r} is of {item.dtype}, which this version of torch does not know")
     return raw.view(dtype).view(item.shape)
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -55,7 +55,7 @@ class Channel:
     """
 
     def __init__(self, rank: int, world_size: int, src: int, store: Store, timeout: float) -> None:
-        """Raises ``RankFailedError`` if one of the ranks does not come within ``timeout``."""
+        """All ranks have met, see ``meet``. Raises ``RankFailedError`` if one of them is gone again."""
         self.rank, self.world_size, self.src = rank, world_size, src
         self.timeout = timeout
         self.others = [each for each in range(world_size) if each != src]
@@ -64,7 +64,6 @@ class Channel:
         self._parts: list[Gloo] = []
         self._awaited: dict[int, dist.Work] = {}
         self._received = torch.empty(self.world_size, _MESSAGE_BYTES, dtype=torch.uint8)
-        self._await_all()
         self._gloo = self._connect("all", self.rank, self.world_size)
         # What comes next is always waited for already: gloo sends nothing before it is, and would have to ask first.
         for rank in self.others if self.is_source else [src]:
@@ -72,10 +71,13 @@ class Channel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, src: int, timeout: float) -> Channel:
-        """Of the ranks of ``group``; ``src`` is a number in it."""
-        number = _meetings[group] = _meetings.get(group, 0) + 1
+        """Of the ranks of ``group``, which ``meet``; ``src`` is a number in it."""
+        number = _meetings.get(group, 0) + 1
         # The store of the job, and not the group's own: that has no public name.
         store = PrefixStore(f"asyncckpt-weights/{group.group_name}/{number}", _get_default_store())
+        meet(group.rank(), group.size(), store, timeout)
+        # Not before: if they did not meet, whoever comes late comes to the same place as who tries again.
+        _meetings[group] = number
         return cls(group.rank(), group.size(), src, store, timeout)
 
     @property
@@ -86,23 +88,6 @@ class Channel:
     def usable(self) -> bool:
         """Whether it is neither closed nor broken."""
         return self._gloo is not None
-
-    def _await_all(self) -> None:
-        """Until all ranks have signed that they are here."""
-        missing = list(range(self.world_size))
-        deadline = time.monotonic() + self.timeout
-        try:
-            self._store.set(f"here/{self.rank}", "")
-            while missing:
-                missing = [rank for rank in missing if not self._store.check([f"here/{rank}"])]
-                if missing and time.monotonic() > deadline:
-                    which = ", ".join(map(str, missing))
-                    raise RankFailedError(
-                        f"rank {which} has not come to share weights within {self.timeout:g} s", rank=missing[0]
-                    )
-                time.sleep(_POLL_S if missing else 0)
-        except RuntimeError as error:
-            raise self._lost_store(error) from error
 
     def part(self, name: str, rank: int, world_size: int) -> Gloo:
         """A gloo group of some of the ranks, of another ``name`` each time; only they make it. It takes the place of
@@ -249,7 +234,7 @@ class Channel:
                 readers = self._store.add("readers", 0)
             return unpack(json.loads(verdict))
         except RuntimeError as error:
-            return self._lost_store(error)
+            return _lost_store(error)
 
     def _judge(self, left: Mapping[int, CheckpointError | None], cause: BaseException) -> CheckpointError:
         missing = [rank for rank in range(self.world_size) if rank not in left]
@@ -261,13 +246,35 @@ class Channel:
             return known[0]
         return RankFailedError(f"the ranks lost their connections: {str(cause).splitlines()[0]}", rank=self.rank)
 
-    def _lost_store(self, error: BaseException) -> CheckpointError:
-        # Who hosts it is not known to torch.distributed; without a launcher that does, it is the first rank.
-        return RankFailedError(
-            f"the ranks lost their connections and the store of the job, which rank 0 hosts as a rule: it may have"
-            f" died ({str(error).splitlines()[0]})",
-            rank=0,
-        )
+
+def meet(rank: int, world_size: int, store: Store, timeout: float) -> None:
+    """Wait until all ranks have signed in ``store`` that they are here.
+
+    Raises ``RankFailedError`` if one of them does not come within ``timeout``; then this one has not been here, either.
+    """
+    missing = list(range(world_size))
+    deadline = time.monotonic() + timeout
+    try:
+        store.set(f"here/{rank}", "")
+        while missing := [each for each in missing if not store.check([f"here/{each}"])]:
+            if time.monotonic() > deadline:
+                store.delete_key(f"here/{rank}")
+                which = ", ".join(map(str, missing))
+                raise RankFailedError(
+                    f"rank {which} has not come to share weights within {timeout:g} s", rank=missing[0]
+                )
+            time.sleep(_POLL_S)
+    except RuntimeError as error:
+        raise _lost_store(error) from error
+
+
+def _lost_store(error: BaseException) -> CheckpointError:
+    # Who hosts it is not known to torch.distributed; without a launcher that does, it is the first rank.
+    return RankFailedError(
+        f"the ranks lost their connections and the store of the job, which rank 0 hosts as a rule: it may have"
+        f" died ({str(error).splitlines()[0]})",
+        rank=0,
+    )
 
 
 def pack(error: BaseException, rank: int) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -30,11 +31,12 @@ class Gatherer:
         count = 0
         try:
             terms = self._next({"role": "gather", "host": ""})
+            sources = json.loads(self._channel.hear_blob(terms["sources_bytes"]))
             if terms["set_up"]:
                 self._set_up(terms)
             seconds.add("meet")
             flight: dist.Work | None = None
-            for _ in fill(entries(weights, terms["sources"]), terms["bucket_bytes"], None, borrow=False):
+            for _ in fill(entries(weights, sources), terms["bucket_bytes"], None, borrow=False):
                 seconds.add("fill")
                 if flight is not None and self._wire is not None:
                     self._wire.land(flight)

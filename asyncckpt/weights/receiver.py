@@ -110,6 +110,7 @@ class Receiver:
         """Give the buffers back."""
         self._views.clear()
         self._buffers = self._wire = None
+        self._merged = torch.empty(0, dtype=torch.uint8)
 
     def _set_up(self, terms: Message) -> None:
         self.close()

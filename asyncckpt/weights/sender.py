@@ -16,6 +16,7 @@ and that all is loaded everywhere; only then does the call return.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +72,9 @@ class Sender:
             loads = [rank for rank, each in zip(self._channel.others, answers, strict=True) if each["role"] == "load"]
             sources = [self._global_ranks[rank] for rank in (self._channel.rank, *gathers)]
             # After a failure all is new: who knows what of it the others have heard.
-            known, self._known = self._set_up(answers, terms, sources), None
+            # Apart from the message, which has no room for thousands of ranks.
+            who_gathers = dict.fromkeys(gathers, json.dumps(sources).encode())
+            known, self._known = self._set_up(answers, terms, who_gathers), None
             seconds.add("meet")
             nbytes = count = 0
             borrow = not gathers and not isinstance(self._buffers, SharedBuffers)
@@ -171,10 +174,10 @@ class Sender:
         self._told[name] = len(description)
         return word, blobs
 
-    def _set_up(self, answers: Sequence[Message], terms: Terms, sources: Sequence[int]) -> object:
+    def _set_up(self, answers: Sequence[Message], terms: Terms, sources: Mapping[int, bytes]) -> object:
         """Say on what terms; and, where something is new, find out who can share memory, and connect the rest.
 
-        Returns what all that depends on.
+        ``sources``: the ranks of the job that gather, for each that does. Returns what all that depends on.
         """
         known = [answers, terms.bucket_bytes, terms.local]
         is_new = known != self._known
@@ -183,11 +186,11 @@ class Sender:
             "epoch": terms.epoch,
             "retained": terms.retained,
             "bucket_bytes": terms.bucket_bytes,
-            "sources": sources,
+            "sources_bytes": max(map(len, sources.values()), default=0),
             "set_up": is_new,
         }
         if not is_new:
-            self._tell(word)
+            self._tell(word, sources)
             return known
         self.close()
         self._told.clear()
@@ -198,7 +201,7 @@ class Sender:
         ]
         shared = SharedBuffers(terms.bucket_bytes) if any(near) else None
         self._buffers = shared
-        self._tell([word | ({"offer": shared.offer()} if shared and each else {}) for each in near])
+        self._tell([word | ({"offer": shared.offer()} if shared and each else {}) for each in near], sources)
         found = self._agree({})
         remote = [
             rank

@@ -34,7 +34,11 @@ class SharedBuffers(Buffers):
     def __init__(self, bucket_bytes: int) -> None:
         nbytes = buffer_bytes(bucket_bytes)
         self._segment = Segment.create("asyncckpt-weights", PAGE + 2 * nbytes)
-        self._segment.touch()
+        try:
+            self._segment.touch()
+        except BaseException:
+            self._segment.close()
+            raise
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._segment.view[:_TOKEN_BYTES] = self._token
         whole = torch.frombuffer(self._segment.view, dtype=torch.uint8)
@@ -57,7 +61,9 @@ def attach(offer: Mapping[str, Any], bucket_bytes: int) -> Buffers | None:
     """
     nbytes = buffer_bytes(bucket_bytes)
     try:
-        fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDONLY | os.O_CLOEXEC)
+        # Another process may have anything by that number: a pipe without a writer, say, to wait for.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", flags)
     except OSError:
         return None
     try:

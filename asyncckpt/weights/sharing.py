@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncckpt.errors import RankFailedError, UnsavableStateError
-from asyncckpt.structure import PLAIN, stateful_to_dict
+from asyncckpt.structure import PLAIN, has_no_bytes, stateful_to_dict
 from asyncckpt.weights.image import Form
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class Sharing:
                 raise UnsavableStateError(
                     f"{name!r} is sharded over ranks, and this publisher is of one process: give it the process group"
                 )
-        elif type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.device.type == "meta":
+        elif type(tensor) not in PLAIN or has_no_bytes(tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__} that has no plain bytes to publish")
         # What is of eight bits has scales beside it, and means nothing without them.
         converts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1

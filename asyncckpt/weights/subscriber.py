@@ -36,7 +36,7 @@ class WeightSubscriber:
     """
 
     def __init__(self, address: str, *, prefix: str = "") -> None:
-        """``prefix``: only tensors whose names begin with that, and without it; to the letter, so "model." with its dot."""
+        """``prefix``: only tensors whose names begin with that, and without it: "model." with its dot."""
         self._set_up(job_of_weights(address), address, prefix)
 
     @classmethod
@@ -198,8 +198,8 @@ class WeightSubscriber:
         asked = "no weights"
         if not any(rank.is_reached for rank in self._ranks):
             return (
-                f"nobody has published at {self._address!r} within {timeout:g} s; is the trainer running, on this host, as"
-                f" this user, and with the same runtime folder (here it is {runtime_folder()})?"
+                f"nobody has published at {self._address!r} within {timeout:g} s; is the trainer running, on this host,"
+                f" as this user, and with the same runtime folder (here it is {runtime_folder()})?"
             )
         if version is not None:
             asked = f"no weights of version {version}"

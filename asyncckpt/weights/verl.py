@@ -28,12 +28,14 @@ with the topology (see ``worker/rounds.py``); it is JSON, and nothing of it is u
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import logging
 import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -49,9 +51,10 @@ from asyncckpt.errors import (
     VersionError,
 )
 from asyncckpt.weights.broadcast import BUCKET_BYTES, Ends
-from asyncckpt.weights.channel import Channel
+from asyncckpt.weights.channel import Channel, meet
 from asyncckpt.weights.place import Place
 from asyncckpt.weights.topology import Group, Peer, Seat, seats
+from asyncckpt.weights.turns import give_up
 from asyncckpt.weights.weights import Weights
 from asyncckpt.weights.word import Said, Word
 from asyncckpt.worker.door import meeting_place
@@ -275,7 +278,9 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         except RuntimeError as error:
             raise RankFailedError(f"the trainer's store at {meeting.address}:{meeting.port} is out of reach") from error
         store = PrefixStore(f"asyncckpt/{meeting.token}/{name}", store)
-        channel = Channel(members.index(self._name), len(members), 0, store, min(self._timeout, _JOIN_S))
+        rank, joining_s = members.index(self._name), min(self._timeout, _JOIN_S)
+        meet(rank, len(members), store, joining_s)
+        channel = Channel(rank, len(members), 0, store, joining_s)
         channel.timeout = self._timeout
         return Ends(channel)
 
@@ -328,11 +333,14 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
 
     def _relay(self, seat: Seat, word: Word) -> Said:
         sent = word.hear(0)
+        received = self._received()
         try:
             # Which version may follow which, the sender has decided.
-            said = self._place.publish(self._received(), sent.version, self._dtype, roll_back=True, substitute=True)
+            said = self._place.publish(received, sent.version, self._dtype, roll_back=True, substitute=True)
         except BaseException as error:
             word.say(seat.place, error)
+            with contextlib.suppress(CheckpointError):  # the sender is gone, too
+                self._take_no_more(received, error)
             raise
         word.say(seat.place, said)
         return said
@@ -343,7 +351,15 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         with self._place.in_sync.acquire(address, version=version, timeout=timeout) as weights:
             self._joined_ends().send(weights, bucket_bytes=self._bucket_bytes)
 
-    def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _take_no_more(self, received: Generator[tuple[str, torch.Tensor], None, None], error: BaseException) -> None:
+        """Tell the sender and the other relays, who wait for this one, whether it has begun to take weights or not."""
+        has_begun = inspect.getgeneratorstate(received) != inspect.GEN_CREATED
+        received.close()
+        channel = self._joined_ends().channel
+        if not has_begun and channel.usable:
+            give_up(channel, error)
+
+    def _received(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """What comes by broadcast; each to be copied before the next is asked for."""
         for bucket in self._joined_ends().receive():
             yield from bucket
