@@ -296,9 +296,9 @@ class Engine:
                 save._reported = True
                 if group is not None and group.rank == 0:
                     # Its worker, which would have published, is dead. Only so may anybody remove what is of all ranks.
-                    trash = withdraw(os.fspath(save.path), group.attempt(number))
-                    if trash is not None:
-                        remove(trash)
+                    with contextlib.suppress(OSError):
+                        if (trash := withdraw(os.fspath(save.path), group.attempt(number))) is not None:
+                            remove(trash)
             if group is not None:
                 group.close()
             try:

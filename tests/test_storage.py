@@ -18,7 +18,7 @@ from conftest import small_state
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointExistsError, StorageError
+from asyncckpt.errors import CheckpointExistsError, SaveTimeoutError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slots import SlotTable
 from asyncckpt.worker import storage, writer
@@ -116,6 +116,30 @@ def test_the_slot_is_free_only_when_its_bytes_are_synced(tmp_path: Path, monkeyp
         attempt.commit([json.loads(attempt.seal())])
         store.close()
     assert (tmp_path / "root/final/__0_0.distcp").read_bytes() == image
+
+
+@pytest.mark.parametrize(("code", "says"), [(errno.EIO, None), (errno.ESTALE, None), (errno.EROFS, False)])
+def test_where_storage_fails_nobody_can_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, says: bool | None
+) -> None:
+    """The rename of whoever publishes may work a moment later; not where nothing may be changed."""
+
+    def rename(*_: str) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        store = LocalStorage()
+        attempt = _attempt(tmp_path, segment, store, "refuse")
+        attempt.write(pool)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", rename)
+            if says is None:
+                with pytest.raises(SaveTimeoutError, match="nobody can say"):
+                    settle(attempt.order, 60.0)
+            else:
+                assert settle(attempt.order, 60.0) is says
+        attempt.discard()
+        store.close()
 
 
 @pytest.mark.parametrize("exchanges", [True, False])

@@ -169,7 +169,11 @@ def settle(order: Order, timeout: float, inode: int | None = None) -> bool:
     outcome: Future[bool] = Future()
 
     def decide() -> None:
-        trash = withdraw(order.path, order.attempt)
+        try:
+            trash = withdraw(order.path, order.attempt)
+        except OSError as error:
+            outcome.set_exception(error)
+            return
         # In this order: what was being replaced by it, or joined, may be what has just been taken away.
         is_published = published(order.path, order.attempt, inode)
         if is_published:
@@ -187,9 +191,10 @@ def settle(order: Order, timeout: float, inode: int | None = None) -> bool:
     thread.start()
     try:
         is_published = outcome.result(timeout)
-    except FutureTimeoutError as error:
+    except (FutureTimeoutError, OSError) as error:
+        why = f"has not answered for {timeout:g} s" if isinstance(error, FutureTimeoutError) else f"fails ({error})"
         raise SaveTimeoutError(
-            f"storage has not answered for {timeout:g} s, and nobody can say whether this was saved",
+            f"storage {why}, and nobody can say whether this was saved",
             path=order.path,
             rank=order.rank,
             step=order.step,

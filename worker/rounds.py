@@ -50,7 +50,7 @@ _KNOCK_S = 0.1
 # What the store's own client gives any operation; whoever waits for it has limits of its own.
 _OPERATION_S = 300.0
 # What a store that listens may take to answer a new connection. One that is just dying never will.
-_CONNECT_S = 1.0
+_CONNECT_S = 3.0
 _CONNECT_TRIES_S = 5.0
 # Rounds whose keys are kept in the store, for ranks that lag behind.
 _KEPT_ROUNDS = 64

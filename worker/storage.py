@@ -72,7 +72,8 @@ def withdraw(final: str, attempt: str) -> str | None:
     """Take its name from an ``attempt`` at ``final``, so that nobody can publish it any more.
 
     Publishing is a rename too, so one of the two comes first, and the other finds nothing. Returns where it is now,
-    to be removed; None where nothing was, or where storage refuses (which it then does to whoever would publish, too).
+    to be removed; None where nothing was, or where storage is not to be changed (by whoever would publish, either).
+    Raises ``OSError`` where it is not known what has become of it.
     """
     path = attempt_folder(final, attempt)
     trash = path.removesuffix(PARTIAL_SUFFIX) + TRASH_SUFFIX
@@ -81,6 +82,8 @@ def withdraw(final: str, attempt: str) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
         logger.warning("%s could not be taken away: %s", path, error)
         return None
     return trash

@@ -51,6 +51,7 @@ from asyncckpt.errors import (
     VersionError,
 )
 from asyncckpt.weights.broadcast import BUCKET_BYTES, Ends
+from asyncckpt.weights.buckets import Named
 from asyncckpt.weights.channel import Channel, meet
 from asyncckpt.weights.place import Place
 from asyncckpt.weights.topology import Group, Peer, Seat, seats
@@ -368,12 +369,19 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         """What comes by broadcast, for a rollout. All fail if it stops early."""
         said = await asyncio.to_thread(word.hear, 0)
         receipt = self._joined_ends().receive()
+        asked: asyncio.Future[list[Named] | None] | None = None
         try:
-            while (bucket := await asyncio.to_thread(next, receipt, None)) is not None:
+            while True:
+                asked = asyncio.ensure_future(asyncio.to_thread(next, receipt, None))
+                bucket = await asyncio.shield(asked)
+                if bucket is None:
+                    break
                 said.check(global_steps)
                 for name, tensor in bucket:
                     yield name, tensor.clone()  # engines gather some before they load them
         finally:
+            if asked is not None:
+                await asyncio.wait([asked])  # this may have been cancelled, and what runs in a thread cannot be closed
             receipt.close()
         self.version = said.version
 
