@@ -211,8 +211,7 @@ class Home:
 
     def _published(self) -> list[tuple[Published, int]]:
         """What readers may see, and in which slots, the oldest first."""
-        found = ((self.slots.published(slot), slot) for slot in range(len(self.pending)))
-        return sorted((published, slot) for published, slot in found if published is not None)
+        return sorted(self.slots.publications(len(self.pending)).items())
 
     def _claim(self, slot: int) -> bool:
         """Have no reader look at ``slot``; False where one does."""

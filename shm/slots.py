@@ -107,6 +107,11 @@ class SlotTable:
         epoch, version, rolled_back = self._words[first + _EPOCH : first + _RANKS]
         return Published(epoch, version, bool(rolled_back), ranks)
 
+    def publications(self, slots: int) -> dict[Published, int]:
+        """What is published in the first ``slots`` slots, and in which of them."""
+        found = ((self.published(slot), slot) for slot in range(slots))
+        return {published: slot for published, slot in found if published is not None}
+
     def close(self) -> None:
         """Let go of the header page."""
         self._words.release()

@@ -130,8 +130,9 @@ def door_names() -> list[str]:
 
 
 def knock(name: str) -> Connection | None:
-    """A connection to the worker that has ``name``; None where there is none, none that this user may
-    talk to, or none that lets anybody in for ten seconds."""
+    """A connection to the worker that has ``name``; None where there is none, none that this user may talk to, or none
+    that lets anybody in for ten seconds.
+    """
     try:
         folder = _open_folder(make=False)
     except OSError:

@@ -318,8 +318,7 @@ class Holdings:
         return tuple(
             Shelf(number, room.layout)
             for number, room in self._rooms.items()
-            if isinstance(room.layout, Layout | WeightLayout)
-            and any(room.slots.published(slot) is not None for slot in range(len(room.layout.slots)))
+            if isinstance(room.layout, Layout | WeightLayout) and room.slots.publications(len(room.layout.slots))
         )
 
     def _lend(self, visitor: Connection, number: int) -> None:

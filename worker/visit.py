@@ -89,9 +89,9 @@ class Visit:
     def last_published(self) -> Published | None:
         """The newest of what was published in the segments of the images."""
         found: list[Published] = []
-        for layout, number in {each.layout: each.order.segment for each in self.images}.items():
+        for number, layout in {each.order.segment: each.layout for each in self.images}.items():
             table = SlotTable(self.segments[number].view)
-            found += filter(None, map(table.published, range(len(layout.slots))))
+            found += table.publications(len(layout.slots))
             table.close()
         return max(found, default=None)
 

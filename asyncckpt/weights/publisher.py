@@ -115,11 +115,11 @@ class WeightPublisher:
         ``WeightsTimeoutError`` where ``when_busy`` is "wait" and readers do not end. Then nothing is published; the
         newest version stays, and what is being read.
         """
-        if isinstance(weights, torch.nn.Module):
-            raise TypeError("publish takes a state dict: give it module.state_dict()")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")
         with self._lock, self._sharing.together():
+            if isinstance(weights, torch.nn.Module):
+                raise TypeError("publish takes a state dict: give it module.state_dict()")
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")
             client = self._running_client()
             published = self._versions.admit(version, self._sharing.ranks, self._sharing.gather, roll_back=roll_back)
             timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
@@ -239,9 +239,9 @@ class WeightPublisher:
                 return self._plan, self._plan.capture(own, dtype)
             except StructureChanged as error:
                 logger.info("the weights at %r are planned anew: %s", self.address, error)
-        self._plan = WeightPlan.make(own, dtype, self._sharing)
         if self._sharing.ranks == 1 and not own:
             raise UnsavableStateError("there is no tensor in what is to be published")
+        self._plan = WeightPlan.make(own, dtype, self._sharing)
         return self._plan, self._plan.capture(own, dtype)
 
     def _shelf_for(self, plan: WeightPlan, client: WorkerClient) -> Shelf:

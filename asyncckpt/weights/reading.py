@@ -7,7 +7,6 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -73,12 +72,12 @@ class _OpenShelf:
         self._segment = browser.read(shelf.segment)
         self.slots = SlotTable(self._segment.view)
         self._images: dict[int, Segment] = {}
-        self._entries: dict[int, dict[str, Entry]] = {}
+        self._entries: dict[str, Entry] | None = None
+        """The same in all slots."""
 
     def published(self) -> dict[Published, int]:
         """What is published, and in which slot."""
-        found = ((self.slots.published(slot), slot) for slot in range(len(self.shelf.layout.slots)))
-        return {published: slot for published, slot in found if published is not None}
+        return self.slots.publications(len(self.shelf.layout.slots))
 
     def lease(self, slot: int, published: Published) -> Leased | None:
         """None where the slot has something else by now.
@@ -106,21 +105,16 @@ class _OpenShelf:
     def _leased(self, fd: int, slot: int) -> Leased:
         layout = self.shelf.layout
         if isinstance(layout, Layout):
-            return Leased(fd, self._of_checkpoint, self._segment, layout.slots[slot], layout.data_bytes)
+            if self._entries is None:
+                head = self._segment.view[layout.index_head.offset :][: layout.index_head.nbytes]
+                self._entries = {entry.name: entry for entry in read_index(head)}
+            return Leased(fd, self._entries, self._segment, layout.slots[slot], layout.data_bytes)
         if slot not in self._images:
             self._images[slot] = self.browser.read(layout.slots[slot])
         image = self._images[slot]
-        if slot not in self._entries:
-            self._entries[slot] = {entry.name: entry for entry in read_entries(image.view)}
-        return Leased(fd, self._entries[slot], image, 0, image.nbytes)
-
-    @cached_property
-    def _of_checkpoint(self) -> dict[str, Entry]:
-        layout = self.shelf.layout
-        if not isinstance(layout, Layout):
-            raise TypeError(f"no checkpoint: {layout}")
-        head = self._segment.view[layout.index_head.offset :][: layout.index_head.nbytes]
-        return {entry.name: entry for entry in read_index(head)}
+        if self._entries is None:
+            self._entries = {entry.name: entry for entry in read_entries(image.view)}
+        return Leased(fd, self._entries, image, 0, image.nbytes)
 
 
 class Found(NamedTuple):

@@ -57,8 +57,7 @@ class Shelf:
 
     def published(self) -> dict[Published, int]:
         """What is published, and in which slot."""
-        found = ((self._table.published(slot), slot) for slot in range(len(self._slots)))
-        return {published: slot for published, slot in found if published is not None}
+        return self._table.publications(len(self._slots))
 
     def claim(self, plan: WeightPlan, client: WorkerClient, most: int, timeout: float) -> int | None:
         """A slot that nobody reads, with nothing published in it any more; None where all others are being read.
