@@ -15,36 +15,41 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
+    from asyncckpt.checkpointer import Loaded as Loaded
     from asyncckpt.config import Config as Config
     from asyncckpt.config import add_arguments as add_arguments
-    from asyncckpt.dcp import async_save as async_save
-    from asyncckpt.dcp import load as load
-    from asyncckpt.dcp import save as save
     from asyncckpt.errors import CheckpointError as CheckpointError
-    from asyncckpt.handle import Save as Save
-    from asyncckpt.torch_file import torch_save as torch_save
-    from asyncckpt.wrap import wrap_save as wrap_save
+    from asyncckpt.integrations.dcp import async_save as async_save
+    from asyncckpt.integrations.dcp import load as load
+    from asyncckpt.integrations.dcp import save as save
+    from asyncckpt.integrations.torch_file import torch_save as torch_save
+    from asyncckpt.integrations.wrap import wrap_save as wrap_save
+    from asyncckpt.publication import Publication as Publication
+    from asyncckpt.save_handle import Save as Save
 
-_HOMES = {
+# Where each public name stands.
+_MODULES = {
+    "CheckpointError": "errors",
     "Checkpointer": "checkpointer",
     "Config": "config",
-    "Save": "handle",
-    "CheckpointError": "errors",
+    "Loaded": "checkpointer",
+    "Publication": "publication",
+    "Save": "save_handle",
     "add_arguments": "config",
-    "async_save": "dcp",
-    "load": "dcp",
-    "save": "dcp",
-    "torch_save": "torch_file",
-    "wrap_save": "wrap",
+    "async_save": "integrations.dcp",
+    "load": "integrations.dcp",
+    "save": "integrations.dcp",
+    "torch_save": "integrations.torch_file",
+    "wrap_save": "integrations.wrap",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: a folder with one checkpoint a step."""
+"""What a training loop calls to save and load: a folder with one checkpoint a step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncckpt import catalog
-from asyncckpt.address import job_of_checkpoints
 from asyncckpt.config import Config
-from asyncckpt.engine import Engine
+from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -23,12 +21,14 @@ from asyncckpt.errors import (
     DamagedCheckpointError,
     StorageError,
 )
-from asyncckpt.handle import Save
-from asyncckpt.memory import Memory, MemorySource, choose_in_memory
-from asyncckpt.plan import StateDict
-from asyncckpt.reader import from_first, gather, load
-from asyncckpt.versions import Publication
-from asyncckpt.worker.messages import Held
+from asyncckpt.loading import catalog
+from asyncckpt.loading.load import load
+from asyncckpt.loading.memory_source import HeldImages, MemorySource, choose_in_memory
+from asyncckpt.planning.plan import StateDict
+from asyncckpt.publication import Publication, job_of_checkpoints
+from asyncckpt.ranks.collectives import from_first, gather
+from asyncckpt.save_handle import Save
+from asyncckpt.worker.messages import HeldImage
 from asyncckpt.worker.steps import complete_steps, set_aside, step_folder
 
 if TYPE_CHECKING:
@@ -115,16 +115,23 @@ class Checkpointer:
         return self._newest
 
     def publish(self, save: Save, version: int | None = None, *, roll_back: bool = False) -> Publication:
-        """Let readers on this host have what was staged for ``save``, as ``version`` (None: its step). No copy is made.
+        """Let readers on this host have what was staged for a save. No copy is made.
 
-        To be called after ``save`` and before the next one, on all ranks. Readers find it by
+        All ranks call this after ``save`` and before the next one. Readers find it by
         ``WeightSubscriber.of_checkpoints(root)``. They see all tensors of the state, in the dtypes they have, and while
         they read, that slot is left alone. One slot always stays for saves, so that no reader holds them up: with the
-        usual two slots one version is readable, with three two. Where a reader holds on to what would have to go,
-        nothing is published, and the result says so.
+        usual two slots one version is readable, with three two.
 
-        Versions grow; ``roll_back=True`` allows one that does not, for a training that has gone back. Raises
-        ``VersionError``, and as ``save`` does.
+        Args:
+            save: What to publish.
+            version: As what; None: as its step. Versions grow.
+            roll_back: Allow a version that does not, for a training that has gone back.
+
+        Returns:
+            What became of it: nothing is published where a reader holds on to what would have to go.
+
+        Raises:
+            VersionError: The version is not newer than the last one. Also raises as ``save`` does.
         """
         number = save.step if version is None else version
         if number is None:
@@ -141,23 +148,27 @@ class Checkpointer:
         fallback: bool = False,
         memory: bool = True,
     ) -> int:
-        """Load the checkpoint of ``step`` (None: the newest) into ``state_dict``, in place. Returns its step.
+        """Load a checkpoint into ``state_dict``, in place. All ranks load the same one, each what its part needs.
 
-        It may have been saved by any number of ranks, and in any placement. All ranks load the same one, each what its
-        part of the state needs; what goes wrong on one is raised on all. ``loaded`` tells where it came from.
+        Any number of ranks may have saved it, in any placement. In the place of a trainer that died it comes from
+        memory, if the workers of all ranks still have it there, written or not; else from storage, when no save in this
+        root is under way any more (this waits ``Config.timeout`` seconds). ``loaded`` tells where it came from.
 
-        In the place of a trainer that died it comes from memory, if the workers of all ranks still have it there
-        (``memory=False``: never), be it written or not. Else from storage; then this waits first, up to
-        ``Config.timeout`` seconds, for saves under way in this root.
+        Args:
+            state_dict: What to fill: tensors where they are, other values are replaced, ``Stateful`` ones told.
+            step: Which one; None: the newest.
+            verify: Check every byte as it is copied. After an error part of the state may be loaded, bad bytes with it.
+            weights_only: Load nothing that could run code; ``torch.serialization.add_safe_globals`` allows classes.
+            fallback: Try the next older one when one cannot be read, and log an error; a damaged one is renamed to
+                ``step-00000100.damaged-1``, and its step can be saved again.
+            memory: Whether it may come from memory.
 
-        Every byte is checked as it is copied, unless ``verify`` is false: after an error part of the state may be
-        loaded, and what is bad with it. With ``fallback``, the next older checkpoint is tried when one is damaged or
-        cannot be read, and an error is logged; the damaged one is renamed to ``step-00000100.damaged-1``, and its step
-        can be saved again. With ``weights_only`` nothing is loaded that could run code; see
-        ``torch.serialization.add_safe_globals`` for classes of your own.
+        Returns:
+            The step of the checkpoint.
 
-        Raises ``CheckpointNotFoundError`` if there is none, ``DamagedCheckpointError``, ``MismatchError``,
-        ``UntrustedValueError``, ``StorageError``.
+        Raises:
+            CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it cannot be read.
+            MismatchError, UntrustedValueError: The state does not fit it, or a value could run code.
         """
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
@@ -171,28 +182,30 @@ class Checkpointer:
             progress=self.config.progress,
         )
         found = self._load_from_memory(fill, step) if memory else None
-        source: Literal["memory", "storage"] = "memory"
+        source: Literal["memory", "storage"] = "storage" if found is None else "memory"
         if found is None:
-            source = "storage"
-            found = from_first(lambda: self._find(step), self._process_group)
-            while True:
-                try:
-                    fill(step_folder(self.root, found))
-                    break
-                except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-                    older = from_first(partial(self._older, found), self._process_group) if fallback else None
-                    if older is None:
-                        raise
-                    if isinstance(error, DamagedCheckpointError):
-                        from_first(partial(set_aside, self.root, found), self._process_group)
-                    logger.error("step %d cannot be loaded, falling back to step %d: %s", found, older, str(error))
-                    found = older
+            found = self._load_from_storage(fill, step, fallback=fallback)
         self.loaded = Loaded(found, source, time.perf_counter() - begun)
         logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)
         return found
 
+    def _load_from_storage(self, fill: Callable[..., None], step: int | None, *, fallback: bool) -> int:
+        found = from_first(lambda: self._find(step), self._process_group)
+        while True:
+            try:
+                fill(step_folder(self.root, found))
+                return found
+            except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
+                older = from_first(partial(self._older, found), self._process_group) if fallback else None
+                if older is None:
+                    raise
+                if isinstance(error, DamagedCheckpointError):
+                    from_first(partial(set_aside, self.root, found), self._process_group)
+                logger.error("step %d cannot be loaded, falling back to step %d: %s", found, older, str(error))
+                found = older
+
     def _load_from_memory(self, fill: Callable[..., None], step: int | None) -> int | None:
-        """The step that was loaded; None where there is none in memory that storage has not a newer one of."""
+        """The step that was loaded; None where memory has none, or storage a newer one."""
         found = self._in_memory(step)
         if found is None:
             return None
@@ -200,25 +213,25 @@ class Checkpointer:
         source = None
         try:
             source = MemorySource(memory, held, from_first(lambda: memory.metadata(held), self._process_group))
-            fill(held.order.path, source=source)
+            fill(held.request.path, source=source)
         except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
             logger.warning("not loaded from memory: %s", str(error))  # not itself: it holds on to the memory it saw
             return None
         finally:
             if source is not None:
                 source.close()
-        return held.order.step
+        return held.request.step
 
-    def _in_memory(self, step: int | None) -> tuple[Memory, Held] | None:
+    def _in_memory(self, step: int | None) -> tuple[HeldImages, HeldImage] | None:
         """This rank's part of the checkpoint to load from memory, the same one on all ranks."""
         memory = self._held()
-        images = {} if memory is None else {each.order.attempt: each for each in memory.images}
-        offers = gather([each.order for each in images.values()], self._process_group)
-        committed = {each.order.attempt for each in images.values() if each.committed}
+        images = {} if memory is None else {each.request.attempt: each for each in memory.images}
+        offers = gather([each.request for each in images.values()], self._process_group)
+        committed = {each.request.attempt for each in images.values() if each.committed}
         attempt = from_first(lambda: choose_in_memory(self.root, step, offers, committed), self._process_group)
         return None if attempt is None or memory is None else (memory, images[attempt])
 
-    def _held(self) -> Memory | None:
+    def _held(self) -> HeldImages | None:
         try:
             return None if self._closed else self._engine.held()
         except CheckpointError as error:
@@ -240,7 +253,7 @@ class Checkpointer:
 
     def _settled(self) -> int | None:
         """The newest in storage, once nobody is writing there any more."""
-        catalog.settle(self.root, self.config.timeout)
+        catalog.wait_for_attempts(self.root, self.config.timeout)
         return catalog.latest(self.root)
 
     def _older(self, step: int) -> int | None:
@@ -256,7 +269,7 @@ class Checkpointer:
         The same on all ranks, which all have to ask. Waits as ``load`` does. None where there is none.
         """
         if (found := self._in_memory(None)) is not None:
-            return found[1].order.step
+            return found[1].request.step
         return from_first(self._settled, self._process_group)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -295,11 +308,11 @@ class Checkpointer:
         On CUDA devices it is the step that waits, on the current stream, and not the host, which goes on queueing.
         """
 
-        def hold_back(*_: object) -> None:
+        def synchronize_staging(*_: object) -> None:
             if self._newest is not None and not self._newest.staged():
-                self._newest.hold_back(self.config.timeout)
+                self._newest.synchronize_staging(self.config.timeout)
 
-        self._hooks.append(optimizer.register_step_pre_hook(hold_back))
+        self._hooks.append(optimizer.register_step_pre_hook(synchronize_staging))
 
     def close(self) -> None:
         """Wait for all saves, end the worker, give the memory back; safe to call twice.

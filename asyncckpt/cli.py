@@ -15,10 +15,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-from asyncckpt import catalog, demo
+from asyncckpt.demo import run as demo
 from asyncckpt.errors import CheckpointError
-from asyncckpt.progress import Progress
-from asyncckpt.verify import verify
+from asyncckpt.loading import catalog
+from asyncckpt.loading.progress import Progress
+from asyncckpt.loading.source import StorageSource
+from asyncckpt.loading.verify import verify
 from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.steps import complete_steps, step_folder
 
@@ -78,33 +80,28 @@ def _parser() -> argparse.ArgumentParser:
 def _ls(args: argparse.Namespace) -> int:
     if not os.path.isdir(args.root):
         raise CheckpointError("there is no such folder", path=args.root)
-    rows = []
-    for step in complete_steps(args.root):
-        path = step_folder(args.root, step)
-        manifest = catalog.read_manifest(path)
-        rows.append({"step": step, **_facts(manifest), "path": path})
+    paths = {step: step_folder(args.root, step) for step in complete_steps(args.root)}
+    rows = [{"step": step, **_facts(catalog.read_manifest(path)), "path": path} for step, path in paths.items()]
     if args.json:
         print(json.dumps(rows, indent=1))
-    elif not rows:
-        print("no checkpoints")
-    else:
-        shown = [
-            (
-                row["step"],
-                _time(row["created"]),
-                _size(row["bytes"]),
-                f"{row['timings'].get('write_s', 0):.2f}",
-                row["path"],
-            )
-            for row in rows
-        ]
-        print(tabulate(shown, headers=["step", "written at", "size", "write s", "path"]))
+        return 0
+    shown = [
+        (
+            row["step"],
+            _time(row["created"]),
+            _size(row["bytes"]),
+            f"{row['timings'].get('write_s', 0):.2f}",
+            row["path"],
+        )
+        for row in rows
+    ]
+    print(tabulate(shown, headers=["step", "written at", "size", "write s", "path"]) if rows else "no checkpoints")
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    manifest = catalog.read_manifest(args.path)
-    items = [item for index in catalog.indexes(args.path, manifest) for item in index.items]
+    source = StorageSource(args.path)
+    manifest, items = source.manifest, [item for index in source.indexes() for item in index.items]
     if args.json:
         facts = {"step": manifest.step, **_facts(manifest), "files": manifest.files}
         print(json.dumps({**facts, "items": [item._asdict() for item in items]}, indent=1))

@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from asyncckpt.worker.client import WorkerOptions
-from asyncckpt.worker.priority import IO_CLASSES
-
 WhenBusy = Literal["wait", "skip", "latest"]
 Failure = Literal["raise", "warn"]
+IOClass = Literal["none", "best-effort", "idle"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class Config:
 
     overlap: bool = False
     """Return from ``save`` before the tensors are copied. They must then stay as they are until ``Save.wait_staged``
-    returns, or ``Save.hold_back``, which has CUDA streams wait instead of the host, and which
+    returns, or ``Save.synchronize_staging``, which has CUDA streams wait instead of the host, and which
     ``Checkpointer.guard(optimizer)`` calls before each optimizer step. What a forward pass changes (the running
     statistics of a batch norm) it changes before that."""
 
@@ -116,22 +114,11 @@ class Config:
             "start_timeout": self.start_timeout > 0,
             "io_threads": 1 <= self.io_threads <= 64,
             "nice": 0 <= self.nice <= 19,
-            "io_class": self.io_class in IO_CLASSES,
+            "io_class": self.io_class in get_args(IOClass),
         }
         for name, good in checks.items():
             if not good:
                 raise ValueError(f"Config.{name} cannot be {getattr(self, name)!r}; see its description")
-
-    def worker_options(self) -> WorkerOptions:
-        """What of this is for the worker process."""
-        return WorkerOptions(
-            direct_io=self.direct_io,
-            io_threads=self.io_threads,
-            nice=self.nice,
-            io_class=self.io_class,
-            start_timeout=self.start_timeout,
-            linger=self.linger,
-        )
 
     def keeps(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` is one to keep for good."""

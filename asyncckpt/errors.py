@@ -1,11 +1,12 @@
 """Every error that crosses the public boundary, each named for a situation.
 
-The lowest floor of the house: standard library only, imported by all rooms. All of them pickle, because those of
-the worker travel to the trainer.
+The lowest floor of the house: standard library only, imported by all rooms. Errors travel between processes of one
+host as pickles, and between hosts as text (``encode``, ``decode``), which is checked when it arrives.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -115,3 +116,58 @@ class WeightsTimeoutError(CheckpointError, TimeoutError):
 
 class OffloadedError(CheckpointError):
     """Parameters were needed while they were offloaded: their tensors have no memory on the device."""
+
+
+def located(
+    error: BaseException,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    rank: int | None = None,
+    step: int | None = None,
+    otherwise: type[CheckpointError] = CheckpointError,
+) -> CheckpointError:
+    """``error`` as one of ours, with the place, rank and step it happened at, where it does not say so itself.
+
+    Args:
+        error: Any error; one that is not ours is named by its type.
+        path: The file or folder.
+        rank: The rank in the group that saves together.
+        step: The training step.
+        otherwise: The class for an error that is not ours.
+
+    Returns:
+        A new error; the old one is its cause unless it was ours.
+    """
+    if isinstance(error, CheckpointError):
+        return type(error)(
+            error.message,
+            path=path if error.path is None else error.path,
+            rank=rank if error.rank is None else error.rank,
+            step=step if error.step is None else error.step,
+        )
+    found = otherwise(f"{type(error).__name__}: {error}", path=path, rank=rank, step=step)
+    found.__cause__ = error
+    return found
+
+
+def encode(error: CheckpointError) -> bytes:
+    """One line of JSON: what comes over a network is not unpickled."""
+    where = {"path": error.path, "rank": error.rank, "step": error.step}
+    return json.dumps({"kind": type(error).__name__, "message": error.message, **where}).encode()
+
+
+def decode(text: bytes) -> CheckpointError:
+    """The error that ``encode`` made a text of; a ``RankFailedError`` where the text is not one of those."""
+    try:
+        fields = json.loads(text)
+        message, path, rank, step = (fields[name] for name in ("message", "path", "rank", "step"))
+        numbers = all(number is None or type(number) is int for number in (rank, step))
+        if not (isinstance(message, str) and (path is None or isinstance(path, str)) and numbers):
+            raise ValueError("a field is of another type")
+        kind: Any = globals().get(str(fields["kind"]))
+    except (ValueError, KeyError, TypeError) as error:
+        return RankFailedError(f"another rank told of a failure in words nobody can read: {error}")
+    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
+        kind = RankFailedError
+    found: CheckpointError = kind(message, path=path, rank=rank, step=step)
+    return found

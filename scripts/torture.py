@@ -42,11 +42,11 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from asyncckpt.spans import READ_THREADS
-from asyncckpt.verify import verify
-from asyncckpt.worker.door import FOLDER_VARIABLE, door_name
+from asyncckpt.loading.data_file import READ_THREADS
+from asyncckpt.loading.verify import verify
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE, endpoint_name
 from asyncckpt.worker.steps import complete_steps, step_folder
-from asyncckpt.worker.visit import Visit
+from asyncckpt.worker.takeover import Takeover
 
 LIMIT_S = 30.0
 MARK = "ASYNCCKPT_TORTURE"
@@ -81,9 +81,9 @@ class Job:
         environment = {name: os.environ[name] for name in (FOLDER_VARIABLE, MARK)}
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            meeting = f"file://{self._folder}/meeting"
+            rendezvous = f"file://{self._folder}/meeting"
             process = _context.Process(
-                target=_rank, args=(theirs, rank, world_size, meeting, environment, function, args)
+                target=_rank, args=(theirs, rank, world_size, rendezvous, environment, function, args)
             )
             process.start()
             theirs.close()
@@ -134,7 +134,7 @@ def _rank(
     pipe: Connection,
     rank: int,
     world_size: int,
-    meeting: str,
+    rendezvous: str,
     environment: dict[str, str],
     function: Callable[..., None],
     args: tuple[Any, ...],
@@ -143,7 +143,7 @@ def _rank(
     torch.set_num_threads(1)
     logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)
     if world_size > 1:
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     try:
         function(pipe, rank, *args)
     except Exception as error:
@@ -161,11 +161,12 @@ def _train(pipe: Connection, rank: int, root: str, seed: int) -> None:
     checkpointer = Checkpointer(root, CONFIG)
     last = 0
     for memory in (True, False):
-        into = state_of(0, rank)
+        into, found, source = state_of(0, rank), 0, "nothing"
         with contextlib.suppress(CheckpointNotFoundError):
-            last = checkpointer.load(into, memory=memory)
-        source = checkpointer.loaded.source if checkpointer.loaded is not None else "nothing"
-        pipe.send(("loaded", last, source, last == 0 or is_of(into, last)))
+            found = checkpointer.load(into, memory=memory)
+            source = checkpointer.loaded.source if checkpointer.loaded is not None else "nothing"
+        pipe.send(("loaded", found, source, found == 0 or is_of(into, found)))
+        last = max(last, found)
     pipe.send(("ready",))
     for step in range(last + 1, 10**9):
         state = state_of(step, rank)
@@ -199,7 +200,7 @@ def _train_on(pipe: Connection, rank: int, root: str) -> None:
 
 
 def _worker(checkpointer: Checkpointer) -> int:
-    client = checkpointer._engine._client
+    client = checkpointer._engine.worker
     if client is None:
         raise RuntimeError("there is no worker")
     return client.pid
@@ -439,12 +440,12 @@ def _restart(pipe: Connection, rank: int, root: str, nbytes: int) -> None:
         begun = time.perf_counter()
         checkpointer.load({"model": into})
         again = time.perf_counter() - begun
-    visit = Visit.pay(door_name(f"{os.path.realpath(root)}\n", 0), LIMIT_S)
-    if visit is None:
+    takeover = Takeover.find(endpoint_name(f"{os.path.realpath(root)}\n", 0), LIMIT_S)
+    if takeover is None:
         raise RuntimeError("the worker has left")
     buffers = [numpy.ones(nbytes // READ_THREADS, dtype=numpy.uint8) for _ in range(READ_THREADS)]
-    with visit, ThreadPoolExecutor(READ_THREADS) as pool:
-        memory = numpy.frombuffer(next(iter(visit.segments.values())).view, dtype=numpy.uint8)
+    with takeover, ThreadPoolExecutor(READ_THREADS) as pool:
+        memory = numpy.frombuffer(next(iter(takeover.segments.values())).view, dtype=numpy.uint8)
         begun = time.perf_counter()
         for task in [
             pool.submit(numpy.copyto, buffer, memory[number * len(buffer) : (number + 1) * len(buffer)])
@@ -475,9 +476,9 @@ def time_restarts(folder: Path, rounds: int, nbytes: int) -> dict[str, float]:
 def check_left(tally: Tally, runtime: Path) -> None:
     """Send the workers away that linger; no process, socket or file may be left then."""
     for lock in runtime.glob("*.lock"):
-        if (visit := Visit.pay(lock.stem, LIMIT_S)) is not None:
-            with visit:
-                visit.retire(LIMIT_S)
+        if (takeover := Takeover.find(lock.stem, LIMIT_S)) is not None:
+            with takeover:
+                takeover.retire(LIMIT_S)
     deadline = time.monotonic() + LIMIT_S
     while (left := _processes()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -31,7 +31,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.worker.door import FOLDER_VARIABLE
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 
 ADDRESS = "torture"
 LIMIT_S = 30.0
@@ -98,7 +98,7 @@ def trial(publications: int, kills: int, seed: int) -> dict[str, Any]:
         publisher.prepare(state)
         for reader in readers:
             reader.start()
-        worker = publisher._client.pid if publisher._client is not None else 0
+        worker = publisher.worker.pid if publisher.worker is not None else 0
         before: dict[str, int] = {}
         version = 0
         for published in tqdm(range(publications), leave=False, file=sys.stderr):

@@ -8,28 +8,35 @@ import psutil
 
 from asyncckpt.errors import OutOfMemoryError
 
-# What is left to everybody else: taking the last page of a host ends in the kernel's killer, not in an error.
+# What stays for all others: taking the last page of a host ends in the kernel's killer, not in an error.
 RESERVE_BYTES = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 _GIB = 1 << 30
 
 
 def available_bytes(cgroup_root: Path = _CGROUP) -> int:
-    """Bytes that can be taken now: the least of what the host has and what each enclosing cgroup still allows."""
-    rooms = [psutil.virtual_memory().available]
+    """Bytes that can be taken now: the least of what the host has and what each enclosing cgroup allows."""
+    limits = [psutil.virtual_memory().available]
     for folder, limit_name, usage_name in _cgroup_folders(cgroup_root):
         limit = _read_number(folder / limit_name)
         usage = _read_number(folder / usage_name)
         if limit is not None and usage is not None:
             # Page cache counts as used but is given back on demand.
-            rooms.append(limit - usage + _reclaimable(folder / "memory.stat"))
-    return max(0, min(rooms))
+            limits.append(limit - usage + _reclaimable(folder / "memory.stat"))
+    return max(0, min(limits))
 
 
 def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -> None:
-    """Raise ``OutOfMemoryError`` unless ``nbytes`` can be taken and ``RESERVE_BYTES`` stay.
+    """Check that memory can be taken.
 
-    ``purpose`` and ``hint`` (what to do) become part of its text.
+    Args:
+        nbytes: How many bytes; ``RESERVE_BYTES`` have to stay beyond them.
+        purpose: What for; part of the error's text.
+        hint: What to do if it fails; part of the error's text.
+        cgroup_root: Where cgroups are mounted.
+
+    Raises:
+        OutOfMemoryError: There is too little.
     """
     available = available_bytes(cgroup_root)
     if nbytes + RESERVE_BYTES > available:
@@ -40,7 +47,7 @@ def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -
 
 
 def _cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
-    """The memory cgroups of this process and all around them, as (folder, limit file, usage file)."""
+    """The memory cgroup of this process and those around it, as (folder, limit file, usage file)."""
     found = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

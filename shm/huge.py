@@ -1,9 +1,9 @@
 """Buffers on huge pages, for direct I/O: large ones of this process alone.
 
-A device is given the physical pages of a request, so many of them at most. With pages of 4 KiB that cuts requests into
-pieces of half a megabyte or so, and a virtual disk wrote at 2.1 GB/s where it wrote 3.4, and read at 1.1 to 3 where it
-read 3.9. Anonymous memory files have small pages unless the host says otherwise (``shmem_enabled``); private memory has
-huge ones nearly everywhere.
+A device takes a limited number of physical pages in a request. With pages of 4 KiB requests are cut to half a megabyte
+or so: a virtual disk then wrote 2.1 GB/s in the place of 3.4, and read 1.1 to 3 GB/s in the place of 3.9. Anonymous
+memory files have small pages unless the host says otherwise (``shmem_enabled``); private memory has huge ones nearly
+everywhere.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _own = threading.local()
 
 
 def huge_buffer(nbytes: int) -> memoryview:
-    """New memory of ``nbytes`` that begins on a page, a huge one if there are any, and is touched.
+    """New memory of ``nbytes`` bytes, touched, that begins on a page (a huge one if there are any).
 
-    It is given back when nobody holds on to it any more.
+    It is freed with the last view of it.
     """
     mapping = mmap.mmap(-1, round_up(nbytes) + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     begin = -address % _HUGE_PAGE
     length = min(round_up(nbytes, _HUGE_PAGE), len(mapping) - begin)
-    # A process that is forked while a device writes here must not have a part in these pages.
+    # A fork made while a device writes here must not share these pages.
     for advice in (MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(length), advice)
     buffer = memoryview(mapping)[begin : begin + nbytes]
@@ -41,7 +41,7 @@ def huge_buffer(nbytes: int) -> memoryview:
 
 
 def own_buffer(nbytes: int) -> memoryview:
-    """One of this thread's own, of ``nbytes`` or more: the same on every call, if it will do. It goes with it."""
+    """The buffer of this thread, of ``nbytes`` bytes or more. It is kept for the next call, until the thread ends."""
     buffer: memoryview | None = getattr(_own, "buffer", None)
     if buffer is None or len(buffer) < nbytes:
         buffer = _own.buffer = huge_buffer(round_up(nbytes))
@@ -50,12 +50,12 @@ def own_buffer(nbytes: int) -> memoryview:
 
 @functools.cache
 def only_private() -> bool:
-    """Whether this host gives huge pages to private memory alone, and not to memory files that ask for them."""
+    """Whether this host gives huge pages to private memory alone, not to memory files that ask for them."""
     return _setting("shmem_enabled") in ("never", "deny") and _setting("enabled") != "never"
 
 
 def _setting(name: str) -> str:
-    """The one in brackets."""
+    """The choice of the host, which stands in brackets."""
     try:
         with open(f"{_SETTINGS}/{name}") as file:
             return file.read().partition("[")[2].partition("]")[0]

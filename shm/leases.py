@@ -1,11 +1,8 @@
-"""Leases: who reads a slot that is published, so that nobody writes there meanwhile.
+"""Leases: a reader of a published slot holds one, and nobody writes to the slot meanwhile.
 
 They are locks of the kernel on the segment's own file, one byte a slot (``F_OFD_SETLK``, Linux 3.15): readers share
 one, the writer's is exclusive. A lock belongs to an open file description, and each lease has one of its own, so it
-ends when that is closed or its process dies, however it dies; there is no count that a dead reader could leave behind.
-
-The writer *claims* a slot before it takes back what is published there, and *offers* it when it has published again.
-A reader looks what is published, takes its lease, and looks again. So what it sees under its lease stays as it is.
+ends when that is closed or its process dies, however it dies. There is no count that a dead reader could leave behind.
 """
 
 from __future__ import annotations
@@ -22,31 +19,31 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
 class Claims:
-    """The writer's end, for one segment."""
+    """The writer's locks on the slots of one segment."""
 
     def __init__(self, segment: Segment) -> None:
         self._fd = reopen(segment.fileno(), os.O_RDWR)
         _all_claims.add(self)
 
     def claim(self, slot: int) -> bool:
-        """Whether nobody reads ``slot``, and from now on nobody begins to. Claimed already: yes."""
+        """Whether nobody reads ``slot``, and nobody begins to from now on. True where it is claimed already."""
         return _lock(self._fd, fcntl.F_WRLCK, slot)
 
     def offer(self, slot: int) -> None:
-        """Let readers in."""
+        """End the claim on ``slot``: readers may take a lease."""
         _lock(self._fd, fcntl.F_UNLCK, slot)
 
     def close(self) -> None:
-        """Give all claims back. Safe to call twice."""
+        """End all claims. Safe to call twice."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def lease(fd: int, slot: int) -> int | None:
-    """A reader's end: a descriptor that keeps ``slot`` of the segment ``fd`` as it is, until it is closed.
+    """A reader's lock: a descriptor that keeps ``slot`` of the segment ``fd`` as it is, until it is closed.
 
-    None where the writer has claimed it.
+    None where the writer has claimed the slot.
     """
     own = reopen(fd, os.O_RDONLY)
     if _lock(own, fcntl.F_RDLCK, slot):
@@ -56,7 +53,7 @@ def lease(fd: int, slot: int) -> int | None:
 
 
 def reopen(fd: int, flags: int) -> int:
-    """The same memory file, by a description of its own. With ``O_RDONLY``, nobody can write through it."""
+    """The same memory file, by an open file description of its own. With ``O_RDONLY`` it cannot be written through."""
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 

@@ -1,4 +1,4 @@
-"""Segments: anonymous memory files, mapped by the worker that makes them and by whoever it hands them to.
+"""Segments: anonymous memory files, mapped by the process that makes them and by those it hands them to.
 
 Anonymous (``memfd_create``) and not named files in ``/dev/shm``: no 64 MB limit of a container, no bus error when
 that is full, nothing left behind by a crash. The memory lives as long as any process maps it.
@@ -13,6 +13,8 @@ import mmap
 import os
 from types import TracebackType
 
+from asyncckpt.errors import OutOfMemoryError
+
 PAGE = mmap.PAGESIZE
 
 # Not in Python's modules before 3.12/3.13; the values are the kernel's (linux/fcntl.h, asm-generic/mman-common.h).
@@ -22,7 +24,7 @@ _F_SEAL_GROW = 4
 MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
-# Through ctypes, in pieces: mmap.madvise would hold Python's lock for all the seconds that fresh memory takes.
+# Through ctypes, in chunks: mmap.madvise would hold Python's lock for all the seconds that fresh memory takes.
 _libc = ctypes.CDLL(None, use_errno=True)
 _TOUCH_BYTES = 64 << 20
 
@@ -35,8 +37,8 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 class Segment:
     """A mapped memory file.
 
-    ``create`` is the owner's way in (the worker), ``attach`` everybody else's. ``view`` is the memory; who may write
-    where and when is the business of the slots (see ``slots.py``).
+    ``create`` is for its owner (the worker), ``attach`` for all others. ``view`` is the memory; ``slots.py`` says who
+    may write where and when.
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
@@ -52,20 +54,39 @@ class Segment:
             raise
 
     @classmethod
-    def create(cls, name: str, nbytes: int) -> Segment:
-        """Make a memory file of ``nbytes`` that nobody can shrink or grow.
+    def create(cls, name: str, nbytes: int, *, touch: bool = False) -> Segment:
+        """Make a memory file that nobody can shrink or grow.
 
-        ``name`` shows in ``/proc/PID/maps``. No memory is taken before it is touched. Raises ``OSError``.
+        Args:
+            name: What shows in ``/proc/PID/maps``.
+            nbytes: Its size in bytes.
+            touch: Take the memory now, as the method ``touch`` does; otherwise none is taken before it is written to.
+
+        Returns:
+            The segment, to be closed.
+
+        Raises:
+            OutOfMemoryError: The kernel refuses the memory, or the descriptor.
         """
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, nbytes)
-            # A file that shrinks under a mapping is a bus error in whoever touches it.
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(fd, nbytes)
+                # A file that shrinks under a mapping is a bus error in the process that touches it.
+                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+            except BaseException:
+                os.close(fd)
+                raise
+            segment = cls(fd, nbytes)
+        except (MemoryError, OSError) as error:
+            raise _out_of_memory(nbytes, error) from error
+        try:
+            if touch:
+                segment.touch()
         except BaseException:
-            os.close(fd)
+            segment.close()
             raise
-        return cls(fd, nbytes)
+        return segment
 
     @classmethod
     def attach(cls, fd: int, *, writable: bool = True) -> Segment:
@@ -73,23 +94,23 @@ class Segment:
         return cls(fd, os.fstat(fd).st_size, writable=writable)
 
     def fileno(self) -> int:
-        """The descriptor, to be handed to another process."""
+        """The descriptor, which can be sent to another process."""
         return self._fd
 
     @property
     def closed(self) -> bool:
-        """Whether it was given back."""
+        """Whether ``close`` was called."""
         return self._map is None
 
     @property
     def address(self) -> int:
-        """Where the mapping begins in this process."""
+        """The address in this process at which the mapping begins."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.view))
 
     def touch(self) -> None:
         """Take the memory now, so that no later write to it has to wait for the kernel or can fail.
 
-        Raises ``MemoryError`` when the kernel cannot give it.
+        Raises ``OutOfMemoryError`` when the kernel cannot give it.
         """
         if self._map is None:
             return
@@ -102,15 +123,15 @@ class Segment:
                 continue
             code = ctypes.get_errno()
             if code != errno.EINVAL:
-                raise MemoryError(f"the kernel gave no {nbytes} bytes of shared memory: {os.strerror(code)}")
+                raise _out_of_memory(self.nbytes, os.strerror(code))
             # Before Linux 5.14: one write a page does the same, slowly.
             for page in range(offset, offset + nbytes, PAGE):
                 self.view[page] = self.view[page]
 
     def close(self) -> None:
-        """Unmap, and give the descriptor back. Safe to call twice, and after a half-finished ``__init__``.
+        """Unmap, and close the descriptor. Safe to call twice, and after a half-finished ``__init__``.
 
-        Where a tensor still points into the mapping, that stays until the tensor is gone.
+        Where a tensor still points into the mapping, the mapping stays until the tensor is gone.
         """
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -121,7 +142,7 @@ class Segment:
                 self.view.release()
                 mapping.close()
             except BufferError:
-                pass  # somebody's view is left: the mapping goes when that does
+                pass  # a view is left: the mapping goes when that does
 
     def __enter__(self) -> Segment:
         return self
@@ -130,3 +151,7 @@ class Segment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _out_of_memory(nbytes: int, why: object) -> OutOfMemoryError:
+    return OutOfMemoryError(f"no {nbytes:,} bytes of shared memory: {why}")

@@ -1,19 +1,19 @@
-"""The header page: which state each slot of a segment is in.
+"""The header page of a segment: the state of each slot, and what is published in it.
 
 A slot holds one image. Its life is FREE -> STAGING -> STAGED -> WRITING -> FREE. The states stand in shared memory so
 that the worker knows them when the trainer is gone: a slot that is STAGED holds a whole state and is written out, one
 that is STAGING does not and is thrown away.
 
-Beside that stands what is *published* of a slot, for readers of weights (see ``leases.py``): it stays so, whatever
-becomes of its save, until the trainer takes that back to stage something else there.
+While a slot is STAGING, the page also says how much of its image has arrived: that many of its first bytes are there,
+and stay as they are. The trainer sets that number, and the worker writes that much.
 
-While a slot is STAGING, a third word says how much of its image is there, from the first byte on, and stays as it is:
-the trainer tells it, and the worker writes that much.
+Beside that stands what is *published* in a slot, for readers of weights (see ``leases.py``). It stays published,
+whatever becomes of its save, until the trainer withdraws it to stage something else there.
 
 Who may change a state: the trainer FREE -> STAGING -> STAGED, and STAGING -> FREE when staging failed; the worker
 STAGED -> WRITING -> FREE, and any -> FREE for a save that is given up. Each change is one aligned 8-byte store, the
 last one of its step: a process killed between two stores leaves one of the states above, never a mixture. What is
-published the trainer alone writes; of that, too, the last word is what counts.
+published is written by the trainer alone; there, too, the last store of a step decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from asyncckpt.shm.segment import PAGE
 
 HEADER_BYTES = PAGE
-# A state, the save it is of, what has arrived; then an epoch, a version, whether it may go back, the ranks.
+# The state, its save, the bytes that have arrived; then what is published: epoch, version, rolled back, ranks.
 _STATE, _SAVE_ID, _ARRIVED, _EPOCH, _VERSION, _ROLLED_BACK, _RANKS = range(7)
 _WORDS_PER_SLOT = 7
 MAX_SLOTS = HEADER_BYTES // (8 * _WORDS_PER_SLOT)
@@ -39,17 +39,17 @@ class State(enum.IntEnum):
     WRITING = 3
 
 
-class Published(NamedTuple):
-    """What readers may know of a slot. Ordered: the greater one is the newer."""
+class PublishedVersion(NamedTuple):
+    """What is published in a slot. Ordered: the greater one is the newer."""
 
     epoch: int
-    """Of the publishing process: a later one has a greater number."""
+    """The number of the publishing process: a later one has a greater number."""
     version: int
     """Grows within an epoch."""
     rolled_back: bool
-    """Whether this epoch knows that its versions may be lower than those of the one before."""
+    """Whether the versions of this epoch may be lower than those of the one before."""
     ranks: int
-    """How many publish that version, each its part."""
+    """How many ranks publish that version, each its part."""
 
 
 class SlotTable:
@@ -64,11 +64,11 @@ class SlotTable:
         return State(self._words[slot * _WORDS_PER_SLOT + _STATE])
 
     def save_id(self, slot: int) -> int:
-        """The save that ``slot`` was last taken for."""
+        """The number of the save that ``slot`` was last taken for."""
         return self._words[slot * _WORDS_PER_SLOT + _SAVE_ID]
 
     def take(self, slot: int, save_id: int) -> None:
-        """Trainer: ``slot`` is being staged for ``save_id``."""
+        """Trainer: begin to stage ``save_id`` in ``slot``."""
         self._words[slot * _WORDS_PER_SLOT + _SAVE_ID] = save_id
         self._words[slot * _WORDS_PER_SLOT + _ARRIVED] = 0
         self.set(slot, State.STAGING)
@@ -77,38 +77,38 @@ class SlotTable:
         """Change the state of ``slot``; see the module for who may."""
         self._words[slot * _WORDS_PER_SLOT + _STATE] = state
 
-    def arrived(self, slot: int, nbytes: int) -> None:
+    def set_arrived(self, slot: int, nbytes: int) -> None:
         """Trainer: the first ``nbytes`` of the image being staged in ``slot`` are there, and stay as they are."""
         self._words[slot * _WORDS_PER_SLOT + _ARRIVED] = nbytes
 
-    def nbytes(self, slot: int) -> int:
-        """How many bytes of the image that ``slot`` was last taken for have arrived."""
+    def arrived(self, slot: int) -> int:
+        """How many of the first bytes are there of the image that ``slot`` was last taken for."""
         return self._words[slot * _WORDS_PER_SLOT + _ARRIVED]
 
-    def publish(self, slot: int, published: Published) -> None:
-        """Trainer: tell readers what is in ``slot``, which they may read from now on."""
+    def publish(self, slot: int, published: PublishedVersion) -> None:
+        """Trainer: tell readers what is in ``slot``; they may read it from now on."""
         first = slot * _WORDS_PER_SLOT
-        self.withdraw(slot)  # or, if this process died in between, half of this would be told with half of that
+        self.withdraw(slot)  # if this process dies in between, readers must not see half of each
         self._words[first + _EPOCH] = published.epoch
         self._words[first + _VERSION] = published.version
         self._words[first + _ROLLED_BACK] = published.rolled_back
         self._words[first + _RANKS] = published.ranks
 
     def withdraw(self, slot: int) -> None:
-        """Trainer: nothing is published in ``slot`` any more. Before anything is written there it must be claimed."""
+        """Trainer: nothing is published in ``slot`` any more. It must be claimed before anything is written there."""
         self._words[slot * _WORDS_PER_SLOT + _RANKS] = 0
 
-    def published(self, slot: int) -> Published | None:
-        """What is published in ``slot``, if anything is."""
+    def published(self, slot: int) -> PublishedVersion | None:
+        """What is published in ``slot``; None: nothing."""
         first = slot * _WORDS_PER_SLOT
         ranks = self._words[first + _RANKS]
         if not ranks:
             return None
         epoch, version, rolled_back = self._words[first + _EPOCH : first + _RANKS]
-        return Published(epoch, version, bool(rolled_back), ranks)
+        return PublishedVersion(epoch, version, bool(rolled_back), ranks)
 
-    def publications(self, slots: int) -> dict[Published, int]:
-        """What is published in the first ``slots`` slots, and in which of them."""
+    def publications(self, slots: int) -> dict[PublishedVersion, int]:
+        """What is published in the first ``slots`` slots, each with its slot."""
         found = ((self.published(slot), slot) for slot in range(slots))
         return {published: slot for published, slot in found if published is not None}
 

@@ -6,18 +6,20 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
+from support.workers import FAULTY, Faulty, send_away
 
-from asyncckpt import engines
-from asyncckpt.nvrx import runtime as runtime_of_nvrx
-from asyncckpt.worker import client, door
-from asyncckpt.worker.visit import Visit
+from asyncckpt.engine import shared as engines
+from asyncckpt.integrations.nvrx import AsyncCallsQueue
+from asyncckpt.integrations.nvrx import runtime as runtime_of_nvrx
+from asyncckpt.weights import WeightPublisher, WeightSubscriber
+from asyncckpt.worker import endpoint as endpoint
+from asyncckpt.worker import process as worker_process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,39 +50,8 @@ def _maps() -> int:
 def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime folder of the test's own."""
     folder = tmp_path_factory.mktemp("host") / "runtime"
-    monkeypatch.setenv(door.FOLDER_VARIABLE, str(folder))
+    monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(folder))
     return folder
-
-
-def send_away(runtime: Path) -> None:
-    """Have the workers leave that linger; nothing of them may stay."""
-    deadline = time.monotonic() + 30
-    while runtime.exists():
-        for lock in runtime.glob("*.lock"):
-            visit = Visit.pay(lock.stem, 30, client.deserted())
-            if visit is not None:
-                visit.retire(60)
-                visit.close()
-            else:
-                door.Door(lock.stem, 0).close()  # its worker was killed; whoever has the name next clears up
-        # One that has no door waits for that of another, or is about to see that it need not.
-        if not _is_looked_at(runtime):
-            assert not list(runtime.glob("*")), "left in the runtime folder"
-            return
-        assert time.monotonic() < deadline, "workers have not left"
-        time.sleep(0.02)
-
-
-def _is_looked_at(runtime: Path) -> bool:
-    """Whether there is still a worker to which ``runtime`` is the runtime folder."""
-    for process in psutil.process_iter():
-        try:
-            is_worker = "worker" in " ".join(process.cmdline())
-            if is_worker and process.environ().get(door.FOLDER_VARIABLE) == str(runtime):
-                return True
-        except psutil.Error:
-            continue
-    return False
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +67,7 @@ def no_leaks(runtime: Path) -> Iterator[None]:
     deadline = time.monotonic() + 5
     while True:
         gc.collect()
-        client.deserted()
+        worker_process.detached_workers()
         left = {
             "files": sorted(_open_files() - before[0]),
             "processes": sorted({child.pid for child in process.children()} - before[1]),
@@ -119,59 +90,40 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-Faulty = Callable[[str], None]
+@pytest.fixture
+def queue() -> Iterator[AsyncCallsQueue]:
+    """nvrx's queue, as we have it."""
+    queue = AsyncCallsQueue(cpu_shm_mode=True)
+    yield queue
+    queue.close()
 
 
 @pytest.fixture
 def faulty_worker(monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    """Call it with "point:action" to have the workers started from then on fail there; see ``faulty_worker.py``."""
-    real = client.command
+    """Call it with "point:action" to have workers started from then on fail there; see ``support/faulty_worker.py``."""
+    real = worker_process.command
 
     def choose(fault: str) -> None:
-        script = str(Path(__file__).with_name("faulty_worker.py"))
-        monkeypatch.setattr(client, "command", lambda: [real()[0], script, fault] if fault else real())
+        monkeypatch.setattr(worker_process, "command", lambda: [real()[0], FAULTY, fault] if fault else real())
 
     return choose
 
 
-def small_state() -> dict[str, Any]:
-    """A few tensors of several kinds, and values beside them."""
-    return {
-        "model": {"weight": torch.randn(64, 32), "bias": torch.zeros(32, dtype=torch.bfloat16)},
-        "optimizer": {"state": [{"exp_avg": torch.randn(64, 32), "step": torch.tensor(3.0)}], "lr": 1e-3},
-        "step": 7,
-    }
+@pytest.fixture
+def publisher() -> Iterator[WeightPublisher]:
+    with WeightPublisher("policy") as publisher:
+        yield publisher
 
 
-def zeros_like(state: Any) -> Any:
-    """The same structure with other values, to load into."""
-    if isinstance(state, dict):
-        return {key: zeros_like(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [zeros_like(value) for value in state]
-    if isinstance(state, torch.Tensor):
-        plain = state.layout == torch.strided and not state.is_quantized
-        return torch.zeros_like(state) if plain else state.clone()
-    return None
+@pytest.fixture
+def subscriber() -> Iterator[WeightSubscriber]:
+    with WeightSubscriber("policy") as subscriber:
+        yield subscriber
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal to the bit (of tensors: their values, dtypes and shapes)."""
-    if isinstance(one, dict):
-        return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        if one.layout != torch.strided:
-            return bool(torch.equal(one.to_dense(), other.to_dense()))
-        if one.is_quantized:
-            return bool(torch.equal(one.dequantize(), other.dequantize()))
-        return _raw(one) == _raw(other)
-    return type(one) is type(other) and repr(one) == repr(other)
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy().data) if flat.numel() else b""
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty) -> Path:
+    """The worker writes nothing before this file exists."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("write:hold")
+    return tmp_path / "gate"

@@ -6,18 +6,15 @@ import logging
 import os
 import resource
 import tempfile
-import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Faulty, same, small_state, zeros_like
+from support.states import same, small_state, zeros_like
+from support.workers import Faulty
 
-import asyncckpt
-from asyncckpt import engines, plan
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import (
@@ -26,12 +23,9 @@ from asyncckpt.errors import (
     ClosedError,
     MismatchError,
     OutOfMemoryError,
-    SaveDroppedError,
     StorageError,
-    UnsavableStateError,
 )
-from asyncckpt.staging import SlotStager
-from asyncckpt.worker.storage import reading
+from asyncckpt.worker.storage import storage_for
 
 
 @pytest.fixture
@@ -84,82 +78,6 @@ def test_the_values_are_those_of_one_moment(root: Path) -> None:
             )
 
 
-def test_a_changed_structure_is_planned_anew(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = []
-
-    def counting(*args: Any) -> plan.Plan:
-        planned.append(1)
-        return plan.make_plan(*args)
-
-    monkeypatch.setattr("asyncckpt.engine.make_plan", counting)
-    base: dict[str, Any] = {"a": torch.ones(4, 6), "b": {"c": torch.zeros(3), "n": 1}, "list": [1, 2]}
-    changes: list[tuple[dict[str, Any], bool]] = [
-        ({}, True),
-        ({"a": torch.randn(4, 6)}, False),
-        ({"list": [1, 3]}, False),
-        ({"b": {"c": torch.ones(3), "n": "text"}}, False),
-        ({"a": torch.ones(6, 4)}, True),
-        ({"a": torch.ones(24)}, True),
-        ({"a": torch.ones(4, 6, dtype=torch.float64)}, True),
-        ({"a": torch.ones(4, 6).to_sparse()}, True),
-        ({"a": 5}, True),
-        ({"list": [1, torch.ones(2)]}, True),
-        ({"list": "x" * 5000}, True),
-        ({"b": {"c": torch.zeros(3), "n": 1, "more": 2}}, True),
-        ({"extra": torch.zeros(0, 3)}, True),
-        ({"extra": torch.zeros(0, 4)}, True),
-    ]
-    for step, (change, anew) in enumerate(changes):
-        state = {**base, **change}
-        planned.clear()
-        checkpointer.save(step, state).result(60)
-        assert bool(planned) == anew, change
-        into = zeros_like(state)
-        checkpointer.load(into, step)
-        assert same(into, state), change
-
-
-def test_structures_take_turns(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = [{f"{name} weight": torch.randn(50)} for name in ("model", "average")]
-    for step in range(2):
-        checkpointer.save(step, states[step])
-    monkeypatch.setattr("asyncckpt.engine.make_plan", None)  # from here on nothing may be planned
-    for step in range(2, 8):
-        states[step % 2][next(iter(states[step % 2]))].fill_(step)
-        checkpointer.save(step, states[step % 2])
-    checkpointer.wait(60)
-    for step in range(2, 8):
-        into = zeros_like(states[step % 2])
-        checkpointer.load(into, step)
-        assert next(iter(into.values()))[0] == step
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "tensor": torch.full((3,), float(self.count))}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict["tensor"][0] == state_dict["count"]
-        self.count = state_dict["count"]
-
-
-def test_stateful_values(checkpointer: Checkpointer) -> None:
-    counter, model = Counter(), torch.nn.Linear(3, 2)
-    for step in (1, 2):
-        counter.count = step * 10
-        checkpointer.save(step, {"counter": counter, "model": model})
-    checkpointer.wait(60)
-    weight = model.weight.detach().clone()
-    with torch.no_grad():
-        model.weight.zero_()
-    counter.count = 0
-    checkpointer.load({"counter": counter, "model": model})
-    assert counter.count == 20 and torch.equal(model.weight, weight)
-
-
 def test_an_optimizer_without_a_state_to_load_into_is_warned_about(
     checkpointer: Checkpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,130 +93,6 @@ def test_an_optimizer_without_a_state_to_load_into_is_warned_about(
 
 
 # When all slots are busy.
-
-
-@pytest.fixture
-def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty) -> Path:
-    """The worker writes nothing before this file exists."""
-    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
-    faulty_worker("write:hold")
-    return tmp_path / "gate"
-
-
-def _running(checkpointer: Checkpointer, root: Path) -> None:
-    """Wait until the worker has begun to write the first save."""
-    for _ in range(2000):
-        if list(root.glob(".*.partial")):
-            return
-        threading.Event().wait(0.005)
-    raise AssertionError("the worker does not begin")
-
-
-def test_busy_wait(root: Path, gate: Path) -> None:
-    with Checkpointer(root, Config(slots=1)) as checkpointer:
-        checkpointer.save(1, small_state())
-        timer = threading.Timer(0.2, gate.touch)
-        timer.start()
-        save = checkpointer.save(2, small_state())
-        assert gate.exists() and save.timings["slot_s"] > 0.01
-        checkpointer.wait(60)
-        timer.join()
-        assert checkpointer.steps() == [1, 2]
-
-
-def test_busy_skip(root: Path, gate: Path) -> None:
-    with Checkpointer(root, Config(slots=1, when_busy="skip")) as checkpointer:
-        checkpointer.save(1, small_state())
-        skipped = checkpointer.save(2, small_state())
-        with pytest.raises(SaveDroppedError, match="skipped"):
-            skipped.result(1)
-        gate.touch()
-        checkpointer.wait(60)
-        assert checkpointer.steps() == [1]
-
-
-def test_busy_latest(root: Path, gate: Path) -> None:
-    with Checkpointer(root, Config(slots=2, when_busy="latest")) as checkpointer:
-        state = small_state()
-        saves = [checkpointer.save(1, state)]
-        _running(checkpointer, root)
-        for step in (2, 3, 4):
-            state["step"] = step
-            saves.append(checkpointer.save(step, state))
-        gate.touch()
-        checkpointer.wait(60)
-        assert checkpointer.steps() == [1, 4]
-        for save in saves[1:3]:
-            with pytest.raises(SaveDroppedError, match="newer save"):
-                save.result(1)
-        checkpointer.load(into := zeros_like(state))
-        assert into["step"] == 4
-
-
-# Copies that overlap with training.
-
-
-def test_overlap_waits_before_the_optimizer_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_copy = threading.Event()
-    copy = SlotStager.copy
-
-    def slow(self: Any, *args: Any, **options: Any) -> None:
-        assert may_copy.wait(30)
-        copy(self, *args, **options)
-
-    parameter = torch.nn.Parameter(torch.full((1000,), 1.0))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    with Checkpointer(root, Config(overlap=True)) as checkpointer:
-        checkpointer.prepare({"p": parameter})
-        checkpointer.guard(optimizer)
-        monkeypatch.setattr(SlotStager, "copy", slow)
-        save = checkpointer.save(1, {"p": parameter})
-        assert not save.staged()
-        parameter.grad = torch.ones_like(parameter)
-        timer = threading.Timer(0.1, may_copy.set)
-        timer.start()
-        optimizer.step()
-        assert save.staged()
-        timer.join()
-        save.result(60)
-        checkpointer.load(into := {"p": torch.zeros(1000)})
-        assert (into["p"] == 1).all() and (parameter == 0).all()
-
-
-def test_a_failed_overlapped_copy_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Checkpointer(root, Config(overlap=True)) as checkpointer:
-        checkpointer.prepare(state := small_state())
-
-        def broken(*_: Any, **__: Any) -> None:
-            raise RuntimeError("the device is lost")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(SlotStager, "copy", broken)
-            save = checkpointer.save(1, state)
-            save.wait_staged(10)
-            with pytest.raises(asyncckpt.CheckpointError, match="the device is lost"):
-                save.result(10)
-        checkpointer.save(2, state).result(60)
-        assert checkpointer.steps() == [2]
-
-
-def test_a_failed_copy_loses_no_slot(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Checkpointer(root, Config(slots=1)) as checkpointer:
-        checkpointer.prepare(state := small_state())
-
-        def broken(*_: Any, **__: Any) -> None:
-            raise RuntimeError("the device is lost")
-
-        for step in range(3):
-            with monkeypatch.context() as patch:
-                patch.setattr(SlotStager, "copy", broken)
-                with pytest.raises(asyncckpt.CheckpointError, match="the device is lost"):
-                    checkpointer.save(step, state)
-        checkpointer.save(9, state).result(60)
-        assert checkpointer.steps() == [9]
-
-
-# Trouble, each time one clear error, and the next save works.
 
 
 def _next_save_works(checkpointer: Checkpointer) -> None:
@@ -374,7 +168,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_write(root: Path) -> None:
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(large)
         checkpointer.save(1, small_state()).result(60)
-        worker = checkpointer._engine._client
+        worker = checkpointer._engine.worker
         assert worker is not None
         resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (24 << 20, resource.RLIM_INFINITY))
         with pytest.raises(StorageError, match="writing failed: File too large.*step 2"):
@@ -384,24 +178,6 @@ def test_a_disk_that_fills_in_the_middle_of_a_write(root: Path) -> None:
         resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         checkpointer.save(4, large).result(60)
         assert checkpointer.steps() == [1, 3, 4]
-
-
-def test_a_state_that_cannot_be_saved(checkpointer: Checkpointer) -> None:
-    bad: list[tuple[dict[str, Any], str]] = [
-        ({"a": torch.ones(2), "hook": lambda: None}, "'hook'.*cannot be pickled"),
-        ({"lock": threading.Lock()}, "'lock'.*cannot be pickled"),
-        ({"meta": torch.ones(2, device="meta")}, "'meta' is on the meta device"),
-        ({"a": {"b": 1}, "a.b": 2}, "a.b"),
-    ]
-    for state, text in bad:
-        with pytest.raises(UnsavableStateError, match=text):
-            checkpointer.save(1, state)
-    state = {"a": torch.ones(2), "value": 1}
-    checkpointer.save(1, state).result(60)
-    with pytest.raises(UnsavableStateError, match="'value'"):
-        checkpointer.save(2, {**state, "value": threading.Lock()})
-    _next_save_works(checkpointer)
-    assert checkpointer.steps() == [1, 999]
 
 
 def test_loading_what_is_not_there(checkpointer: Checkpointer, root: Path) -> None:
@@ -469,7 +245,7 @@ def test_keep_last(root: Path) -> None:
 def test_one_being_read_is_kept(root: Path) -> None:
     with Checkpointer(root, Config(keep_last=1)) as checkpointer:
         checkpointer.save(1, small_state()).result(60)
-        with reading(str(root / "step-00000001")):
+        with storage_for(str(root)).reading(str(root / "step-00000001")):
             checkpointer.save(2, small_state())
             checkpointer.close()
             assert checkpointer.steps() == [1, 2]
@@ -486,51 +262,3 @@ def test_the_one_just_written_is_kept_even_if_older(root: Path) -> None:
 
 
 # DCP's own calls.
-
-
-def test_the_calls_of_dcp(tmp_path: Path) -> None:
-    state = small_state()
-    path = tmp_path / "checkpoint"
-    path.mkdir()  # as people do
-    assert asyncckpt.async_save(state, checkpoint_id=path).result(60) == path
-    for number in range(3):
-        state["step"] = number
-        metadata = asyncckpt.save(state, checkpoint_id=path)  # replaces
-    assert "model.weight" in metadata.state_dict_metadata
-    asyncckpt.load(into := zeros_like(state), checkpoint_id=path)
-    assert same(into, state)
-    (path / "notes.txt").touch()
-    with pytest.raises(CheckpointExistsError, match="not only one"):
-        asyncckpt.save(state, checkpoint_id=path)
-    with pytest.raises(ValueError, match="checkpoint_id"):
-        asyncckpt.save(state)
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_it_loads_what_stock_dcp_wrote(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    state = small_state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        save(state, checkpoint_id=tmp_path / "stock")
-    asyncckpt.load(into := zeros_like(state), checkpoint_id=tmp_path / "stock")
-    assert same(into, state)
-
-
-def test_a_planner_of_the_users_own(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-    class Halving(DefaultSavePlanner):
-        def transform_object(self, write_item: Any, object: Any) -> Any:
-            object = super().transform_object(write_item, object)
-            return object.half() if isinstance(object, torch.Tensor) and object.dim() else object
-
-    state = {"a": torch.full((5, 3), 1.5), "n": 1, "s": torch.tensor(2.0)}
-    for number in range(3):
-        state["n"] = number
-        asyncckpt.save(state, checkpoint_id=tmp_path / str(number), planner=Halving())
-        into: dict[str, Any] = {"a": torch.zeros(5, 3), "n": None, "s": torch.zeros(())}
-        asyncckpt.load(into, checkpoint_id=tmp_path / str(number))
-        assert same(into, state)
-    assert [len(engine._homes.known) for engine in engines.shared._engines.values()] == [1]

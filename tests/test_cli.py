@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import small_state
+from support.states import small_state
 
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer

@@ -1,4 +1,4 @@
-"""The shape of the house: rooms, one-way imports, what the worker loads, what installs."""
+"""The shape of the house: rooms, one-way imports, one name for one thing, sizes, what is loaded, what installs."""
 
 from __future__ import annotations
 
@@ -7,76 +7,205 @@ import configparser
 import os
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import asyncckpt
 
 HERE = Path(__file__).parent.parent
-ROOMS = {"shm": HERE / "shm", "worker": HERE / "worker", "asyncckpt": HERE / "asyncckpt"}
-# Folders within a room.
-SUITES: dict[str, set[str]] = {"shm": set(), "worker": set(), "asyncckpt": {"nvrx", "weights"}}
-LOWER = {"shm": set(), "worker": {"shm"}, "asyncckpt": {"shm", "worker"}}
+FOLDERS = {"asyncckpt": HERE / "asyncckpt", "asyncckpt.worker": HERE / "worker", "asyncckpt.shm": HERE / "shm"}
+
+# The import line: a room knows rooms of earlier lines, and none of its own. Every file and folder directly in
+# ``asyncckpt/`` is a room.
+LINE = (
+    ("errors", "config"),
+    ("shm",),
+    ("worker",),
+    ("save_handle", "publication", "ranks", "supervisor"),
+    ("planning",),
+    ("staging", "loading"),
+    ("engine", "weights"),
+    ("checkpointer",),
+    ("integrations",),
+    ("__init__",),
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(LINE) for room in rooms}
+
+MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_CLASS = 300
+MOST_LINES_OF_A_FUNCTION = 50
 
 
-def _imports(file: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            found.add(node.module or "")
-            found |= {f"{node.module}.{name.name}" for name in node.names}
+def _modules() -> dict[str, Path]:
+    """All modules of the three packages, by their names; links are resolved."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for file in folder.rglob("*.py"):
+            if any(part in ("worker", "shm") for part in file.relative_to(folder).parts[:1]) and package == "asyncckpt":
+                continue
+            found[".".join([package, *file.relative_to(folder).with_suffix("").parts])] = file
     return found
 
 
-def _modules(room: str) -> dict[str, set[str]]:
-    folder = ROOMS[room]
-    prefix = "asyncckpt" if room == "asyncckpt" else f"asyncckpt.{room}"
-    files = [*folder.glob("*.py"), *(file for name in SUITES[room] for file in (folder / name).glob("*.py"))]
-    return {".".join([prefix, *file.relative_to(folder).with_suffix("").parts]): _imports(file) for file in files}
+MODULES = _modules()
+TREES = {module: ast.parse(file.read_text()) for module, file in MODULES.items()}
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """The modules of ours that are imported, also inside functions, but not for type checkers alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            names = [f"{node.module}.{name.name}" for name in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "asyncckpt":
+                yield _module_of(name)
+
+
+def _module_of(name: str) -> str:
+    """The module that ``name`` is, or is in."""
+    while name not in MODULES:
+        if f"{name}.__init__" in MODULES:
+            return f"{name}.__init__"
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_file_and_folder_is_in_the_import_line() -> None:
+    assert {_room(module) for module in MODULES} == set(FLOOR)
 
 
 def test_imports_go_one_way() -> None:
-    for room, allowed in LOWER.items():
-        for module, names in _modules(room).items():
-            for name in names:
-                for other in ("shm", "worker"):
-                    if name.startswith(f"asyncckpt.{other}") and other != room:
-                        assert other in allowed, f"{module} imports {name}"
-                if room != "asyncckpt" and name.startswith("asyncckpt.") and name.split(".")[1] not in ROOMS:
-                    assert name.startswith("asyncckpt.errors"), f"{module} imports {name}"
+    for module, tree in TREES.items():
+        if module == "asyncckpt.__init__":
+            continue  # it gives its names when they are first used
+        for other in _imported(tree):
+            if _room(other) != _room(module):
+                assert FLOOR[_room(other)] < FLOOR[_room(module)], f"{module} imports {other}"
 
 
-def test_no_cycles() -> None:
-    graph: dict[str, set[str]] = {}
-    for room in ROOMS:
-        for module, names in _modules(room).items():
-            graph[module] = names
-    graph.pop("asyncckpt.__init__")  # whose imports for type checkers and lazy ones are no cycle
+def test_configuration_and_errors_import_nothing_of_ours() -> None:
+    for module in ("asyncckpt.errors", "asyncckpt.config"):
+        assert not list(_imported(TREES[module])), module
+
+
+def test_there_are_no_cycles() -> None:
     visiting: list[str] = []
-    done: set[str] = set()
+    done = {"asyncckpt.__init__"}  # whose imports for type checkers and lazy ones are no cycle
 
-    def visit(module: str) -> None:
+    def look_at(module: str) -> None:
         assert module not in visiting, f"cycle: {' -> '.join([*visiting, module])}"
         if module in done:
             return
         visiting.append(module)
-        for name in graph.get(module, set()):
-            if name in graph and name != module:
-                visit(name)
+        for other in set(_imported(TREES[module])) - {module}:
+            look_at(other)
         done.add(visiting.pop())
 
-    for module in graph:
-        visit(module)
+    for module in MODULES:
+        look_at(module)
 
 
-def test_lower_rooms_know_no_torch() -> None:
-    for room in ("shm", "worker"):
-        for module, names in _modules(room).items():
-            if module == "asyncckpt.worker.rounds":
-                continue  # inside its functions, which a job of one process never calls
-            assert not any(name.split(".")[0] == "torch" for name in names), module
+def test_integrations_know_each_other_only_where_one_stands_on_another() -> None:
+    stands_on = {"wrap": {"dcp", "torch_file", "megatron", "nvrx"}, "megatron": {"nvrx"}, "nvrx": {"torch_file"}}
+    for module, tree in TREES.items():
+        if _room(module) == "integrations":
+            own = module.split(".")[2]
+            for other in _imported(tree):
+                if _room(other) == "integrations":
+                    assert other.split(".")[2] in {own, *stands_on.get(own, ())}, f"{module} imports {other}"
+
+
+def test_no_name_is_used_for_two_public_things() -> None:
+    places: dict[str, set[str]] = defaultdict(set)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(module)
+            elif (
+                isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and isinstance(node.value, ast.Subscript)
+            ):
+                places[node.targets[0].id].add(module)
+    twice = {name: sorted(where) for name, where in places.items() if len(where) > 1 and not name.startswith("_")}
+    assert not twice
+
+
+def test_no_private_attribute_of_another_file_is_touched() -> None:
+    """Counted by name: an attribute that begins with one underscore, on anything but self, cls and our own classes."""
+    reaches = []
+    for module, tree in TREES.items():
+        own = {name for node in ast.walk(tree) for name in _private_names(node)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
+            if node.attr not in own | OTHERS_PRIVATE:
+                reaches.append(f"{MODULES[module].relative_to(HERE)}:{node.lineno}: {ast.unparse(node)}")
+    assert not reaches
+
+
+# Private names of torch, nvrx, Megatron-LM and the standard library, where there is no public way.
+OTHERS_PRIVATE = frozenset(
+    {
+        *("_asdict", "_replace"),  # of a NamedTuple, where they are public
+        *("_exit", "_C", "_cuda_hasPrimaryContext", "_foreach_copy_", "_serialization_tls", "_version"),
+        *("_cdata", "_untyped_storage", "_size", "_pickle_storage_type"),  # of storages
+    }
+)
+
+
+def _private_names(node: ast.AST) -> Iterator[str]:
+    """Private names that a file defines itself: functions, methods, attributes of self, fields."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+        if isinstance(node.ctx, ast.Store):
+            yield node.attr
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+
+
+def test_files_classes_and_functions_are_small() -> None:
+    large = []
+    for module, tree in TREES.items():
+        lines = MODULES[module].read_text().count("\n")
+        if lines > MOST_LINES_OF_A_FILE:
+            large.append(f"{module}: {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                most = MOST_LINES_OF_A_CLASS if isinstance(node, ast.ClassDef) else MOST_LINES_OF_A_FUNCTION
+                nlines = (node.end_lineno or 0) - node.lineno + 1
+                if nlines > most:
+                    large.append(f"{module}.{node.name}: {nlines} lines")
+    assert not large
+
+
+def test_test_files_are_small() -> None:
+    files = {file: file.read_text().count("\n") for file in (HERE / "tests").rglob("*.py")}
+    assert not {str(file): lines for file, lines in files.items() if lines > MOST_LINES_OF_A_FILE}
+
+
+def test_torch_is_imported_above_the_worker_only() -> None:
+    for module, tree in TREES.items():
+        if _room(module) not in ("shm", "worker") or module == "asyncckpt.worker.store_connection":
+            continue  # that one does inside its functions, which a job of one process never calls
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
+                assert not any(name.split(".")[0] == "torch" for name in names), module
 
 
 def _loaded_by(statement: str) -> set[str]:
@@ -107,15 +236,13 @@ def test_packages_are_the_folders() -> None:
     config = configparser.ConfigParser()
     config.read(HERE / "setup.cfg")
     packages = set(config["options"]["packages"].split())
-    assert packages == {"asyncckpt", "asyncckpt.nvrx", "asyncckpt.shm", "asyncckpt.weights", "asyncckpt.worker"}
-    for name, room in ROOMS.items():
-        folders = {path.name for path in room.iterdir() if path.is_dir() and not path.is_symlink()}
-        assert {folder for folder in folders if folder[0] != "_"} == SUITES[name]
+    assert packages == {module.removesuffix(".__init__") for module in MODULES if module.endswith(".__init__")}
+    assert packages == {module.rpartition(".")[0] for module in MODULES}
     assert (HERE / "asyncckpt/worker").resolve() == HERE / "worker"
     assert (HERE / "asyncckpt/shm").resolve() == HERE / "shm"
 
 
 def test_the_facade_is_small_and_whole() -> None:
-    assert len(asyncckpt.__all__) <= 10
+    assert len(asyncckpt.__all__) <= 12
     for name in asyncckpt.__all__:
         assert getattr(asyncckpt, name) is not None

@@ -1,4 +1,4 @@
-"""``python -m asyncckpt.worker JSON``: started by ``client.py``, which says what stands in ``JSON``."""
+"""``python -m asyncckpt.worker JSON``: started by ``process.py``, which says what stands in ``JSON``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 
 from multiprocess.connection import Connection
 
 from asyncckpt.worker import priority
-from asyncckpt.worker.holdings import Holdings
+from asyncckpt.worker.endpoint_service import EndpointService
+from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.server import Server
-from asyncckpt.worker.storage import LocalStorage
+from asyncckpt.worker.storage import storage_for
 
 
 def main(argv: list[str]) -> int:
@@ -21,19 +23,19 @@ def main(argv: list[str]) -> int:
     # Launchers signal every process of a job. The worker ends when its trainer does, after what is staged is written.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A thread that has written its piece must get to the next at once, not after 5 ms of another's checksums.
+    # A thread that has written its chunk must get to the next at once, not after 5 ms of another's checksums.
     sys.setswitchinterval(0.0002)
     logging.basicConfig(level=logging.WARNING, format="asyncckpt worker %(process)d: %(levelname)s: %(message)s")
     options = json.loads(argv[0])
     priority.lower(options["nice"], options["io_class"])
-    connection = Connection(options["fd"])
-    holdings = Holdings(os.getpid(), options["trainer"], options["door"])
+    segment_store = SegmentStore()
+    endpoint_service = EndpointService(options["endpoint"], options["trainer"], segment_store)
     try:
-        storage = LocalStorage(direct=options["direct_io"])
-        server = Server(connection, storage, holdings, options["io_threads"], options["linger"])
-        finished = server.run(_watch(options["trainer"]))
+        storages = partial(storage_for, direct_io=options["direct_io"])
+        server = Server(Connection(options["fd"]), storages, segment_store, endpoint_service, options["io_threads"])
+        finished = server.run(_watch(options["trainer"]), options["linger"])
     finally:
-        holdings.shut()
+        endpoint_service.close()
     if not finished:
         logging.error("storage does not answer; leaving a write behind")
         os._exit(1)

@@ -4,7 +4,7 @@ Each record is stored as it is, behind a local header that is padded so that the
 descriptor with their checksum (CRC-32): so the headers are known before the bytes are, and are the same in every save.
 Record for record this is what ``torch.save`` writes, down to the padding, by which ``torch.load`` may calculate where
 a storage stands without looking (``torch.utils.serialization.config.load.calculate_storage_offsets``). Only the order
-is another: the pickle, whose length changes from save to save, comes after the storages, so that no storage ever moves.
+differs: the pickle, whose length changes from save to save, comes after the storages, so that no storage ever moves.
 
 The format is PKWARE's APPNOTE.TXT; its 64-bit fields are used where a size or an offset needs them.
 """
@@ -42,7 +42,7 @@ _DATE = (1 << 5) | 1  # the first day that a zip can name
 
 # How much of a storage is checksummed at a time, so that writing need not wait for the end of a large one.
 _PIECE_BYTES = 16 << 20
-# Room for one of the few small records: its header and name, padding apart, its bytes, its descriptor.
+# Enough for one of the few small records: its header and name, padding apart, its bytes, its descriptor.
 _SMALL_BYTES = 256
 
 
@@ -66,14 +66,33 @@ class Record(NamedTuple):
 
 
 def place(name: str, at: int, nbytes: int, alignment: int) -> Record:
-    """A record whose header begins ``at``, and whose bytes at the next multiple of ``alignment`` behind that."""
+    """Where a record stands.
+
+    Args:
+        name: Its name in the archive's folder.
+        at: Where its header begins, in bytes from the start of the file.
+        nbytes: How many bytes it has.
+        alignment: Its bytes begin at the next multiple of this behind the header.
+
+    Returns:
+        The record.
+    """
     name = f"{_FOLDER}/{name}"
     least = at + _LOCAL.size + len(name) + len(_extra_64(nbytes, at)) + _EXTRA.size
     return Record(name, at, -(-least // alignment) * alignment, nbytes)
 
 
 def lay_out(alignment: int, room: int, *sizes: int) -> list[Record]:
-    """The records of storages of ``sizes`` bytes, and behind them that of a pickle of up to ``room`` bytes."""
+    """The records of the storages, and behind them that of the pickle.
+
+    Args:
+        alignment: The bytes of each record begin at a multiple of it.
+        room: The most bytes that the pickle may take.
+        *sizes: The bytes of each storage.
+
+    Returns:
+        One record a storage, and that of the pickle.
+    """
     records: list[Record] = []
     end = 0
     for number, nbytes in enumerate(sizes):
@@ -100,7 +119,7 @@ def header(record: Record) -> bytes:
 
 
 class Archive:
-    """An archive being made in memory, over an image in which headers, storages and pickle stand already."""
+    """An archive being completed in memory, in an image in which headers, storages and pickle stand already."""
 
     def __init__(self, image: memoryview) -> None:
         self._image = image
@@ -108,10 +127,16 @@ class Archive:
         self._records = 0
         self._crc = 0
         self.end = 0
-        """Up to where it is made, in bytes."""
+        """Up to where it is complete, in bytes."""
 
     def close(self, record: Record, nbytes: int, crc: int) -> None:
-        """Put behind a record what belongs there; of its room it has taken ``nbytes``, whose checksum is ``crc``."""
+        """Put a record's descriptor behind its bytes, and the record into the directory.
+
+        Args:
+            record: The record, as laid out.
+            nbytes: How many of its bytes are used.
+            crc: Their CRC-32.
+        """
         self.end = record.payload_at + nbytes
         if nbytes:
             self._put(_descriptor(record).pack(b"PK\7\x08", crc, nbytes, nbytes))
@@ -124,7 +149,7 @@ class Archive:
         self._crc = zlib.crc32(crc.to_bytes(4, "little"), self._crc)
 
     def finish(self, alignment: int) -> None:
-        """Put in place the small records, and the directory."""
+        """Append the small records and the directory."""
         names = checksum(bytes(self._directory))
         for name, data in _small_records(alignment, names, self._crc).items():
             record = place(name, self.end, len(data), alignment)
@@ -154,10 +179,18 @@ def complete(
     pickle_bytes: int,
     advance: Callable[[int], None],
 ) -> int:
-    """Make ``image``, in which the storages and the pickle stand as laid out, an archive: checksum them, and put in
-    place all that depends on that.
+    """Complete an archive: checksum the storages and the pickle, and write all that depends on the checksums.
 
-    ``advance`` is told, again and again, up to where the image is final. Returns how long the file is, in bytes.
+    Args:
+        image: The storages and the pickle stand in it as laid out; it is changed between and behind them.
+        alignment: As given to ``lay_out``; so are ``room`` and ``sizes``.
+        room: The most bytes that the pickle may take.
+        sizes: The bytes of each storage.
+        pickle_bytes: How many bytes the pickle has.
+        advance: Called again and again with the position up to which the image is final, in bytes.
+
+    Returns:
+        The length of the file, in bytes.
     """
     archive = Archive(image)
     for record, nbytes in zip(lay_out(alignment, room, *sizes), (*sizes, pickle_bytes), strict=True):

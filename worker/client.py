@@ -1,127 +1,58 @@
-"""The trainer's end: starts the worker, talks to it, and notices when it is gone."""
+"""The trainer's end of the worker: it asks, is told how saves get on, and notices when the worker is gone."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-from multiprocess.connection import Connection
 from multiprocess.reduction import recv_handle, send_handle
 
-from asyncckpt.errors import CheckpointError, ClosedError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, ClosedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.messages import (
-    Adopt,
-    Adopted,
-    Allocate,
-    Allocated,
-    Begin,
-    Cancel,
-    Cancelled,
-    Close,
-    Committed,
-    Describe,
-    Described,
-    Failed,
-    FileLayout,
-    FromTrainer,
-    FromWorker,
-    Held,
-    Host,
-    Hosting,
-    Join,
-    Layout,
-    Meeting,
-    Open,
-    Opened,
-    Order,
-    Ready,
-    Refused,
-    Release,
-    Staged,
-    WeightLayout,
-    Written,
-)
-from asyncckpt.worker.rounds import grace
+from asyncckpt.worker import messages
+from asyncckpt.worker.open_saves import OpenSaves, TrackedSave
+from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
 from asyncckpt.worker.wire import receive, send
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_BYTES = 4096
 # How long the listener listens before it looks which saves are overdue.
 _LISTEN_S = 1.0
+# How often somebody who waits for an answer looks whether the worker lives.
+_LOOK_S = 0.5
 
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """How the worker process runs; the fields mean what they mean in ``Config``."""
-
-    direct_io: bool = True
-    io_threads: int = 2
-    nice: int = 10
-    io_class: str = "best-effort"
-    start_timeout: float = 60.0
-    linger: float = 0.0
-    door: str | None = None
-    """Its name, see ``door.py``; None: it has no door, and never lingers."""
-
-
-class Pending:
-    """A save the worker was told of.
-
-    ``future``: its end. ``slot_free``: the worker has no more to do with its slot. ``copied``: nobody copies into that.
-    ``whole``: its image is complete.
-    ``inode``: of a single file, once it is written. ``unheard``: the worker is dead, and has not said how it ended.
-    """
-
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self.future: Future[Committed] = Future()
-        self.slot_free = False
-        self.copied = threading.Event()
-        self.whole = False
-        self.inode: int | None = None
-        self.unheard = False
-        # The worker's own limit ends a save; this one is for a worker that has stopped.
-        self.overdue_at = time.monotonic() + order.timeout + 2 * grace(order.timeout)
+Answer = TypeVar("Answer")
 
 
 class WorkerClient:
     """A running worker. Made ready by the constructor; ended by ``close``.
 
-    Any thread may call. A listener thread takes the worker's messages; when the worker
-    ends, expected or not, it fails everything that is pending with ``WorkerDiedError``.
+    Any thread may call. A listener thread takes the worker's messages; when the worker ends, expected or not, it fails
+    every save that is open with ``WorkerDiedError``.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
         """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds."""
-        self._owner = os.getpid()
-        self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
-        self._connection, self._process = _spawn(options, self._stderr)
-        self.changed = threading.Condition()
-        self._pending: dict[int, Pending] = {}
+        self._owner, self._process = os.getpid(), WorkerProcess(options)
+        self._connection = self._process.connection
+        self.saves = OpenSaves()
         self._sending = threading.Lock()
         self._asking = threading.Lock()  # one question at a time, so that each gets its own answer
-        self._replies: SimpleQueue[tuple[FromWorker, Segment | None]] = SimpleQueue()
+        self._answers: SimpleQueue[messages.FromWorker] = SimpleQueue()
+        self._allocated: dict[int, Segment] = {}
         self._death: WorkerDiedError | None = None
-        self._closing = False
-        self._deserting = False
-        self.has_door = False
+        self._closing = self._detaching = False
+        self.has_endpoint = False
         """Whether others can find the worker."""
-        self.started_s = self._await_ready(options.start_timeout)
+        self.started_s = self._process.wait_ready(options.start_timeout)
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
         self._listener.start()
         _live_clients.add(self)
@@ -136,110 +67,112 @@ class WorkerClient:
         """Whether the worker can still be asked for something."""
         return self._death is None and not self._closing
 
+    # Questions. Each raises ``WorkerDiedError``, ``SaveTimeoutError`` after ``timeout`` seconds, and what it says.
+
     def allocate(self, nbytes: int, timeout: float) -> tuple[int, Segment]:
         """Have the worker make a segment. Returns its number there, and the segment mapped here (to be closed).
 
-        Raises ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+        Raises ``OutOfMemoryError``.
         """
-        reply, segment = self._ask(Allocate(nbytes), timeout, f"allocating {nbytes:,} bytes of shared memory")
-        if isinstance(reply, Refused):
-            raise reply.error
-        if not isinstance(reply, Allocated) or segment is None:
-            raise CheckpointError(f"the worker answered {reply!r} to an allocation: please report this")
-        return reply.segment, segment
+        doing = f"allocating {nbytes:,} bytes of shared memory"
+        number = self._ask(messages.Allocate(nbytes), messages.Allocated, timeout, doing).segment
+        return number, self._allocated.pop(number)
 
-    def open(self, timeout: float) -> None:
-        """Have the worker take its door, where it has one.
-
-        Raises ``JobTakenError`` when another worker has it, ``WorkerDiedError``, ``SaveTimeoutError``.
-        """
-        reply, _ = self._ask(Open(), timeout, "making the worker known")
-        if isinstance(reply, Refused):
-            raise reply.error
-        trouble = reply.trouble if isinstance(reply, Opened) else None
-        self.has_door = trouble is None
+    def listen(self, timeout: float) -> None:
+        """Have the worker take its endpoint, where it has one. Raises ``JobTakenError`` when another worker has it."""
+        trouble = self._ask(messages.Listen(), messages.Listening, timeout, "making the worker known").trouble
+        self.has_endpoint = trouble is None
         if trouble is not None:
             logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
 
-    def adopt(self, segment: Segment, held: tuple[Held, ...], timeout: float) -> int:
-        """Have the worker take over a segment whose worker is gone, with the images in it. Returns its number there.
+    def adopt(self, segment: Segment, held: tuple[messages.HeldImage, ...], timeout: float) -> int:
+        """Have the worker take over a segment whose worker is gone, with the images in it.
 
-        Raises ``WorkerDiedError``, ``SaveTimeoutError``.
+        Args:
+            segment: The memory; it stays mapped here too.
+            held: The images in it that the worker is to keep for now.
+            timeout: Seconds.
+
+        Returns:
+            The number of the segment in this worker.
         """
-        reply, _ = self._ask(Adopt(held), timeout, "handing over shared memory", segment.fileno())
-        if not isinstance(reply, Adopted):
-            raise CheckpointError(f"the worker answered {reply!r} to an adoption: please report this")
-        return reply.segment
+        doing = "handing over shared memory"
+        return self._ask(messages.Adopt(held), messages.Adopted, timeout, doing, segment.fileno()).segment
 
     def host(self, port: int, timeout: float) -> int:
-        """Have the worker host the store that joins the ranks. Returns its port.
+        """Have the worker host the store that joins the ranks (``port`` 0: anywhere). Returns its port."""
+        return self._ask(messages.Host(port), messages.Hosting, timeout, "hosting the store that joins the ranks").port
 
-        Raises ``WorkerDiedError``, also where ``port`` is taken, and ``SaveTimeoutError``.
+    def describe(self, segment: int, layout: messages.SegmentLayout, timeout: float) -> None:
+        """Tell what stands where in a segment; all that is constant must be written by now.
+
+        Args:
+            segment: Its number in the worker.
+            layout: What it holds. When this returns, whoever asks the worker is told so.
+            timeout: Seconds.
         """
-        reply, _ = self._ask(Host(port), timeout, "hosting the store that joins the ranks")
-        if isinstance(reply, Refused):
-            raise reply.error
-        if not isinstance(reply, Hosting):
-            raise CheckpointError(f"the worker answered {reply!r} to hosting a store: please report this")
-        return reply.port
+        self._ask(messages.Describe(segment, layout), messages.Described, timeout, "describing shared memory")
 
-    def join(self, meeting: Meeting, timeout: float) -> None:
+    def cancel(self, save: TrackedSave, reason: CheckpointError, timeout: float) -> bool:
+        """Take back a save that is not staged, or not being written yet.
+
+        Args:
+            save: It ends with ``reason``; its slot is free, or will be in a moment.
+            reason: What it fails with.
+            timeout: Seconds.
+
+        Returns:
+            False, and nothing changes, when it is too late for that.
+        """
+        save_id = save.request.save_id
+        answer = self._ask(messages.Cancel(save_id, reason), messages.Cancelled, timeout, "taking a save back")
+        if answer.in_time and answer.slot_free:
+            self.saves.on_written(save_id)
+        if answer.in_time:
+            self.saves.on_end(save_id, reason)
+        return answer.in_time
+
+    # Messages that have no answer.
+
+    def join(self, rendezvous: messages.Rendezvous, timeout: float) -> None:
         """Have the worker commit together with those of the other ranks."""
-        self._send(Join(meeting, timeout))
+        self._send(messages.Join(rendezvous, timeout))
 
-    def describe(self, segment: int, layout: Layout | FileLayout | WeightLayout, timeout: float) -> None:
-        """Tell what stands where in a segment. All that is constant must be written by now.
-
-        When this returns, who asks the worker is told so. Raises ``WorkerDiedError``, ``SaveTimeoutError``.
-        """
-        reply, _ = self._ask(Describe(segment, layout), timeout, "describing shared memory")
-        if not isinstance(reply, Described):
-            raise CheckpointError(f"the worker answered {reply!r} to a description: please report this")
-
-    def begin(self, order: Order) -> Pending:
+    def begin(self, save: TrackedSave) -> None:
         """Announce a save whose slot is being staged. What the slot is told to hold may be read from now on."""
-        pending = Pending(order)
-        with self.changed:
+        with self.saves.changed:
             self.check_usable()
-            self._pending[order.save_id] = pending
-        self._send(Begin(order))
-        return pending
+            self.saves.add(save)
+        try:
+            self._send(messages.Begin(save.request))
+        except BaseException:
+            self.saves.discard(save)
+            raise
 
-    def copied(self, pending: Pending) -> None:
-        """Nobody copies into its slot any more."""
-        pending.copied.set()
-        with self.changed:
-            self.changed.notify_all()
-
-    def staged(self, pending: Pending, timings: dict[str, float]) -> None:
+    def staged(self, save_id: int, timings: dict[str, float]) -> None:
         """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
-        pending.whole = True
-        self._send(Staged(pending.order.save_id, timings))
-
-    def cancel(self, pending: Pending, reason: CheckpointError, timeout: float) -> bool:
-        """Take a save back that is not staged, or not being written yet: its future fails with ``reason``.
-
-        Its slot is free, or will be in a moment. False, and nothing changes, when it is too late for that.
-        """
-        reply, _ = self._ask(Cancel(pending.order.save_id, reason), timeout, "taking a save back")
-        if not (isinstance(reply, Cancelled) and reply.in_time):
-            return False
-        if reply.slot_free:
-            self._free(pending.order.save_id)
-        self._finish(pending.order.save_id, reason)
-        return True
+        self._send(messages.Staged(save_id, timings))
 
     def release(self, segment: int) -> None:
-        """Have the worker forget a segment. No save in it may be pending."""
-        self._send(Release(segment))
+        """Have the worker forget a segment. No save in it may be open."""
+        self._send(messages.Release(segment))
+
+    # Waits, and the end.
 
     def wait_for(self, condition: Callable[[], bool], timeout: float, doing: str) -> None:
         """Wait until ``condition`` holds, which is looked at whenever a save gets on.
 
-        Raises ``SaveTimeoutError`` after ``timeout`` seconds, and ``WorkerDiedError`` when there is nobody to wait for.
+        Args:
+            condition: Called while the saves cannot change.
+            timeout: Seconds.
+            doing: What is being waited for, for the error.
+
+        Raises:
+            SaveTimeoutError: It does not hold in time.
+            WorkerDiedError: There is nobody to wait for.
         """
-        with self.changed:
-            self.changed.wait_for(lambda: condition() or self._death is not None, timeout)
+        with self.saves.changed:
+            self.saves.changed.wait_for(lambda: condition() or self._death is not None, timeout)
             if condition():
                 return
             if self._death is not None:
@@ -251,28 +184,24 @@ class WorkerClient:
         self._listener.join(timeout)
 
     def close(self, timeout: float) -> None:
-        """End the worker once all that was handed over is written.
+        """End the worker once all that was handed over is written. Safe to call twice.
 
         Raises ``SaveTimeoutError`` if that takes longer than ``timeout`` seconds; then the worker goes on by itself,
-        and leaves when it is done. Safe to call twice.
+        and leaves when it is done.
         """
         if self._owner != os.getpid() or self._connection.closed:
             return
         self._closing = True
-        try:
-            send(self._connection, Close())
-        except OSError:
-            pass  # it has ended already
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired as error:
+        with contextlib.suppress(OSError):  # it has ended already
+            send(self._connection, messages.Close())
+        if self._process.wait(timeout) is None:
             raise SaveTimeoutError(
                 f"the worker {self.pid} is still writing after {timeout:g} s; it goes on, and ends by itself"
-            ) from error
+            )
         self._listener.join()
         self._drop()
 
-    def desert(self, timeout: float) -> None:
+    def detach(self, timeout: float) -> None:
         """Wait until all that was handed over is written, then leave as one that dies does: the worker lingers.
 
         Raises ``SaveTimeoutError`` after ``timeout`` seconds; the worker goes on all the same.
@@ -281,12 +210,12 @@ class WorkerClient:
             return
         try:
             if self._death is None:
-                self.wait_for(lambda: not self._pending, timeout, "writing what was staged")
+                self.wait_for(lambda: not self.saves.any_open(), timeout, "writing what was staged")
         except WorkerDiedError:
             pass  # whose saves it was has been told
         finally:
-            self._closing = self._deserting = True
-            _deserted.append(self._process)
+            self._closing = self._detaching = True
+            self._process.detach()
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
                 ours.shutdown(socket.SHUT_RDWR)
             self._listener.join()
@@ -297,7 +226,7 @@ class WorkerClient:
         if self._owner == os.getpid() and not self._closing:
             self._closing = True
             with contextlib.suppress(OSError, ImportError):  # nothing can be imported as the interpreter ends
-                send(self._connection, Close())
+                send(self._connection, messages.Close())
 
     def kill(self) -> None:
         """End the worker at once, and wait until all it had to do has failed."""
@@ -318,14 +247,15 @@ class WorkerClient:
         if self._owner != os.getpid():
             raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
 
+    def drop_connection(self) -> None:
+        """In a fork: do not hold the trainer's end of the socket open."""
+        self._connection.close()
+
     def _drop(self) -> None:
         _live_clients.discard(self)
-        self._connection.close()
-        stderr, self._stderr = self._stderr, -1
-        if stderr >= 0:
-            os.close(stderr)
+        self._process.close()
 
-    def _send(self, message: FromTrainer, fd: int | None = None) -> None:
+    def _send(self, message: messages.FromTrainer, fd: int | None = None) -> None:
         self.check_usable()
         try:
             with self._sending:
@@ -338,14 +268,15 @@ class WorkerClient:
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
 
     def _ask(
-        self, question: FromTrainer, timeout: float, doing: str, fd: int | None = None
-    ) -> tuple[FromWorker, Segment | None]:
+        self, question: messages.FromTrainer, expect: type[Answer], timeout: float, doing: str, fd: int | None = None
+    ) -> Answer:
         deadline = time.monotonic() + timeout
         with self._asking:
             self._send(question, fd)
             while True:
                 try:
-                    return self._replies.get(timeout=min(0.5, max(0.0, deadline - time.monotonic())))
+                    answer = self._answers.get(timeout=min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+                    break
                 except Empty:
                     if self._death is not None:
                         raise self._death from None
@@ -353,23 +284,11 @@ class WorkerClient:
                         # A late answer must not be taken for that to the next question.
                         self.abandon()
                         raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s") from None
-
-    def _await_ready(self, timeout: float) -> float:
-        begun = time.perf_counter()
-        reply: FromWorker | None = None
-        try:
-            if self._connection.poll(timeout):
-                reply = receive(self._connection)
-        except (EOFError, OSError):
-            pass
-        if isinstance(reply, Ready):
-            return time.perf_counter() - begun
-        self._process.kill()
-        self._process.wait()
-        words = self._last_words()
-        self._connection.close()
-        os.close(self._stderr)
-        raise WorkerDiedError(f"the worker process did not get ready within {timeout:g} s; {words}")
+        if isinstance(answer, messages.Refused):
+            raise answer.error
+        if not isinstance(answer, expect):
+            raise CheckpointError(f"the worker answered {answer!r} to {question!r}: please report this")
+        return answer
 
     def _listen(self) -> None:
         killed = False
@@ -378,154 +297,64 @@ class WorkerClient:
                 if not self._connection.poll(_LISTEN_S):
                     if killed:
                         break  # not even that has ended it yet: it is in a call to storage, and will make no other
-                    if self._is_overdue():
+                    if self.saves.any_overdue():
                         self._process.kill()
                         killed = True
                     continue
-                message: FromWorker = receive(self._connection)
-                segment = None
-                if isinstance(message, Allocated):
-                    segment = Segment.attach(recv_handle(self._connection))
+                message: messages.FromWorker = receive(self._connection)
+                if isinstance(message, messages.Allocated):
+                    self._allocated[message.segment] = Segment.attach(recv_handle(self._connection))
             except (EOFError, OSError):
                 break
             match message:
-                case Written(save_id, inode):
-                    self._free(save_id, inode)
-                case Committed(save_id):
-                    self._finish(save_id, message)
-                case Failed(save_id, error):
-                    self._finish(save_id, error)
+                case messages.Written(save_id, inode):
+                    self.saves.on_written(save_id, inode)
+                case messages.Committed(save_id):
+                    self.saves.on_end(save_id, message)
+                case messages.Failed(save_id, error):
+                    self.saves.on_end(save_id, error)
                 case _:
-                    self._replies.put((message, segment))
-        self._mourn()
+                    self._answers.put(message)
+        self._on_exit()
 
-    def _is_overdue(self) -> bool:
-        """Whether the worker has not said in time how a save ended. It may be stopped, and go on at any moment."""
-        with self.changed:
-            return any(time.monotonic() >= save.overdue_at for save in self._pending.values() if not save.future.done())
-
-    def _free(self, save_id: int, inode: int | None = None) -> None:
-        with self.changed:
-            pending = self._pending.get(save_id)
-            if pending is None:  # the worker died meanwhile
-                return
-            pending.slot_free = True
-            pending.inode = inode
-            if pending.future.done():
-                del self._pending[save_id]
-            self.changed.notify_all()
-
-    def _finish(self, save_id: int, outcome: Committed | CheckpointError) -> None:
-        """A save has ended. Where another rank has failed it, its slot may still be being written."""
-        with self.changed:
-            pending = self._pending.get(save_id)
-            if pending is None or pending.future.done():  # it was cancelled, or the worker died and took it along
-                return
-            if isinstance(outcome, Committed):
-                pending.future.set_result(outcome)
-            else:
-                pending.future.set_exception(outcome)
-            if pending.slot_free:
-                del self._pending[save_id]
-            self.changed.notify_all()
-
-    def _mourn(self) -> None:
-        """The worker is gone: everything pending fails, and says why."""
-        try:
-            code = self._process.wait(timeout=0 if self._deserting else 5)
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        except subprocess.TimeoutExpired:
-            how = "closed its socket"
-            if self._pending and not self._deserting:
-                self._process.kill()  # what it was to do has failed
-        except ValueError:
-            how = f"was killed by signal {-code}"
-        words = "" if self._closing else f"; {self._last_words()}; the next save starts a new worker"
-        with self.changed:
-            self._death = WorkerDiedError(f"the worker {self.pid} {how}{words}")
-            pending, self._pending = list(self._pending.values()), {}
-            for save in pending:
-                save.slot_free = True
-            self.changed.notify_all()
-        for save in pending:
-            if not save.future.done():
+    def _on_exit(self) -> None:
+        """The worker is gone: everything open fails, and says why."""
+        code = self._process.wait(0 if self._detaching else 5)
+        if code is None and self.saves.any_open() and not self._detaching:
+            self._process.kill()  # what it was to do has failed
+        how = "closed its socket" if code is None else how_it_ended(code)
+        words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
+        death = WorkerDiedError(f"the worker {self.pid} {how}{words}")
+        with self.saves.changed:
+            self._death = death
+            saves = self.saves.close()
+        for save in saves:
+            if not save.has_ended:
                 # One that is left behind still writes, and nobody will know how that ends.
-                save.unheard = not self._deserting
-                save.future.set_exception(self._loss(save, self._death))
-
-    def _loss(self, save: Pending, death: WorkerDiedError) -> CheckpointError:
-        """What to say of a save that is pending when there is no worker any more."""
-        order = save.order
-        error: CheckpointError = death
-        if self._deserting:
-            error = SaveTimeoutError(f"this process has left; its worker {self.pid} is still writing, and goes on")
-        elif time.monotonic() >= save.overdue_at:
-            error = SaveTimeoutError(
-                f"the worker {self.pid} did not say within {order.timeout:g} s how it went, and was killed; it may have"
-                " been stopped, or the storage be stalled"
-            )
-        return type(error)(error.message, path=order.path, rank=order.rank, step=order.step)
-
-    def _last_words(self) -> str:
-        end = os.lseek(self._stderr, 0, os.SEEK_END)
-        text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
-        return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
+                save.on_end(_loss(save, death, self.pid, detached=self._detaching), heard=self._detaching)
 
 
-def deserted() -> set[int]:
-    """The process ids of workers that this process has left, and that linger."""
-    _deserted[:] = [process for process in _deserted if process.poll() is None]
-    return {process.pid for process in _deserted}
-
-
-def _spawn(options: WorkerOptions, stderr: int) -> tuple[Connection, subprocess.Popen[bytes]]:
-    """Start the process, in a session of its own; returns our end of its socket."""
-    deserted()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    arguments = asdict(options) | {"fd": theirs.fileno(), "trainer": os.getpid()}
-    # torch warns, with a stack, of each connection that breaks; we say it in a sentence.
-    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules()
-    with theirs:
-        try:
-            process = subprocess.Popen(
-                [*command(), json.dumps(arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                cwd="/",
-                env=environment,
-            )
-        except OSError as error:
-            ours.close()
-            os.close(stderr)
-            raise WorkerDiedError(f"the worker process did not start: {error}") from error
-    return Connection(ours.detach()), process
-
-
-def same_modules() -> dict[str, str]:
-    """The environment for a Python that finds the same modules as this one, in the same order, whatever this process
-    did to its path.
-    """
-    path = [os.path.abspath(entry) for entry in sys.path if os.path.exists(entry or os.curdir)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
-
-
-def command() -> list[str]:
-    """What is run as the worker; tests put a faulty one in its place."""
-    return [sys.executable, "-m", "asyncckpt.worker"]
+def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, *, detached: bool) -> CheckpointError:
+    """What to say of a save that is open when there is no worker any more."""
+    request = save.request
+    error: CheckpointError = death
+    if detached:
+        error = SaveTimeoutError(f"this process has left; its worker {worker} is still writing, and goes on")
+    elif time.monotonic() >= save.overdue_at:
+        error = SaveTimeoutError(
+            f"the worker {worker} did not say within {request.timeout:g} s how it went, and was killed; it may have"
+            " been stopped, or the storage be stalled"
+        )
+    return located(error, path=request.path, rank=request.rank, step=request.step)
 
 
 _live_clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
-# Workers that linger while this process lives on. Kept, so that Python takes note of their end.
-_deserted: list[subprocess.Popen[bytes]] = []
 
 
 def _after_fork_in_child() -> None:
     """A fork (a data loader's worker, say) must not hold the trainer's end of a socket open."""
     for client in list(_live_clients):
-        client._connection.close()
+        client.drop_connection()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,9 +1,11 @@
-"""The committer: brings saves to their end, one after the other, the same end on all ranks.
+"""The committer: decides when a checkpoint is complete, and ends each save in the same way on all ranks.
 
-A save is expected from the moment it begins, so that the failure of another rank is learned of even while this one is
-stuck in a write. When its part is durable here, that is reported; the first rank's committer publishes when the reports
-of all ranks are in, and concludes; the others wait for that. No trainer takes part. Who waits in vain settles it on
-storage: then the save is published, or it never will be.
+No trainer takes part.
+
+A save is expected from the moment it begins, so that the failure of another rank is noticed even while this one is
+stuck in a write. When this rank's part is durable, that is reported. The first rank's committer waits for the reports
+of all ranks, finalizes the checkpoint, and concludes; the others wait for the outcome. A rank that does not hear the
+outcome finds it out on storage (``resolve.py``): then the save is committed, or it never will be.
 """
 
 from __future__ import annotations
@@ -17,104 +19,125 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
-from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError
-from asyncckpt.worker.commit import Attempt, settle
-from asyncckpt.worker.file_attempt import FileAttempt
-from asyncckpt.worker.messages import Committed, Failed, Meeting, Order
-from asyncckpt.worker.rounds import Rounds, SoloRounds, grace, round_name
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError, located
+from asyncckpt.worker.attempt import Attempt
+from asyncckpt.worker.messages import Committed, Failed, Rendezvous, WriteRequest
+from asyncckpt.worker.resolve import resolve
+from asyncckpt.worker.rounds import Rounds, grace, round_name
+from asyncckpt.worker.solo_rounds import SoloRounds
 from asyncckpt.worker.steps import prune
 
 logger = logging.getLogger(__name__)
 
-# What the first rank's worker waits, at its end, for others that may still want to know how the last save went.
+# How long the first rank's worker, at its end, waits for others that may still want to know how the last save ended.
 _LEAVE_S = 5.0
 # How long to look for the store, which the first rank may just be bringing back in the save that this one is in too.
 _PATIENCE_S = 10.0
 # How long to look whether a store is gone, or just the connection to it.
 _PROBE_S = 1.0
-# A save whose time is up when its turn comes may have been reported by all meanwhile: time to see that.
+# A save that waited here until its time was up may have been reported by all ranks meanwhile: time to see that.
 _LEAST_S = 1.0
 # How long storage may take to say how a save has ended.
-_SETTLE_S = 30.0
+_RESOLVE_S = 30.0
 _KIND = "save"
+_UNREPORTED = "a save was concluded before this rank had reported: please report this"
 
 
 class Committer:
-    """One thread that ends saves in the order in which they began."""
+    """One thread that ends saves in the order in which they began.
+
+    A save is, here, one after the other:
+
+    - *open*, from ``expect`` on: this rank's part is being staged and written, and any rank may fail the save;
+    - *written*, from ``written`` on: this rank's part is durable, its attempt is kept here, and it was reported;
+    - *ended*, when the thread takes it: committed, or failed. An attempt that comes later is discarded.
+
+    On the first rank the thread collects the reports, commits and concludes. On the others it waits for the outcome,
+    and resolves the save on storage if the outcome does not come. Then it releases the attempt, or discards it, and
+    tells the trainer. The first rank's attempt is discarded only when the other ranks have been told of the failure.
+    """
 
     def __init__(self, send: Callable[[Committed | Failed], None]) -> None:
         """``send``: how the trainer is told."""
         self._send = send
         self._rank = 0
-        self._meeting: Meeting | None = None
-        # A wait for an outcome keeps a connection busy: reports go over another.
+        self._rendezvous: Rendezvous | None = None
+        # A wait for an outcome occupies a connection: reports go over another.
         self._waiting: Rounds | SoloRounds = SoloRounds()
         self._reporting: Rounds | SoloRounds = self._waiting
         self._lock = threading.Lock()
-        self._open: dict[int, Attempt | FileAttempt | None] = {}
-        self._queue: SimpleQueue[tuple[Order, float] | None] = SimpleQueue()
+        self._open: dict[int, Attempt | None] = {}
+        self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="asyncckpt-committer")
         self._thread.start()
 
-    def join(self, meeting: Meeting, timeout: float) -> None:
-        """From the next save on, commit with the other ranks."""
-        self._rank, self._meeting = meeting.rank, meeting
-        self._waiting, self._reporting = (Rounds(meeting, timeout, _PATIENCE_S) for _ in range(2))
+    def join(self, rendezvous: Rendezvous, timeout: float) -> None:
+        """From the next save on, commit with the other ranks; ``timeout``: seconds that the store may take."""
+        self._rank, self._rendezvous = rendezvous.rank, rendezvous
+        self._waiting = self._reporting = Rounds(rendezvous, timeout, _PATIENCE_S)
         self._waiting.connect()
-        self._reporting.connect()
+        if rendezvous.rank > 0:  # the first rank polls and never waits: it needs only one connection
+            self._reporting = Rounds(rendezvous, timeout, _PATIENCE_S)
+            self._reporting.connect()
 
-    def expect(self, order: Order) -> None:
+    def expect(self, request: WriteRequest) -> None:
         """A save has begun."""
         with self._lock:
-            self._open[order.save_id] = None
-        self._queue.put((order, time.monotonic() + order.timeout))
+            self._open[request.save_id] = None
+        self._queue.put((request, time.monotonic() + request.timeout))
 
-    def wanted(self, order: Order) -> bool:
-        """Whether the save can still succeed; it cannot when another rank has failed it."""
+    def can_succeed(self, request: WriteRequest) -> bool:
+        """Whether the save has not ended yet: it fails as soon as another rank fails it."""
         with self._lock:
-            return order.save_id in self._open
+            return request.save_id in self._open
 
     def idle(self) -> bool:
         """Whether no save is open."""
         with self._lock:
             return not self._open
 
-    def written(self, attempt: Attempt | FileAttempt, report: bytes) -> None:
+    def written(self, attempt: Attempt, report: bytes) -> None:
         """This rank's part of a save is durable."""
-        order = attempt.order
+        request = attempt.request
         with self._lock:
-            late = order.save_id not in self._open
-            if not late:
-                self._open[order.save_id] = attempt
-        if late:
+            is_late = request.save_id not in self._open
+            if not is_late:
+                self._open[request.save_id] = attempt
+        if is_late:
             attempt.discard()
             return
         try:
-            self._reporting.report(round_name(_KIND, order.save_id), report)
+            self._reporting.report(round_name(_KIND, request.save_id), report)
         except CheckpointError as error:
-            self.failed(order, error)
+            self.failed(request, error)
 
-    def failed(self, order: Order, error: CheckpointError, attempt: Attempt | FileAttempt | None = None) -> None:
-        """This rank's part of a save came to nothing: so it is for all ranks. ``attempt``: what is to be removed."""
+    def failed(self, request: WriteRequest, error: CheckpointError, attempt: Attempt | None = None) -> None:
+        """This rank's part of a save has failed, so the save fails on all ranks.
+
+        Args:
+            request: The save.
+            error: Why; all ranks get it.
+            attempt: What is to be discarded; None: nothing was written.
+        """
         with self._lock:
-            if order.rank == 0 and order.save_id in self._open:
+            if request.rank == 0 and request.save_id in self._open:
                 # Only when the others have been told: they are writing into the folder that goes.
-                self._open[order.save_id], attempt = attempt, None
+                self._open[request.save_id], attempt = attempt, None
         if attempt is not None:
             attempt.discard()
         with _logged("reporting a failure"):
-            self._reporting.fail(round_name(_KIND, order.save_id), error)
+            self._reporting.fail(round_name(_KIND, request.save_id), error)
 
     def gone(self, why: str) -> None:
         """This rank begins no more saves."""
-        with _logged("saying goodbye"), self._quickly() as rounds:
+        with _logged("telling the other ranks of the end"), self._probe() as rounds:
             rounds.gone(RankFailedError(why, rank=self._rank))
 
     def close(self) -> None:
         """Wait until all saves have ended, then leave the other ranks."""
         self._queue.put(None)
         self._thread.join()
-        with _logged("leaving"), self._quickly() as rounds:
+        with _logged("leaving"), self._probe() as rounds:
             if self._rank == 0:
                 rounds.wait_left(_LEAVE_S)
             else:
@@ -124,52 +147,58 @@ class Committer:
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
-            order, deadline = entry
-            self._end(order, deadline)
+            self._end(*entry)
 
-    def _end(self, order: Order, deadline: float) -> None:
-        name = round_name(_KIND, order.save_id)
+    def _end(self, request: WriteRequest, deadline: float) -> None:
+        name = round_name(_KIND, request.save_id)
         failure: CheckpointError | None = None
         try:
-            if order.rank == 0:
-                self._publish(order, name, deadline)
+            if request.rank == 0:
+                self._commit(request, name, deadline)
             else:
-                failure = self._await_outcome(order, name, deadline)
-            attempt = self._take(order)
+                failure = self._await_outcome(request, name, deadline)
+            attempt = self._take(request)
         except Exception as error:
-            failure = told(error, order)
-            if order.rank == 0:
+            failure = _located(error, request)
+            if request.rank == 0:
                 with _logged("telling the other ranks of the failure"):
                     self._waiting.conclude_failed(name, failure)
-            attempt = self._take(order)  # if it is not written by now, it is never reported
-            if order.rank > 0:
-                failure = self._settle(order, name, failure)
+            attempt = self._take(request)  # if it is not written by now, it is never reported
+            if request.rank > 0:
+                failure = self._resolve(request, name, failure)
         if failure is None and attempt is None:
-            failure = CheckpointError("a save was concluded before this rank had reported: please report this")
+            failure = CheckpointError(_UNREPORTED)
         if failure is not None:
-            self._give_up(order, attempt, failure)
+            logger.error("saving failed: %s", failure)
+            if attempt is not None:
+                attempt.discard()
+            self._send(Failed(request.save_id, failure))
         elif attempt is not None:
             attempt.release()
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
-            self._send(Committed(order.save_id, order.path, timings, attempt.direct))
-            self._prune(order)
-        if order.rank == 0:
+            self._send(Committed(request.save_id, request.path, timings, attempt.direct))
+            _prune(request)
+        if request.rank == 0:
             with _logged("clearing up"):
-                self._waiting.clear(_KIND, order.save_id)
+                self._waiting.clear(_KIND, request.save_id)
 
-    def _publish(self, order: Order, name: str, deadline: float) -> None:
-        """First rank: publish what all have written, and tell them."""
+    def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:
+        """First rank: finalize what all have written, and tell them."""
         reports = self._waiting.collect(name, max(_LEAST_S, deadline - time.monotonic()))
-        self._reported(order).commit([json.loads(report) for report in reports])
-        with _logged("telling the other ranks of the commit"):  # they look at what is published
+        with self._lock:
+            attempt = self._open[request.save_id]
+        if attempt is None:
+            raise CheckpointError(_UNREPORTED)
+        attempt.commit([json.loads(report) for report in reports])
+        with _logged("telling the other ranks of the commit"):  # they look at what is finalized
             self._waiting.conclude(name, b"")
 
-    def _await_outcome(self, order: Order, name: str, deadline: float) -> CheckpointError | None:
-        """What the first rank says of the save: None, it is published; or why it never will be.
+    def _await_outcome(self, request: WriteRequest, name: str, deadline: float) -> CheckpointError | None:
+        """What the first rank says of the save: None, it is committed; or why it never will be.
 
         Raises ``WorkerDiedError`` or ``SaveTimeoutError`` where that cannot be learned.
         """
-        deadline += grace(order.timeout)
+        deadline += grace(request.timeout)
         store = b""
         while True:
             try:
@@ -180,74 +209,55 @@ class Committer:
                 if not self._is_there(store) or time.monotonic() > deadline:
                     raise
                 continue  # it was only the connection that broke
-            return told(outcome, order) if isinstance(outcome, CheckpointError) else None
+            return _located(outcome, request) if isinstance(outcome, CheckpointError) else None
 
-    def _settle(self, order: Order, name: str, failure: CheckpointError) -> CheckpointError | None:
-        """How a save has ended of which nothing was heard from the first rank, hence ``failure``; None: published."""
-        if isinstance(failure, SaveTimeoutError):  # it is only slow, perhaps, and shall hear why it finds nothing
+    def _resolve(self, request: WriteRequest, name: str, failure: CheckpointError) -> CheckpointError | None:
+        """How a save has ended of which the first rank said nothing, hence ``failure``; None: it is committed."""
+        if isinstance(failure, SaveTimeoutError):  # the first rank may only be slow: it shall find the reason it fails
             self._reporting.fail_soon(name, failure, 0.0)
         try:
-            return None if settle(order, _SETTLE_S) else failure
+            return None if resolve(request, _RESOLVE_S) else failure
         except SaveTimeoutError as error:
             return error
 
     def _is_there(self, store: bytes) -> bool:
         """Whether the same store still answers."""
         try:
-            with self._quickly() as rounds:
+            with self._probe() as rounds:
                 return rounds.store_id(_PROBE_S) == store
         except CheckpointError:
             return False
 
     @contextlib.contextmanager
-    def _quickly(self) -> Iterator[Rounds | SoloRounds]:
+    def _probe(self) -> Iterator[Rounds | SoloRounds]:
         """Rounds that do not wait for a store that is gone."""
-        rounds = SoloRounds() if self._meeting is None else Rounds(self._meeting, _PROBE_S)
+        rounds = SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, _PROBE_S)
         try:
             yield rounds
         finally:
             rounds.close()
 
-    def _reported(self, order: Order) -> Attempt | FileAttempt:
+    def _take(self, request: WriteRequest) -> Attempt | None:
+        """End a save: its attempt, if it is written, is the caller's alone."""
         with self._lock:
-            attempt = self._open[order.save_id]
-        if attempt is None:
-            raise CheckpointError("a save was concluded before this rank had reported: please report this")
-        return attempt
-
-    def _give_up(self, order: Order, attempt: Attempt | FileAttempt | None, error: CheckpointError) -> None:
-        """The save is not published, and never will be."""
-        logger.error("saving failed: %s", error)
-        if attempt is not None:
-            attempt.discard()
-        self._send(Failed(order.save_id, error))
-
-    def _take(self, order: Order) -> Attempt | FileAttempt | None:
-        """What is written of a save, which is nobody else's business from here on."""
-        with self._lock:
-            return self._open.pop(order.save_id, None)
-
-    def _prune(self, order: Order) -> None:
-        if order.rank == 0 and order.keep_last is not None and order.step is not None:
-            try:
-                prune(os.path.dirname(order.path), order.keep_last, order.step)
-            except OSError as error:  # what was to be removed stays; nothing is lost
-                logger.warning("old checkpoints could not be looked through: %s", error)
+            return self._open.pop(request.save_id, None)
 
 
-def told(error: Exception, order: Order) -> CheckpointError:
-    """``error`` with the place, rank and step it happened at; what is not ours is named by its type."""
-    if isinstance(error, CheckpointError):
-        rank = order.rank if error.rank is None else error.rank
-        return type(error)(error.message, path=error.path or order.path, rank=rank, step=order.step)
-    return CheckpointError(
-        f"the worker failed: {type(error).__name__}: {error}", path=order.path, rank=order.rank, step=order.step
-    )
+def _prune(request: WriteRequest) -> None:
+    if request.rank == 0 and request.keep_last is not None and request.step is not None:
+        try:
+            prune(os.path.dirname(request.path), request.keep_last, request.step)
+        except StorageError as error:  # what was to be removed stays; nothing is lost
+            logger.warning("old checkpoints could not be looked through: %s", error)
+
+
+def _located(error: BaseException, request: WriteRequest) -> CheckpointError:
+    return located(error, path=request.path, rank=request.rank, step=request.step)
 
 
 @contextlib.contextmanager
 def _logged(doing: str) -> Iterator[None]:
-    """What goes wrong inside is for the log: somebody else will notice, and say it better."""
+    """Log what fails inside: somebody else will notice, and say it better."""
     try:
         yield
     except CheckpointError as error:

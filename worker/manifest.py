@@ -1,25 +1,14 @@
-"""What was written: two JSON files of ours beside DCP's ``.metadata``, both free of pickles.
+"""The manifest, ``asyncckpt.json``: what a checkpoint is, its files with their sizes, and checksums of the small ones.
 
-``asyncckpt.json``, the manifest: which checkpoint this is, its files with their sizes, and checksums of the small ones.
-It ends with a checksum of itself. A folder without it is no checkpoint of ours.
-
-``__RANK_0.index.json``, the index of a data file: which tensor stands where, and a checksum (XXH3, 64 bits) for every
-*span* of the file. The spans cover the whole file, envelopes and gaps included: each begins where an item begins, or
-``SPAN_BYTES`` after the one before in a longer item. So a bad byte is traced to its tensor, and a reader can check
-just what it reads.
+It is JSON, free of pickles, and ends with a checksum of itself. A folder without it is no checkpoint of ours.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import operator
-import sys
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import xxhash
 
@@ -28,17 +17,8 @@ from asyncckpt.errors import DamagedCheckpointError
 FORMAT = 1
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
-SPAN_BYTES = 8 << 20
-
-
-def data_name(rank: int) -> str:
-    """The data file of ``rank``; DCP's own naming."""
-    return f"__{rank}_0.distcp"
-
-
-def index_name(data: str) -> str:
-    """The index of the data file ``data``."""
-    return data.removesuffix(".distcp") + ".index.json"
+# Fields that have another name in the file.
+_KEYS = {"nbytes": "bytes"}
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -51,90 +31,9 @@ def checksum(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-class Item(NamedTuple):
-    """One stored value of a data file.
-
-    ``kind`` is "tensor" or "object"; ``dtype``, ``shape`` and ``offsets`` (of this chunk in the whole tensor) are empty
-    for objects. It takes ``nbytes`` at ``at``; a tensor's own bytes are ``payload_bytes`` at ``payload_at`` (both from
-    the start of the file). An object's bytes are followed by zeros, its room to grow.
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    shape: list[int]
-    offsets: list[int]
-    at: int
-    nbytes: int
-    payload_at: int
-    payload_bytes: int
-
-
-def spans(starts: Iterable[int], nbytes: int) -> array[int]:
-    """The boundaries of the spans of a file of ``nbytes`` whose items begin at ``starts``, from 0 to ``nbytes``."""
-    edges = sorted({0, nbytes, *starts})
-    if max(map(operator.sub, edges[1:], edges), default=0) <= SPAN_BYTES:  # a great many, all of them short
-        return array("Q", edges)
-    bounds = array("Q", edges[:1])
-    for edge in edges[1:]:
-        bounds.extend(range(bounds[-1] + SPAN_BYTES, edge, SPAN_BYTES))
-        bounds.append(edge)
-    return bounds
-
-
-@dataclass(frozen=True)
-class Index:
-    """The index of a data file."""
-
-    data: str
-    nbytes: int
-    items: list[Item]
-    checksums: Sequence[int]
-
-    @cached_property
-    def bounds(self) -> array[int]:
-        """The spans' boundaries; span ``i`` is from ``bounds[i]`` to ``bounds[i + 1]``."""
-        return spans((item.at for item in self.items), self.nbytes)
-
-    def names_at(self, begin: int, end: int) -> list[str]:
-        """The names of the items in the bytes from ``begin`` to ``end``."""
-        return [item.name for item in self.items if item.at < end and begin < item.at + item.nbytes]
-
-    @staticmethod
-    def head(data: str, nbytes: int, items: Sequence[Item]) -> bytes:
-        """The constant part: all but the checksums."""
-        rows = ",\n".join(json.dumps(item, separators=(",", ":")) for item in items)
-        start = json.dumps({"format": FORMAT, "data": data, "bytes": nbytes, "fields": Item._fields})
-        return f'{start[:-1]}, "items": [\n{rows}\n], "checksums": "'.encode()
-
-    @staticmethod
-    def tail(checksums: array[int]) -> bytes:
-        """What follows the head: the checksums, as base64 of little-endian 64-bit numbers."""
-        if sys.byteorder == "big":
-            checksums = array("Q", checksums)
-            checksums.byteswap()
-        return base64.b64encode(checksums.tobytes()) + b'"}\n'
-
-    @classmethod
-    def parse(cls, text: bytes, path: str) -> Index:
-        """Read an index; ``path`` is for the error. Raises ``DamagedCheckpointError``."""
-        try:
-            fields = json.loads(text)
-            _check_format(fields, path)
-            checksums = array("Q", base64.b64decode(fields["checksums"], validate=True))
-            if sys.byteorder == "big":
-                checksums.byteswap()
-            index = cls(fields["data"], fields["bytes"], list(map(Item._make, fields["items"])), checksums)
-            if len(index.bounds) != len(checksums) + 1:
-                raise ValueError("the checksums do not fit the items")
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamagedCheckpointError(f"this index of a data file is damaged ({error})", path=path) from error
-        return index
-
-
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is. ``keep``: whether retention leaves it alone.
+    """What a checkpoint is; the fields in the order of the file. ``keep``: whether retention leaves it alone.
 
     ``files`` maps names to ``{"bytes": int, "xxh3": hex or null}`` (null: see its index).
     """
@@ -150,35 +49,19 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        body = {
-            "format": FORMAT,
-            "attempt": self.attempt,
-            "step": self.step,
-            "created": self.created,
-            "world_size": self.world_size,
-            "keep": self.keep,
-            "bytes": self.nbytes,
-            "files": self.files,
-            "timings": self.timings,
-        }
+        body = {"format": FORMAT} | {_KEYS.get(name, name): value for name, value in vars(self).items()}
         return _dump({**body, "xxh3": f"{checksum(_dump(body)):016x}"})
 
     @classmethod
     def parse(cls, text: bytes, path: str) -> Manifest:
-        """Read a manifest and check it against its own checksum. Raises ``DamagedCheckpointError``."""
+        """Read a manifest and check it against its own checksum; ``path`` is for the error.
+
+        Raises ``DamagedCheckpointError``.
+        """
         try:
-            fields = json.loads(text)
-            _check_format(fields, path)
-            manifest = cls(
-                attempt=fields["attempt"],
-                step=fields["step"],
-                created=fields["created"],
-                world_size=fields["world_size"],
-                keep=fields["keep"],
-                nbytes=fields["bytes"],
-                files=fields["files"],
-                timings=fields["timings"],
-            )
+            found = json.loads(text)
+            check_format(found, path)
+            manifest = cls(**{each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"this manifest is damaged ({error})", path=path) from error
         # Byte for byte, so that not even a changed space goes unseen.
@@ -191,13 +74,14 @@ class Manifest:
         return (name for name, facts in self.files.items() if facts["xxh3"] is None)
 
 
-def _dump(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, indent=1).encode() + b"\n"
-
-
-def _check_format(fields: Mapping[str, Any], path: str) -> None:
-    if fields["format"] != FORMAT:
+def check_format(found: Mapping[str, Any], path: str) -> None:
+    """Raise ``DamagedCheckpointError``, which names ``path``, for a file of another format than ours."""
+    if found["format"] != FORMAT:
         raise DamagedCheckpointError(
-            f"this file has format {fields['format']!r} and this asyncckpt reads format {FORMAT}: use one that fits",
+            f"this file has format {found['format']!r} and this asyncckpt reads format {FORMAT}: use one that fits",
             path=path,
         )
+
+
+def _dump(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, indent=1).encode() + b"\n"

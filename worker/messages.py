@@ -1,40 +1,42 @@
-"""The vocabulary of the trainer and its worker. Without logic: read it and you know the protocol.
+"""The messages between a trainer and its worker, and between a worker and other processes. Data only, no logic.
 
-One socket pair joins them; every message is one of these. In the order of a life:
+One socket pair joins trainer and worker. In the order of a worker's life:
 
-    worker   Ready                        it is up
-    trainer  Open                         take your door: whoever had it has left
-    worker   Opened                                                (or Refused)
+    worker   Ready                        it runs
+    trainer  Listen                       take your endpoint: the worker before you has left
+    worker   Listening                                             (or Refused)
     trainer  Host                         many ranks: the first rank's worker hosts the store that joins them
     worker   Hosting                      at this port             (or Refused)
-    trainer  Join                         many ranks: where the store is, and who you are
+    trainer  Join                         many ranks: where the store is, and which rank this is
     trainer  Allocate                     make a segment
     worker   Allocated + descriptor       here it is, touched      (or Refused)
-    trainer  Adopt + descriptor           take over one whose worker is gone
-    worker   Adopted                      it is yours to use
-    trainer  Describe                     what its bytes are (after writing all that is constant into it)
-    worker   Described                    from now on others are told so
-    trainer  Begin                        a save is about to be staged: what, where to
-    trainer  Staged                       it is (the slot's state says so too, for when the trainer dies here)
-             or Cancel                    it is not, or is no longer wanted
+    trainer  Adopt + descriptor           take over a segment whose worker is gone
+    worker   Adopted                      under this number
+    trainer  Describe                     the layout of a segment, after all that is constant was written into it
+    worker   Described                    other processes are told so from now on
+    trainer  Begin                        a save is being staged: what, in which slot, to which path
+    trainer  Staged                       all of it is in the slot (its state says so too, if the trainer dies here)
+             or Cancel                    it is not, or is no longer needed
     worker   Cancelled                    whether that was in time
     worker   Written                      the slot is free again
     worker   Committed or Failed          the end of that save, the same on all ranks
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
 
-And at the door (see ``door.py``), with a process that did not start the worker:
+At the endpoint (see ``endpoint.py``) other processes connect. One that takes over from a dead trainer:
 
-    visitor  Look                         what do you hold?
-    worker   Holding                      these images, in these segments    (or Busy: I have a trainer)
-    visitor  Take
+    client   Inspect                      what do you hold?
+    worker   Inventory                    these images, in these segments    (or TrainerAlive: my trainer lives)
+    client   TakeSegments
     worker   descriptors                  of these segments
-    visitor  Retire                       I have it; finish what is staged and leave
+    client   Retire                       I have them; finish what is staged and leave
 
-    reader   Browse                       what is published?
-    worker   Shelves                      in these segments, see there
-    reader   Read
-    worker   a descriptor                 of one segment, for reading alone
+One that reads published weights:
+
+    client   ListPublished
+    worker   PublishedSegments            something is published in these segments; their header pages say what
+    client   OpenSegment
+    worker   descriptor                   of one segment, for reading alone
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """Where in a segment the files of a checkpoint stand.
 
     ``data_name`` is the one file that differs from save to save: ``data_bytes`` (a multiple of the page) at each of
@@ -71,17 +73,17 @@ class Layout:
     spans: Region
 
     def constants(self) -> tuple[Region, ...]:
-        """What stays the same from save to save."""
+        """The regions that stay the same from save to save."""
         return self.metadata, self.index_head, self.spans
 
 
 @dataclass(frozen=True)
-class FileLayout:
+class TorchFileLayout:
     """Where in a segment a single file stands, an archive (see ``archive.py``): in ``data_bytes`` (a multiple of the
     page) at each of ``slots`` (offsets in bytes).
 
-    ``sizes`` holds unsigned 64-bit numbers: the alignment of its records, the room of the pickle, and the size of each
-    storage, in bytes.
+    ``sizes`` holds unsigned 64-bit numbers: the alignment of its records, the space for the pickle, and the size of
+    each storage, in bytes.
     """
 
     data_bytes: int
@@ -89,14 +91,14 @@ class FileLayout:
     sizes: Region
 
     def constants(self) -> tuple[Region, ...]:
-        """What stays the same from save to save."""
+        """The regions that stay the same from save to save."""
         return (self.sizes,)
 
 
 @dataclass(frozen=True)
-class WeightLayout:
-    """Of a segment that has but a header page: its slots are other segments, of these numbers, each a file of tensors
-    that says itself what is in it (see ``asyncckpt/weights/image.py``).
+class WeightsLayout:
+    """The layout of a segment that has only a header page: its slots are other segments, of these numbers, each a
+    file of tensors with its own index (see ``asyncckpt/weights/layout.py``).
     """
 
     slots: tuple[int, ...]
@@ -106,12 +108,15 @@ class WeightLayout:
         return ()
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of a job meet: a store at ``address``, ``port``, its keys prefixed by ``token``.
+SegmentLayout = CheckpointLayout | TorchFileLayout | WeightsLayout
 
-    ``secret``: what only they know, and seal all they say there with. ``rank`` and ``world_size`` are those of the
-    group that saves together.
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How the ranks of a job find each other: by a store at ``address``, ``port``, its keys prefixed by ``token``.
+
+    ``secret``: known to the ranks alone, which seal all values in the store with it. ``rank`` and ``world_size`` are
+    those of the group that saves together.
     """
 
     address: str
@@ -123,16 +128,16 @@ class Meeting:
 
 
 Existing = Literal["refuse", "replace", "join"]
-"""What becomes of what stands at the place of a save: it is refused; a checkpoint that is there is replaced, whole, in
-one step; or the save's files are put beside those of others in that folder, DCP's ``.metadata`` after all it names."""
+"""What a save does where its path exists: it is refused; a checkpoint that is there is replaced, whole, in one step; or
+the save's files are put beside those of others in that folder, DCP's ``.metadata`` after all it names."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to make of one staged slot: its part of the checkpoint at ``path`` (absolute), or the file there.
+class WriteRequest:
+    """What the worker is to write from one slot: this rank's part of the checkpoint at ``path`` (absolute), or a file.
 
     ``save_id`` and ``attempt`` are the same on all ranks. ``timeout``: seconds until it has to be committed.
-    ``pickle_bytes``: of a file, how long its pickle is this time. ``umask``: the trainer's, for what is made.
+    ``pickle_bytes``: the length of a file's pickle in this save. ``umask``: the trainer's, for new files and folders.
     """
 
     save_id: int
@@ -152,26 +157,25 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A whole image that a worker has in memory: what was staged for ``order``, in a segment of that ``layout``.
+class HeldImage:
+    """A whole image that a worker has in memory: what was staged for ``request``, in a segment of that ``layout``.
 
     ``constants`` and ``checksums``: checksums of the layout's constant regions, and of the image's spans (unsigned
-    64-bit numbers). ``committed``: how that save ended; None: it has not yet.
+    64-bit numbers). ``committed``: whether that save was; None: it has not ended yet.
     """
 
-    order: Order
-    layout: Layout
+    request: WriteRequest
+    layout: CheckpointLayout
     constants: tuple[int, ...]
     checksums: bytes
     committed: bool | None
 
 
-# From the trainer.
+# From the trainer to its worker.
 
 
-@dataclass(frozen=True)
-class Open:
-    pass
+class Listen:
+    """Take the endpoint."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,9 @@ class Host:
 
 @dataclass(frozen=True)
 class Join:
-    """``timeout``: seconds that talking to the store may take."""
+    """``timeout``: seconds that anything asked of the store may take."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     timeout: float
 
 
@@ -196,20 +200,20 @@ class Allocate:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Followed on the same socket by the segment's descriptor. ``held``: the images in it, to be kept for now."""
+    """The segment's descriptor follows on the same socket. ``held``: the images in it, which are kept for now."""
 
-    held: tuple[Held, ...]
+    held: tuple[HeldImage, ...]
 
 
 @dataclass(frozen=True)
 class Describe:
     segment: int
-    layout: Layout | FileLayout | WeightLayout
+    layout: SegmentLayout
 
 
 @dataclass(frozen=True)
 class Begin:
-    order: Order
+    request: WriteRequest
 
 
 @dataclass(frozen=True)
@@ -231,12 +235,11 @@ class Release:
     segment: int
 
 
-@dataclass(frozen=True)
 class Close:
-    pass
+    """Finish what is staged, and leave."""
 
 
-# From the worker.
+# From the worker to its trainer.
 
 
 @dataclass(frozen=True)
@@ -245,8 +248,8 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """``trouble``: why it has no door all the same."""
+class Listening:
+    """``trouble``: why there is no endpoint all the same; None: there is."""
 
     trouble: str | None
 
@@ -258,7 +261,7 @@ class Hosting:
 
 @dataclass(frozen=True)
 class Allocated:
-    """Followed on the same socket by the segment's descriptor."""
+    """The segment's descriptor follows on the same socket."""
 
     segment: int
 
@@ -268,9 +271,8 @@ class Adopted:
     segment: int
 
 
-@dataclass(frozen=True)
 class Described:
-    pass
+    """The layout of the segment is known."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """``slot_free``: whether the slot is the trainer's again; else ``Written`` will say so."""
+    """``slot_free``: whether the slot is free already; else ``Written`` will say when."""
 
     save_id: int
     in_time: bool
@@ -289,7 +291,7 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Written:
-    """``inode``: that of a single file, by which it is known when it has its name."""
+    """``inode``: that of a single file, by which it is recognised at its final name."""
 
     save_id: int
     inode: int | None = None
@@ -297,7 +299,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Committed:
-    """``timings``: seconds of the worker by phase. ``direct``: whether the data bypassed the page cache."""
+    """``timings``: seconds the worker spent, by phase. ``direct``: whether the data bypassed the page cache."""
 
     save_id: int
     path: str
@@ -311,71 +313,67 @@ class Failed:
     error: CheckpointError
 
 
-# At the door.
+# At the endpoint.
+
+
+class Inspect:
+    """Tell what is held."""
 
 
 @dataclass(frozen=True)
-class Look:
-    pass
-
-
-@dataclass(frozen=True)
-class Busy:
-    """The worker, and its ``trainer``, are these processes."""
+class TrainerAlive:
+    """The process ids of the worker and of its trainer."""
 
     worker: int
     trainer: int
 
 
 @dataclass(frozen=True)
-class Shelf:
-    """A segment in which something is published: which slots and what, its header page says."""
+class PublishedSegment:
+    """A segment in which something is published; its header page says what, and in which slots."""
 
     segment: int
-    layout: Layout | WeightLayout
+    layout: CheckpointLayout | WeightsLayout
 
 
 @dataclass(frozen=True)
-class Holding:
-    """``leaving``: somebody has had the worker retire, and it is only finishing its work. ``shelves``: those of weights
-    that are no part of a checkpoint.
+class Inventory:
+    """``leaving``: the worker was told to retire, and is finishing its work. ``published``: segments of weights that
+    are no part of a checkpoint.
     """
 
     worker: int
     leaving: bool
     segments: tuple[int, ...]
-    images: tuple[Held, ...]
-    shelves: tuple[Shelf, ...]
+    images: tuple[HeldImage, ...]
+    published: tuple[PublishedSegment, ...]
 
 
-@dataclass(frozen=True)
-class Take:
-    """Answered by the descriptors of the ``segments`` of ``Holding``, in that order."""
+class TakeSegments:
+    """Answered by the descriptors of the ``segments`` of ``Inventory``, in that order."""
 
 
-@dataclass(frozen=True)
 class Retire:
-    pass
+    """Leave, once all that is staged is written."""
+
+
+class ListPublished:
+    """Tell where something is published."""
 
 
 @dataclass(frozen=True)
-class Browse:
-    pass
+class PublishedSegments:
+    published: tuple[PublishedSegment, ...]
 
 
 @dataclass(frozen=True)
-class Shelves:
-    shelves: tuple[Shelf, ...]
-
-
-@dataclass(frozen=True)
-class Read:
-    """Answered by a descriptor of that ``segment``, or by the end of the visit where it is gone."""
+class OpenSegment:
+    """Answered by a descriptor of that ``segment``, or by an end of file where it was released."""
 
     segment: int
 
 
-FromTrainer = Open | Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
+FromTrainer = Listen | Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
 FromWorker = (
-    Ready | Opened | Hosting | Allocated | Adopted | Described | Refused | Cancelled | Written | Committed | Failed
+    Ready | Listening | Hosting | Allocated | Adopted | Described | Refused | Cancelled | Written | Committed | Failed
 )

@@ -8,11 +8,9 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-IO_CLASSES = ("none", "best-effort", "idle")
-
 
 def lower(nice: int, io_class: str) -> None:
-    """Give this process ``nice`` (0 to 19) and the I/O class ``io_class``, one of ``IO_CLASSES``.
+    """Give this process ``nice`` (0 to 19) and the I/O class ``io_class``, see ``Config.io_class``.
 
     A host that refuses either gets a log line, not an error: a checkpoint matters more than its manners.
     """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
 
-from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
-from asyncckpt.worker.storage import PARTIAL_SUFFIX, remove_checkpoint, sync_folder, under_way
+from asyncckpt.worker.storage import storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -22,62 +21,53 @@ def step_folder(root: str, step: int) -> str:
 
 
 def complete_steps(root: str) -> list[int]:
-    """The steps with a published checkpoint under ``root``, ascending; none where there is no such folder."""
-    found = []
-    for name in _names(root):
-        match = _STEP.fullmatch(name)
-        if match and os.path.exists(os.path.join(root, name, MANIFEST_NAME)):
-            found.append(int(match[1]))
-    return sorted(found)
+    """The steps with a committed checkpoint under ``root``, ascending; none where there is no such folder.
 
-
-def attempts_under_way(root: str) -> list[str]:
-    """The attempts under ``root`` that some worker is still writing, as paths."""
-    partial = [os.path.join(root, name) for name in _names(root) if name.endswith(PARTIAL_SUFFIX)]
-    return [path for path in partial if under_way(path)]
+    Raises ``StorageError``.
+    """
+    storage = storage_for(root)
+    steps = filter(None, map(_STEP.fullmatch, storage.names_in(root)))
+    return sorted(int(step[1]) for step in steps if storage.exists(os.path.join(root, step[0], MANIFEST_NAME)))
 
 
 def prune(root: str, keep_last: int, written: int) -> None:
-    """Remove all but the ``keep_last`` newest steps, and never ``written``, the one just published.
+    """Remove old checkpoints, as far as storage allows.
 
     One whose manifest says that it is to be kept, or cannot be read, stays; one that cannot be removed, or is being
     read, is left for the next time.
+
+    Args:
+        root: The folder of the steps.
+        keep_last: How many of the newest steps stay.
+        written: The step that was just committed, which stays in any case.
+
+    Raises:
+        StorageError: The folder cannot be listed.
     """
+    storage = storage_for(root)
     for step in complete_steps(root)[:-keep_last]:
         path = step_folder(root, step)
         if step == written or _is_kept(path):
             continue
         try:
-            if not remove_checkpoint(path):
+            if not storage.remove_checkpoint(path):
                 logger.info("%s is being read and stays for now", path)
-        except OSError as error:
-            logger.warning("the old checkpoint %s could not be removed: %s", path, error)
+        except StorageError as error:
+            logger.warning("an old checkpoint could not be removed: %s", error)
 
 
 def set_aside(root: str, step: int) -> None:
     """Take the name from a damaged checkpoint, so that its step can be saved again. Nothing of it is removed."""
-    path = step_folder(root, step)
-    aside = next(name for number in itertools.count(1) if not os.path.lexists(name := f"{path}.damaged-{number}"))
     try:
-        os.rename(path, aside)
-        sync_folder(root)
-    except OSError as error:
-        logger.warning("the damaged checkpoint %s could not be set aside: %s", path, error)
+        storage_for(root).set_aside(step_folder(root, step))
+    except StorageError as error:
+        logger.warning("a damaged checkpoint could not be set aside: %s", error)
 
 
 def _is_kept(path: str) -> bool:
     name = os.path.join(path, MANIFEST_NAME)
     try:
-        with open(name, "rb") as file:
-            return Manifest.parse(file.read(), name).keep
-    except (OSError, DamagedCheckpointError) as error:
-        logger.warning("%s is not removed, because its manifest cannot be read: %s", path, error)
+        return Manifest.parse(storage_for(path).read(name), name).keep
+    except (StorageError, DamagedCheckpointError) as error:
+        logger.warning("an old checkpoint is not removed, because its manifest cannot be read: %s", error)
         return True
-
-
-def _names(root: str) -> list[str]:
-    try:
-        with os.scandir(root) as entries:
-            return [entry.name for entry in entries]
-    except (FileNotFoundError, NotADirectoryError):
-        return []

@@ -1,142 +1,203 @@
-"""From the image in a slot to a file: large aligned direct writes, and a checksum of every span on the way.
+"""The writer: the thread that writes what is staged, one request after the other.
 
-Nothing here knows tensors. A few threads keep the disk busy while another checksums the same bytes.
+The life of a request here (``ImageState``):
+
+- STAGING: it has begun, and the trainer copies. When the trainer says that all is staged, it is STAGED, and queued.
+  When nothing is queued, the writer takes it before: then it is
+- FOLLOWED: what has arrived of it is written while the rest is coming. When all is staged, it is STAGED, and the
+  writing goes on. If writing fails before that, it is
+- UNWRITTEN: nobody writes it, and its slot is free as soon as the trainer has stopped copying.
+- STAGED: the slot is WRITING from when it is taken up until its bytes are on storage, then FREE, and the trainer is
+  told. The rest is the committer's.
+
+The trainer may take a request back before it is written. Its slot is then free at once, unless it is being followed:
+then it is CANCELLED until the writer lets go of it.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-import xxhash
+from asyncckpt.errors import CheckpointError, RankFailedError, located
+from asyncckpt.shm.slots import State
+from asyncckpt.worker import messages
+from asyncckpt.worker.attempt import Attempt, begin_attempt
+from asyncckpt.worker.committer import Committer
+from asyncckpt.worker.segment_store import HostedSegment, SegmentStore
+from asyncckpt.worker.staged_image import ImageState, StagedImage
+from asyncckpt.worker.storage.storage import Storage
 
-from asyncckpt.shm.huge import only_private, own_buffer
-from asyncckpt.shm.memcpy import address_of, memcpy
-from asyncckpt.shm.segment import round_up
-from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.storage import LocalStorage
+logger = logging.getLogger(__name__)
 
-# Measured: a direct write reaches the disk's speed at 4 MiB a piece, two at a time; 16 MiB leaves Python out of it.
-PIECE_BYTES = 16 << 20
-_BUFFER_BYTES = 4 << 20
+# How long a write may go on after the save it is for has failed, when the trainer is gone.
+_STUCK_S = 30.0
 
 
-class ImageFile:
-    """A new file that an image is written to by the threads of a pool, as far as it is final.
+class Writer:
+    """Writes the requests of one trainer, on a thread of its own that begins at once."""
 
-    A context manager: when it is left no thread looks at the image any more, and the file is closed.
-    """
+    def __init__(
+        self,
+        storage_for: Callable[[str], Storage],
+        segment_store: SegmentStore,
+        committer: Committer,
+        send: Callable[[messages.FromWorker], None],
+        io_threads: int,
+    ) -> None:
+        """Begin.
 
-    def __init__(self, storage: LocalStorage, pool: ThreadPoolExecutor, path: str, image: memoryview) -> None:
-        """``image`` begins on a page and is whole pages. Raises ``StorageError``."""
-        self._file = storage.create(path, large=True)
-        self._pool, self._image = pool, image
-        self._pieces: list[Future[None]] = []
-        self._begin = self._good = 0
-
-    def advance(self, end: int) -> None:
-        """The image is final up to ``end``, in bytes: write all whole pieces of that.
-
-        Raises ``StorageError`` if those before have come to nothing.
+        Args:
+            storage_for: The storage that a path is in.
+            segment_store: The memory; it is told what is whole in it, and its checksums.
+            committer: Takes over what is written, and is told what is not.
+            send: Tells the trainer.
+            io_threads: How many threads write at once.
         """
-        while self._good < len(self._pieces) and self._pieces[self._good].done():
-            self._pieces[self._good].result()
-            self._good += 1
-        while self._begin + PIECE_BYTES <= end:
-            self._submit(self._begin + PIECE_BYTES)
+        self._storage_for = storage_for
+        self._segment_store = segment_store
+        self._committer = committer
+        self._send = send
+        self._io_threads = io_threads
+        # Guards all that follows, and the images.
+        self._changed = threading.Condition()
+        self._begun: dict[int, StagedImage] = {}  # those of which the trainer has not said that they are staged
+        self._queue: deque[StagedImage] = deque()
+        self._finishing = False
+        self._thread = threading.Thread(target=self._run, name="asyncckpt-writer", daemon=True)
+        self._thread.start()
 
-    def finish(self, nbytes: int | None = None) -> bool:
-        """Write what is left of the image, or of its first ``nbytes``, and sync it. Raises ``StorageError``.
+    def begin(self, request: messages.WriteRequest) -> None:
+        """The trainer is staging that."""
+        slots = self._segment_store.hosted(request.segment).slots
+        with self._changed:
+            self._begun[request.save_id] = StagedImage(
+                request, slots, self._changed, lambda: self._committer.can_succeed(request)
+            )
+            self._changed.notify_all()
 
-        Returns whether the page cache was bypassed.
-        """
-        end = len(self._image) if nbytes is None else round_up(nbytes)
-        self.advance(end)
-        if self._begin < end:
-            self._submit(end)
-        _gather(self._pieces)
-        if nbytes is not None:
-            self._file.truncate(nbytes)
-        self._file.sync()
-        return self._file.direct
+    def staged(self, save_id: int, timings: dict[str, float]) -> None:
+        """All of it is in the slot. ``timings``: seconds the trainer spent, by phase."""
+        with self._changed:
+            if (image := self._begun.pop(save_id, None)) is not None:  # else it was cancelled
+                self._take_staged(image, timings)
 
-    def __enter__(self) -> ImageFile:
-        return self
+    def cancel(self, save_id: int, reason: CheckpointError) -> None:
+        """The trainer takes a request back; it is told whether that was in time."""
+        with self._changed:
+            image = self._begun.pop(save_id, None)
+            if image is None:
+                image = next((each for each in self._queue if each.request.save_id == save_id), None)
+                if image is not None:
+                    self._queue.remove(image)
+            is_followed = image is not None and image.state is ImageState.FOLLOWED
+            if image is not None and is_followed:
+                image.cancel(reason)
+            elif image is not None:
+                image.set_slot_state(State.FREE)
+        self._send(messages.Cancelled(save_id, in_time=image is not None, slot_free=not is_followed))
+        if image is not None and not is_followed:
+            self._committer.failed(image.request, reason)
 
-    def __exit__(self, *_: object) -> None:
-        for piece in self._pieces:
-            piece.cancel()
-        wait(self._pieces)
-        self._file.close()
+    def finish(self) -> None:
+        """The trainer is gone: write what is staged, also where it could not say so any more, and end."""
+        with self._changed:
+            for image in self._begun.values():
+                if image.is_marked_staged():
+                    self._take_staged(image, {})
+                    continue
+                why = _located(RankFailedError("its trainer ended before the state was staged"), image.request)
+                if image.state is ImageState.FOLLOWED:
+                    image.cancel(why)
+                else:
+                    self._committer.failed(image.request, why)
+            self._begun.clear()
+            self._finishing = True
+            self._changed.notify_all()
 
-    def _submit(self, end: int) -> None:
-        self._pieces.append(self._pool.submit(self._write, self._begin, end))
-        self._begin = end
+    def wait_finished(self) -> bool:
+        """Wait for the end; False where a write is stuck, of which all that could be said has been said."""
+        stuck_s = 0.0
+        while self._thread.is_alive() and stuck_s < _STUCK_S:
+            self._thread.join(1.0)
+            stuck_s = stuck_s + 1.0 if self._committer.idle() else 0.0
+        return not self._thread.is_alive()
 
-    def _write(self, begin: int, end: int) -> None:
-        if not (self._file.direct and only_private()):
-            self._file.write(self._image[begin:end], begin)
+    def _take_staged(self, image: StagedImage, timings: dict[str, float]) -> None:
+        self._segment_store.image_staged(image.request)
+        before = image.state
+        image.stage(timings)
+        if before is ImageState.FOLLOWED:
+            image.set_slot_state(State.WRITING)
+        elif before is ImageState.UNWRITTEN:
+            self._free(image)
+        else:
+            self._queue.append(image)
+
+    def _run(self) -> None:
+        with ThreadPoolExecutor(self._io_threads, thread_name_prefix="asyncckpt-io") as pool:
+            while (image := self._next()) is not None:
+                hosted = self._segment_store.hosted(image.request.segment)
+                with hosted.used():  # as soon as the slot is free, the trainer may release the segment
+                    self._carry_out(image, hosted, pool)
+
+    def _next(self) -> StagedImage | None:
+        """What to write now; None: nothing will come any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._to_follow() or self._finishing)
+            if self._queue:
+                image = self._queue.popleft()
+                image.set_slot_state(State.WRITING)
+                return image
+            if (begun := self._to_follow()) is not None:
+                begun.state = ImageState.FOLLOWED
+            return begun
+
+    def _to_follow(self) -> StagedImage | None:
+        """The next that is begun, if it can be followed: single files are completed here before they are written."""
+        image = next((each for each in self._begun.values() if each.state is ImageState.STAGING), None)
+        if image is None:
+            return None
+        layout = self._segment_store.hosted(image.request.segment).layout
+        return image if isinstance(layout, messages.CheckpointLayout) else None
+
+    def _carry_out(self, image: StagedImage, hosted: HostedSegment, pool: ThreadPoolExecutor) -> None:
+        request = image.request
+        if not self._committer.can_succeed(request):
+            self._let_go(image)
             return
-        # By way of huge pages: a copy costs less than the small ones do.
-        buffer = own_buffer(_BUFFER_BYTES)
-        for at in range(begin, end, _BUFFER_BYTES):
-            nbytes = min(_BUFFER_BYTES, end - at)
-            memcpy(address_of(buffer), address_of(self._image[at:end]), nbytes)
-            self._file.write(buffer[:nbytes], at)
+        os.umask(request.umask)
+        attempt: Attempt | None = None
+        try:
+            try:
+                attempt = begin_attempt(self._storage_for(request.path), image, hosted.layout, hosted.segment)
+                self._segment_store.image_written(request, attempt.write(pool))
+            finally:
+                self._let_go(image)
+            report = attempt.seal()
+        except Exception as error:
+            if error is not image.failure:  # that is no fault of writing
+                logger.exception("writing %s failed", request.path)
+            self._committer.failed(request, _located(error, request), attempt)
+        else:
+            self._committer.written(attempt, report)
+
+    def _let_go(self, image: StagedImage) -> None:
+        """The writer looks at the slot no more. Where the trainer still copies into it, it is not free yet."""
+        with self._changed:
+            if image.state is ImageState.FOLLOWED:
+                image.state = ImageState.UNWRITTEN
+            else:
+                self._free(image)
+
+    def _free(self, image: StagedImage) -> None:
+        image.set_slot_state(State.FREE)
+        self._send(messages.Written(image.request.save_id, image.inode))
 
 
-def write_image(
-    storage: LocalStorage,
-    pool: ThreadPoolExecutor,
-    path: str,
-    image: memoryview,
-    bounds: Sequence[int],
-    wait_beyond: Callable[[int, int], int],
-) -> tuple[array[int], bool]:
-    """Write ``image`` to the new file ``path`` and sync it.
-
-    ``wait_beyond(nbytes, whole)`` waits until more than ``nbytes`` of the ``whole`` are there, and returns how many;
-    from then on those must stay as they are until this returns. ``image`` begins on a page and is whole pages. Returns
-    the checksums of the spans between ``bounds``, and whether the page cache was bypassed. Raises ``StorageError``, and
-    what ``wait_beyond`` does.
-    """
-    checksums = array("Q", bytes(8 * (len(bounds) - 1)))
-    with ImageFile(storage, pool, path, image) as file:
-        there = 0
-        while there < len(image):
-            there = wait_beyond(there, len(image))
-            file.advance(there)
-        # Meanwhile, on this thread: checksums are ten times as fast as the disk. Not while the trainer is copying, who
-        # wants the memory and the cores for that.
-        for span, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            checksums[span] = checksum(image[begin:end])
-        direct = file.finish()
-    return checksums, direct
-
-
-def write_small(storage: LocalStorage, path: str, *parts: bytes | memoryview) -> dict[str, Any]:
-    """Write ``parts`` one after the other to the new file ``path``, and sync it. Returns its entry for the manifest."""
-    digest = xxhash.xxh3_64()
-    nbytes = 0
-    file = storage.create(path, large=False)
-    try:
-        for part in parts:
-            file.write(memoryview(part), nbytes)
-            digest.update(part)
-            nbytes += len(part)
-        file.sync()
-    finally:
-        file.close()
-    return {"bytes": nbytes, "xxh3": digest.hexdigest()}
-
-
-def _gather(tasks: list[Future[None]]) -> None:
-    """Wait for all ``tasks``, or until one fails; then no other is left running, and its error is raised."""
-    done, pending = wait(tasks, return_when=FIRST_EXCEPTION)
-    for task in pending:
-        task.cancel()
-    wait(pending)
-    for task in done:
-        task.result()
+def _located(error: Exception, request: messages.WriteRequest) -> CheckpointError:
+    return located(error, path=request.path, rank=request.rank, step=request.step)

@@ -8,16 +8,17 @@
         engine.load_weights(weights.items())
 
 Other hosts are reached by ``broadcast_weights``. Trainers that keep their parameters off the device have
-``OffloadedParameters`` and ``sync_with_offload``; verl has ``asyncckpt.weights.verl``.
+``OffloadedParameters`` and ``sync_with_offload``; verl has ``asyncckpt.integrations.verl``.
 """
 
 from __future__ import annotations
 
-from asyncckpt.versions import Publication
-from asyncckpt.weights.broadcast import Broadcast, broadcast_weights, close_broadcasts, receive_weights
-from asyncckpt.weights.metrics import SyncMetrics
-from asyncckpt.weights.offload import loaded, sync_with_offload
-from asyncckpt.weights.parameters import OffloadedParameters
+from asyncckpt.publication import Publication
+from asyncckpt.weights.broadcast.broadcast import broadcast_weights, close_broadcasts, receive_weights
+from asyncckpt.weights.broadcast.protocol import Broadcast
+from asyncckpt.weights.offload.metrics import SyncMetrics
+from asyncckpt.weights.offload.parameters import OffloadedParameters
+from asyncckpt.weights.offload.sync import loaded, sync_with_offload
 from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.subscriber import WeightSubscriber
 from asyncckpt.weights.weights import Weights

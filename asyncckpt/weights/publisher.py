@@ -1,4 +1,4 @@
-"""The trainer's end: puts its newest weights where readers of its host can take them."""
+"""The publisher: the trainer's part, which puts its newest weights where readers of its host can take them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,24 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from asyncckpt.address import job_of_weights
 from asyncckpt.config import Config
-from asyncckpt.errors import (
-    ClosedError,
-    JobTakenError,
-    UnsavableStateError,
-    VersionError,
-    WeightsTimeoutError,
-)
-from asyncckpt.host_copy import copy_pool
-from asyncckpt.shm.slots import MAX_SLOTS
-from asyncckpt.structure import StructureChanged
-from asyncckpt.versions import Publication, Versions
-from asyncckpt.weights.image import Form
+from asyncckpt.errors import ClosedError, JobTakenError, UnsavableStateError, VersionError, WeightsTimeoutError
+from asyncckpt.planning.structure import StructureChanged
+from asyncckpt.publication import Publication, Versions, job_of_weights
+from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
+from asyncckpt.staging.host_copy import copy_pool
+from asyncckpt.supervisor import Supervisor
+from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.plan import WeightPlan
-from asyncckpt.weights.sharing import Sharing, local
-from asyncckpt.weights.shelf import Shelf
-from asyncckpt.worker.client import WorkerClient, deserted
-from asyncckpt.worker.door import door_name
-from asyncckpt.worker.succession import start_worker
-from asyncckpt.worker.visit import Visit
+from asyncckpt.weights.shards import Sharding, local
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.takeover import Takeover
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,16 +49,20 @@ class WeightPublisher:
         process_group: ProcessGroup | None = None,
         config: Config | None = None,
     ) -> None:
-        """``address``: any text, by which readers find this.
+        """Takes no memory and starts no worker yet.
 
-        ``slots``: images of the weights in memory, 2 or more, taken as they are needed: one to publish in, the others
-        are the newest versions, which stay readable. A slot that is read is left alone; when all but that with the
-        newest version are, a publication is skipped (``when_busy="skip"``), or waits for a reader to end, at most
-        ``Config.timeout`` seconds.
+        Args:
+            address: Any text, by which readers find this.
+            slots: Images of the weights in memory, 2 or more, taken as they are needed: one to publish in, the others
+                are the newest versions, which stay readable. A slot that is being read is left alone.
+            when_busy: What happens when all slots but that of the newest version are being read: the publication is
+                skipped, or waits for a reader to end, at most ``Config.timeout`` seconds.
+            process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
+                readers need all of them on their host. None: this process alone.
+            config: ``timeout``, ``linger`` and what is about the worker process are taken from it.
 
-        ``process_group``: its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
-        readers are to be where all of them are. None: this process alone. Of ``config``: ``timeout``, ``linger`` and
-        what is about the worker process.
+        Raises:
+            ValueError: An argument is not one of those.
         """
         if not address:
             raise ValueError("an address is a text that readers are told, and not empty")
@@ -80,17 +74,27 @@ class WeightPublisher:
         self._slots = slots
         self._when_busy = when_busy
         self._config = config or Config()
-        self._sharing = Sharing(process_group)
-        self._door = door_name(job_of_weights(address), self._sharing.rank)
-        self._client: WorkerClient | None = None
+        self._sharding = Sharding(process_group)
+        self._supervisor = Supervisor(
+            self._config,
+            job_of_weights(address),
+            on_takeover=lambda _: None,
+            on_death=lambda: logger.warning("the worker of the weights at %r has died: another is started", address),
+            hand_over=self._hand_over,
+        )
         self._plan: WeightPlan | None = None
         # The last one is published in; those before it, of other structures, are left until that has a version.
-        self._shelves: list[Shelf] = []
+        self._buffers: list[WeightBuffer] = []
         self._versions = Versions()
         self._pool = copy_pool()
         self._skips = False
         self._closed = False
         self._lock = threading.Lock()
+
+    @property
+    def worker(self) -> WorkerClient | None:
+        """The worker, once there is one."""
+        return self._supervisor.client
 
     def publish(
         self,
@@ -100,59 +104,52 @@ class WeightPublisher:
         dtype: torch.dtype | None = None,
         roll_back: bool = False,
     ) -> Publication:
-        """Copy ``weights`` and let readers see them, all at once, as ``version`` (0 or more).
+        """Copy ``weights`` and let readers see them, all at once. The caller may change them when this returns.
 
-        ``weights``: a state dict, as ``Checkpointer.save`` takes it (what in it is no tensor is left out), or pairs of
-        name and tensor, taken one by one, each copied before the next is asked for. When this returns the caller may
-        change them. ``dtype``: what tensors of floating point are converted to on the way (not those of 8 bits).
+        Args:
+            weights: A state dict, as ``Checkpointer.save`` takes it (what in it is no tensor is left out), or pairs of
+                name and tensor, taken one by one, each copied before the next is asked for.
+            version: 0 or more, and greater than the last one published, also by a trainer before this one.
+            dtype: What tensors of floating point are converted to on the way (not those of 8 bits).
+            roll_back: Allow a version that is not newer than the last one; readers take it.
 
-        Versions grow. ``roll_back=True`` allows one that is not newer than the last one published, also by a trainer
-        before this one, and readers take it.
+        Returns:
+            What was published; ``skipped`` where readers have all slots.
 
-        Raises ``VersionError``, ``UnsavableStateError``, ``OutOfMemoryError``, ``JobTakenError`` where another process
-        publishes under this address, ``WorkerDiedError`` (the next call starts another worker), ``ClosedError``,
-        ``RankFailedError`` where another rank raises, or is not heard of within the timeout of the process group,
-        ``WeightsTimeoutError`` where ``when_busy`` is "wait" and readers do not end. Then nothing is published; the
-        newest version stays, and what is being read.
+        Raises:
+            VersionError, UnsavableStateError, OutOfMemoryError, ClosedError: As they say. After any error nothing is
+                published; the newest version stays, and what is being read.
+            JobTakenError: Another process publishes under this address.
+            WorkerDiedError: The next call starts another worker.
+            RankFailedError: Another rank raises, or does not answer within the timeout of the process group.
+            WeightsTimeoutError: ``when_busy`` is "wait", and readers do not end.
         """
-        with self._lock, self._sharing.together():
-            if isinstance(weights, torch.nn.Module):
-                raise TypeError("publish takes a state dict: give it module.state_dict()")
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")
+        with self._lock, self._sharding.together():
+            _check(weights, dtype)
             client = self._running_client()
-            published = self._versions.admit(version, self._sharing.ranks, self._sharing.gather, roll_back=roll_back)
+            published = self._versions.admit(version, self._sharding.ranks, self._sharding.gather, roll_back=roll_back)
             timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
             if isinstance(weights, Mapping):
                 slot = self._copy_all(weights, dtype, client, timings)
             else:
-                slot = self._copy_each(iter(weights), dtype, client, timings)
-            said = self._sharing.gather(published)  # all have copied, or none publishes
-            if len(set(said)) > 1:
-                raise VersionError(
-                    f"the ranks do not publish the same version, but {', '.join(str(each.version) for each in said)}"
-                )
-            if slot is None and not self._skips:
-                logger.warning("version %d is not published: readers at %r have all slots", version, self.address)
-            self._skips = slot is None
-            if slot is not None:
-                self._shelves[-1].publish(slot, published)
-                self._versions.note(published)
-                for shelf in self._shelves[:-1]:
-                    shelf.give_back(client)
-                del self._shelves[:-1]
-            nbytes = 0 if slot is None or self._plan is None else self._plan.image.nbytes
+                slot = self._copy_each(weights, dtype, client, timings)
+            versions = self._sharding.gather(published)  # all have copied, or none publishes
+            if len(set(versions)) > 1:
+                each = ", ".join(str(each.version) for each in versions)
+                raise VersionError(f"the ranks do not publish the same version, but {each}")
+            self._show(slot, published, client)
+            nbytes = 0 if slot is None or self._plan is None else self._plan.layout.nbytes
             return Publication(published.version, published.epoch, slot is None, nbytes, timings)
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
-        """Do all that first publications would have to: start the worker, plan, take the memory of all slots.
+        """Start the worker, plan, and take the memory of all slots, so that no publication has to. Publishes nothing.
 
-        Publishes nothing. Raises as ``publish`` does.
+        Raises as ``publish`` does.
         """
         with self._lock:
             client = self._running_client()
-            plan, _ = self._planned(self._sharing.own(weights), dtype)
-            self._shelf_for(plan, client).fill(plan, client, self._slots, self._config.timeout)
+            plan, _ = self._planned(self._sharding.own(weights), dtype)
+            self._buffer_for(plan, client).fill(plan, client, self._slots, self._config.timeout)
 
     def close(self) -> None:
         """End the worker, and give the memory back; readers keep what they have leased. Safe to call twice."""
@@ -164,13 +161,11 @@ class WeightPublisher:
                 return
             self._closed = True
             try:
-                if self._client is not None and linger:
-                    self._client.desert(self._config.timeout)
-                elif self._client is not None:
-                    self._client.close(self._config.timeout)
+                self._supervisor.leave(linger=linger)
             finally:
-                while self._shelves:
-                    self._shelves.pop().close()
+                self._supervisor.close()
+                while self._buffers:
+                    self._buffers.pop().close()
                 self._pool.shutdown()
 
     def __enter__(self) -> WeightPublisher:
@@ -184,10 +179,10 @@ class WeightPublisher:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            if self._client is not None:
-                self._client.abandon()
-                for shelf in self._shelves:
-                    shelf.close()
+            if self.worker is not None:
+                self.worker.abandon()
+                for buffer in self._buffers:
+                    buffer.close()
                 warnings.warn("a WeightPublisher was not closed", ResourceWarning, stacklevel=2, source=self)
             self._closed = True
 
@@ -196,40 +191,37 @@ class WeightPublisher:
     def _running_client(self) -> WorkerClient:
         if self._closed:
             raise ClosedError("this publisher is closed; make a new one")
-        timeout = self._config.timeout
-        if self._client is not None:
-            self._client.check_owner()
-        if self._client is not None and not self._client.alive:
-            logger.warning("starting another worker for the weights at %r, as one has died", self.address)
-            self._client.close(timeout)
-            self._client = None
-        if self._client is None:
-            try:
-                self._client = self._start_worker(timeout)
-            except JobTakenError as error:
-                raise JobTakenError(
-                    f"another process publishes at {self.address!r}, or has just died: give each an address of its own;"
-                    f" or, if these are the ranks of a job, all of them the process group ({error})"
-                ) from error
-        return self._client
+        try:
+            return self._supervisor.running(self._sharding.rank)
+        except JobTakenError as error:
+            raise JobTakenError(
+                f"another process publishes at {self.address!r}, or has just died: give each an address of its own;"
+                f" or, if these are the ranks of a job, all of them the process group ({error})"
+            ) from error
 
-    def _start_worker(self, timeout: float) -> WorkerClient:
-        visit = None if self._shelves else Visit.pay(self._door, timeout, deserted())
-        if visit is not None:
-            self._inherit(visit)
-        options = replace(self._config.worker_options(), door=self._door)
-        return start_worker(options, visit, self._hand_over, timeout)
+    def _hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
+        if predecessor is not None and not self._buffers:
+            self._inherit(predecessor)
+        for buffer in self._buffers:
+            buffer.hand_over(client, self._config.timeout)
 
-    def _hand_over(self, client: WorkerClient) -> None:
-        for shelf in self._shelves:
-            shelf.hand_over(client, self._config.timeout)
-
-    def _inherit(self, visit: Visit) -> None:
+    def _inherit(self, takeover: Takeover) -> None:
         """Take over what a publisher before this one has left."""
-        for shelf in visit.shelves:
-            images = [visit.segments[number] for number in shelf.layout.slots]
-            self._shelves.append(Shelf(visit.segments[shelf.segment], images))
-        self._versions.inherit(max((each for shelf in self._shelves for each in shelf.published()), default=None))
+        for buffer in takeover.published:
+            images = [takeover.segments[number] for number in buffer.layout.slots]
+            self._buffers.append(WeightBuffer(takeover.segments[buffer.segment], images))
+        self._versions.inherit(max((each for buffer in self._buffers for each in buffer.published()), default=None))
+
+    def _show(self, slot: int | None, published: PublishedVersion, client: WorkerClient) -> None:
+        if slot is None and not self._skips:
+            logger.warning("version %d is not published: readers at %r have all slots", published.version, self.address)
+        self._skips = slot is None
+        if slot is not None:
+            self._buffers[-1].publish(slot, published)
+            self._versions.note(published)
+            for buffer in self._buffers[:-1]:
+                buffer.give_back(client)
+            del self._buffers[:-1]
 
     def _planned(
         self, own: Mapping[str, torch.Tensor], dtype: torch.dtype | None
@@ -239,29 +231,29 @@ class WeightPublisher:
                 return self._plan, self._plan.capture(own, dtype)
             except StructureChanged as error:
                 logger.info("the weights at %r are planned anew: %s", self.address, error)
-        if self._sharing.ranks == 1 and not own:
+        if self._sharding.ranks == 1 and not own:
             raise UnsavableStateError("there is no tensor in what is to be published")
-        self._plan = WeightPlan.make(own, dtype, self._sharing)
+        self._plan = WeightPlan.make(own, dtype, self._sharding)
         return self._plan, self._plan.capture(own, dtype)
 
-    def _shelf_for(self, plan: WeightPlan, client: WorkerClient) -> Shelf:
-        """Where images of ``plan`` go, from now on the last one."""
-        shelf = next((shelf for shelf in self._shelves if shelf.is_for(plan)), None)
-        if shelf is None:
-            shelf = Shelf.make(client, self._config.timeout)
+    def _buffer_for(self, plan: WeightPlan, client: WorkerClient) -> WeightBuffer:
+        """Where images of ``plan`` go; from now on it is the last buffer."""
+        buffer = next((buffer for buffer in self._buffers if buffer.is_for(plan)), None)
+        if buffer is None:
+            buffer = WeightBuffer.allocate(client, self._config.timeout)
         else:
-            self._shelves.remove(shelf)
-        self._shelves.append(shelf)
-        return shelf
+            self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+        return buffer
 
     def _claim(self, plan: WeightPlan, client: WorkerClient, timings: dict[str, float]) -> int | None:
-        """A slot of ``plan``'s shelf, on all ranks, or on none."""
+        """A slot for ``plan``, on all ranks or on none."""
         begun = time.perf_counter()
         deadline = time.monotonic() + self._config.timeout
-        shelf = self._shelf_for(plan, client)
+        buffer = self._buffer_for(plan, client)
         while True:
-            slot = shelf.claim(plan, client, self._slots, self._config.timeout)
-            if all(self._sharing.gather(slot is not None)):
+            slot = buffer.claim(plan, client, self._slots, self._config.timeout)
+            if all(self._sharding.gather(slot is not None)):
                 timings["wait_s"] += time.perf_counter() - begun
                 return slot
             if self._when_busy == "skip":
@@ -277,19 +269,19 @@ class WeightPublisher:
         self, weights: Mapping[str, Any], dtype: torch.dtype | None, client: WorkerClient, timings: dict[str, float]
     ) -> int | None:
         begun = time.perf_counter()
-        plan, tensors = self._planned(self._sharing.own(weights), dtype)
+        plan, tensors = self._planned(self._sharding.own(weights), dtype)
         timings["plan_s"] += time.perf_counter() - begun
         slot = self._claim(plan, client, timings)
         if slot is None:
             return None
         begun = time.perf_counter()
-        self._shelves[-1].copy(slot, plan, tensors, self._pool)
+        self._buffers[-1].copy(slot, plan, tensors, self._pool)
         timings["stage_s"] += time.perf_counter() - begun
         return slot
 
     def _copy_each(
         self,
-        stream: Iterator[tuple[str, torch.Tensor]],
+        stream: Iterable[tuple[str, torch.Tensor]],
         dtype: torch.dtype | None,
         client: WorkerClient,
         timings: dict[str, float],
@@ -297,7 +289,7 @@ class WeightPublisher:
         """As ``_copy_all``, for tensors that come one by one, and may be gone when the next one comes."""
         plan = self._plan
         slot: int | None = None
-        known = all(self._sharing.gather(plan is not None and plan.dtype == dtype))
+        known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
         if known and plan is not None:
             slot = self._claim(plan, client, timings)
         skipped = known and slot is None
@@ -306,46 +298,31 @@ class WeightPublisher:
         kept: dict[str, torch.Tensor] = {}
 
         def take(name: str, tensor: torch.Tensor) -> None:
-            """Into the slot, if it is as planned; what comes from the first on that is not, is kept."""
-            if skipped or not self._sharing.is_own(tensor):
+            """Into the slot, as long as all are as planned. The first that is not, and all after it, are kept."""
+            if skipped or not self._sharding.is_own(tensor):
                 return
-            form = self._whole(name, tensor, dtype)
+            form = self._sharding.whole_form(name, tensor, dtype)
             if name in copied or name in kept:
                 raise UnsavableStateError(f"{name!r} comes twice")
             number = plan.find(form) if plan is not None and slot is not None and not kept else None
             if number is None or plan is None or slot is None:
                 kept[name] = local(tensor).to("cpu", form.dtype, copy=True)
             else:
-                self._shelves[-1].targets(slot, plan, tensor.device)[number].copy_(local(tensor))
+                self._buffers[-1].views(slot, plan, tensor.device)[number].copy_(local(tensor))
                 copied[name] = number
 
-        self._walk(stream, take)
+        self._sharding.walk(stream, take)
         as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.names)
-        done = skipped or all(self._sharing.gather(as_planned))
+        done = skipped or all(self._sharding.gather(as_planned))
         if not done and plan is not None and slot is not None:
-            there = self._shelves[-1].targets(slot, plan)
+            there = self._buffers[-1].views(slot, plan)
             kept = {name: there[number].clone() for name, number in copied.items()} | kept
         timings["stage_s"] += time.perf_counter() - begun
         return slot if done else self._copy_all(kept, dtype, client, timings)
 
-    def _walk(self, stream: Iterator[tuple[str, torch.Tensor]], take: Callable[[str, torch.Tensor], None]) -> None:
-        """Have all of ``stream`` taken. Other ranks may walk along it, and wait for each other: so to its end in any
-        case, also where taking fails.
-        """
-        failure: Exception | None = None
-        for name, tensor in stream:
-            try:
-                if failure is None:
-                    take(name, tensor)
-            except Exception as error:
-                if self._sharing.ranks == 1:
-                    raise
-                failure = error
-        if failure is not None:
-            raise failure
 
-    def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Form:
-        form = self._sharing.form(name, tensor, dtype)
-        if form.shape != form.whole:
-            raise UnsavableStateError(f"{name!r} is a part of a tensor: publish such as a state dict, not one by one")
-        return form
+def _check(weights: object, dtype: object) -> None:
+    if isinstance(weights, torch.nn.Module):
+        raise TypeError("publish takes a state dict: give it module.state_dict()")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")

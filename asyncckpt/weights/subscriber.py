@@ -1,4 +1,4 @@
-"""The reader's end: takes the newest weights out of the trainer's shared memory, on the same host."""
+"""The subscriber: a reader's part, which takes the newest weights out of the trainer's shared memory on its host."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import time
 import weakref
 from types import TracebackType
 
-from asyncckpt.address import job_of_checkpoints, job_of_weights
 from asyncckpt.errors import ClosedError, MismatchError, VersionError, WeightsTimeoutError
-from asyncckpt.shm.slots import Published
-from asyncckpt.weights.reading import Found, Leased, Publications
+from asyncckpt.publication import job_of_checkpoints, job_of_weights
+from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.weights.lease import Lease, RankPublications, ReadableSlot
 from asyncckpt.weights.weights import Weights
-from asyncckpt.worker.door import door_name, runtime_folder
+from asyncckpt.worker.endpoint import endpoint_name, runtime_folder
 
 logger = logging.getLogger(__name__)
 
-# How long a worker, which is there, may take to answer: so long that a busy machine is no reason to give up.
+# How long a worker, which is there, may take to answer: so long that a loaded machine is no reason to give up.
 _ANSWER_S, _LEAST_ANSWER_S = 10.0, 1.0
 # While nothing is new: how often to look at what is mapped, and how often to ask for what is not.
 _LEAST_PAUSE_S = 0.0005
@@ -36,16 +36,20 @@ class WeightSubscriber:
     """
 
     def __init__(self, address: str, *, prefix: str = "") -> None:
-        """``prefix``: only tensors whose names begin with that, and without it: "model." with its dot."""
+        """``address``: that of the publisher. ``prefix``: only tensors whose names begin with that, and without it."""
         self._set_up(job_of_weights(address), address, prefix)
 
     @classmethod
     def of_checkpoints(
         cls, root: str | os.PathLike[str], *, job_id: str | None = None, prefix: str = ""
     ) -> WeightSubscriber:
-        """For what the ``Checkpointer`` of ``root`` (and ``Config.job_id``) publishes of its saves.
+        """For what a ``Checkpointer`` publishes of its saves.
 
-        The names are those in the checkpoint: ``prefix="model."`` for a state dict with the weights under "model".
+        Args:
+            root: Its folder.
+            job_id: Its ``Config.job_id``.
+            prefix: Only tensors whose names begin with that, and without it. The names are those in the checkpoint:
+                ``"model."``, with its dot, for a state dict with the weights under "model".
         """
         subscriber = cls.__new__(cls)
         subscriber._set_up(job_of_checkpoints(root, job_id), os.fspath(root), prefix)
@@ -55,8 +59,8 @@ class WeightSubscriber:
         self._job = job
         self._address = address
         self._prefix = prefix
-        self._ranks = [Publications(door_name(job, 0))]
-        self._newest: Published | None = None
+        self._ranks = [RankPublications(endpoint_name(job, 0))]
+        self._newest: PublishedVersion | None = None
         self._closed = False
         self._lock = threading.RLock()
         _all_subscribers.add(self)
@@ -75,12 +79,22 @@ class WeightSubscriber:
         roll_back: bool = False,
         timeout: float = 60.0,
     ) -> Weights:
-        """The newest weights, leased; wait until they are of ``min_version`` or later. Or those of ``version``.
+        """Lease the newest weights, which are complete, and of all publishing ranks. Nothing is copied.
 
-        A version is complete, and of all publishing ranks. It costs no copy. Raises ``WeightsTimeoutError`` when there
-        is none such within ``timeout`` seconds; ``MismatchError`` when no name begins with the prefix; ``VersionError``
-        when a trainer that was started anew publishes older versions than this reader has had, and did not say that it
-        means to (``roll_back=True``: take them).
+        Args:
+            min_version: Wait until there is this version or a later one.
+            version: Take this version, and not the newest.
+            roll_back: Take also older versions than this reader has had, of a trainer that does not say it goes back.
+            timeout: Seconds to wait.
+
+        Returns:
+            The weights, to be released; they may be used as a context manager.
+
+        Raises:
+            WeightsTimeoutError: There are none such within ``timeout``.
+            MismatchError: No name begins with the prefix.
+            VersionError: They are older than what this reader has had, see ``roll_back``.
+            ClosedError: This subscriber is closed.
         """
         if version is not None and min_version is not None:
             raise ValueError("acquire the version, or the newest from min_version on; not both")
@@ -94,15 +108,13 @@ class WeightSubscriber:
                     self._refresh(min(_ANSWER_S, max(_LEAST_ANSWER_S, deadline - time.monotonic())))
                     ask_at = time.monotonic() + _ASK_AGAIN_S
                 complete = self._complete()
-                wanted = self._wanted(complete, min_version) if version is None else _exactly(complete, version)
-                if wanted is not None:
-                    parts = self._lease(wanted, complete[wanted])
-                    if parts is not None:
-                        weights = Weights(wanted, parts, self._prefix, keep=self)
-                        self._check_prefix(weights, parts)
+                found = self._newest_of(complete, min_version) if version is None else _exactly(complete, version)
+                if found is not None:
+                    weights = self._lease(found, complete[found])
+                    if weights is not None:
                         if version is None:
-                            # Only now it is sure that what was seen of it belongs together.
-                            self._note(wanted, weights, roll_back=roll_back)
+                            # Only under the lease it is sure that what was seen of it belongs together.
+                            self._note(found, weights, roll_back=roll_back)
                         return weights
                     pause = _LEAST_PAUSE_S  # something newer has come
                 if time.monotonic() > deadline:
@@ -136,21 +148,21 @@ class WeightSubscriber:
         # The first rank says how many there are.
         ranks = max((published.ranks for published in self._ranks[0].all()), default=1)
         while len(self._ranks) < ranks:
-            self._ranks.append(Publications(door_name(self._job, len(self._ranks))))
+            self._ranks.append(RankPublications(endpoint_name(self._job, len(self._ranks))))
         for rank in self._ranks[1:ranks]:
             rank.refresh(timeout)
 
-    def _complete(self) -> dict[Published, list[Found]]:
+    def _complete(self) -> dict[PublishedVersion, list[ReadableSlot]]:
         """What all ranks have published, and where each has its part."""
-        offers = [rank.all() for rank in self._ranks]
+        by_rank = [rank.all() for rank in self._ranks]
         return {
-            published: [offer[published] for offer in offers[: published.ranks]]
-            for published in offers[0]
-            if all(published in offer for offer in offers[: published.ranks]) and published.ranks <= len(offers)
+            published: [each[published] for each in by_rank[: published.ranks]]
+            for published in by_rank[0]
+            if published.ranks <= len(by_rank) and all(published in each for each in by_rank[: published.ranks])
         }
 
-    def _lease(self, published: Published, found: list[Found]) -> list[Leased] | None:
-        parts: list[Leased] = []
+    def _lease(self, published: PublishedVersion, found: list[ReadableSlot]) -> Weights | None:
+        parts: list[Lease] = []
         for rank, there in zip(self._ranks, found, strict=False):
             part = rank.lease(published, there)
             if part is None:
@@ -158,9 +170,18 @@ class WeightSubscriber:
                     each.give_back()
                 return None
             parts.append(part)
-        return parts
+        weights = Weights(published, parts, self._prefix, keep=self)
+        if not weights and self._prefix:
+            names = [name for part in parts for name in part.entries]
+            weights.release()
+            raise MismatchError(
+                f"at {self._address!r} no tensor's name begins with {self._prefix!r}; they are called {names[:3]}"
+            )
+        return weights
 
-    def _wanted(self, complete: dict[Published, list[Found]], min_version: int | None) -> Published | None:
+    def _newest_of(
+        self, complete: dict[PublishedVersion, list[ReadableSlot]], min_version: int | None
+    ) -> PublishedVersion | None:
         newest = max(complete, default=None)
         if newest is None or newest.version < (min_version or 0):
             return None
@@ -168,8 +189,8 @@ class WeightSubscriber:
         last = self._newest
         return None if last is not None and newest < last and newest.epoch == last.epoch else newest
 
-    def _note(self, published: Published, weights: Weights, *, roll_back: bool) -> None:
-        """It is the newest that this reader has had, unless it is older than that, and nobody has said so."""
+    def _note(self, published: PublishedVersion, weights: Weights, *, roll_back: bool) -> None:
+        """Remember it as the newest. Raises ``VersionError`` where it is older, and neither side allows that."""
         last = self._newest
         if last is not None and published.version < last.version and not (published.rolled_back or roll_back):
             weights.release()
@@ -179,32 +200,23 @@ class WeightSubscriber:
             )
         self._newest = published
 
-    def _check_prefix(self, weights: Weights, parts: list[Leased]) -> None:
-        if weights or not self._prefix:
-            return
-        names = [name for part in parts for name in part.entries]
-        weights.release()
-        raise MismatchError(
-            f"at {self._address!r} no tensor's name begins with {self._prefix!r}; they are called {names[:3]}"
-        )
-
     def _what_is_missing(
         self,
-        complete: dict[Published, list[Found]],
+        complete: dict[PublishedVersion, list[ReadableSlot]],
         min_version: int | None,
         version: int | None,
         timeout: float,
     ) -> str:
-        asked = "no weights"
         if not any(rank.is_reached for rank in self._ranks):
             return (
                 f"nobody has published at {self._address!r} within {timeout:g} s; is the trainer running, on this host,"
                 f" as this user, and with the same runtime folder (here it is {runtime_folder()})?"
             )
+        asked = "no weights"
         if version is not None:
-            asked = f"no weights of version {version}"
+            asked += f" of version {version}"
         elif min_version is not None:
-            asked = f"no weights of version {min_version} or later"
+            asked += f" of version {min_version} or later"
         there = ", ".join(str(published.version) for published in sorted(complete)) or "none"
         half = {published for rank in self._ranks for published in rank.all()} - set(complete)
         hint = ""
@@ -215,7 +227,7 @@ class WeightSubscriber:
         )
 
 
-def _exactly(complete: dict[Published, list[Found]], version: int) -> Published | None:
+def _exactly(complete: dict[PublishedVersion, list[ReadableSlot]], version: int) -> PublishedVersion | None:
     return max((each for each in complete if each.version == version), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Weights: one published version, for as long as it is leased."""
+"""Weights: one published version, as a mapping of names to tensors, for as long as it is leased."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from types import TracebackType
 import torch
 
 from asyncckpt.errors import ClosedError, MismatchError
-from asyncckpt.shm.slots import Published
-from asyncckpt.weights.image import Entry
-from asyncckpt.weights.reading import Leased
+from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.weights.layout import TensorEntry
+from asyncckpt.weights.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -28,20 +28,24 @@ class Weights(Mapping[str, torch.Tensor]):
     together, into memory of its own, each time it is asked for.
 
     While this is leased nobody writes there. The lease ends with ``release``, with the block where this is used as a
-    context manager, or with this process. Tensors may be used for longer: then the lease ends with the last of them.
+    context manager, or with this process. Tensors may be used for longer: then it ends with the last of them.
     """
 
-    def __init__(self, published: Published, parts: Sequence[Leased], prefix: str, keep: object = None) -> None:
-        """``parts``: of all ranks, in their order. Of names that begin with ``prefix``, the rest is used.
+    def __init__(self, published: PublishedVersion, parts: Sequence[Lease], prefix: str, keep: object = None) -> None:
+        """Name the tensors of one version.
 
-        ``keep``: what must not go before the lease does.
+        Args:
+            published: The version.
+            parts: A lease on the slot of each rank, in their order.
+            prefix: Only names that begin with it are used, without it.
+            keep: What must not go before the lease does.
         """
         self.version = published.version
         self.epoch = published.epoch
-        """Of the publisher: a restarted one has a greater number."""
-        self._parts: Sequence[Leased] = parts
+        """The publisher's: a restarted one has a greater number."""
+        self._parts: Sequence[Lease] = parts
         self._keep = keep
-        self._chunks: dict[str, list[tuple[Leased, Entry]]] = {}
+        self._chunks: dict[str, list[tuple[Lease, TensorEntry]]] = {}
         for part in parts:
             for name, entry in part.entries.items():
                 if name.startswith(prefix):
@@ -80,10 +84,7 @@ class Weights(Mapping[str, torch.Tensor]):
         return sum(entry.nbytes for chunks in self._chunks.values() for _, entry in chunks)
 
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """All tensors, in groups of at most ``nbytes`` bytes, for engines that load in pieces; a larger tensor alone.
-
-        Nothing is copied for it.
-        """
+        """All tensors, in groups of at most ``nbytes`` bytes; a larger tensor alone. Nothing is copied for it."""
         if nbytes <= 0:
             raise ValueError(f"a bucket has some bytes, not {nbytes}")
         bucket: list[tuple[str, torch.Tensor]] = []
@@ -100,12 +101,12 @@ class Weights(Mapping[str, torch.Tensor]):
 
     @contextlib.contextmanager
     def safetensors(self, folder: str | os.PathLike[str] | None = None) -> Iterator[list[str]]:
-        """The same memory as safetensors files, one a publishing rank: the paths of links in ``folder`` (None: one made
-        for this), which are removed at the end of the block.
+        """The same memory as safetensors files, for readers that want a path. They map it, and nothing is copied.
 
-        For readers that want a path: they map the trainer's memory, and nothing is copied. They must be done with it
-        when the lease ends. ``ValueError`` for weights that have none: those of a checkpoint are in another form, and
-        of a tensor that is sharded over ranks each file would have but a part, under the name of the whole.
+        Yields the paths of links in ``folder`` (None: one made for this), one for each publishing rank, which are
+        removed at the end of the block. Readers must be done with the memory when the lease ends. Raises ``ValueError``
+        for weights of a checkpoint, which has another form, and for sharded ones: each file would have but a part of a
+        tensor, under the name of the whole.
         """
         if not all(part.is_file for part in self._parts):
             raise ValueError("these are of a checkpoint; only a WeightPublisher's are laid out as safetensors files")
@@ -142,10 +143,10 @@ class Weights(Mapping[str, torch.Tensor]):
         self.release()
 
 
-def _whole(chunks: Sequence[tuple[Leased, Entry]]) -> tuple[int, ...]:
+def _whole(chunks: Sequence[tuple[Lease, TensorEntry]]) -> tuple[int, ...]:
     """The shape of the tensor that these are all parts of."""
     _, first = chunks[0]
     if first.whole is not None:
         return first.whole
-    ends = [[begin + size for begin, size in zip(each.offsets, each.shape, strict=True)] for _, each in chunks]
-    return tuple(map(max, zip(*ends, strict=True)))
+    upper = [[begin + size for begin, size in zip(each.offsets, each.shape, strict=True)] for _, each in chunks]
+    return tuple(map(max, zip(*upper, strict=True)))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncckpt.weights.broadcast import broadcast_weights, close_broadcasts
+from asyncckpt.weights.broadcast.broadcast import broadcast_weights, close_broadcasts
 from bench.contestants import told
 from bench.limits import Limits
 from bench.states import GIB

@@ -13,7 +13,7 @@ import torch
 
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker.storage import OutputFile
+from asyncckpt.worker.storage.output_file import LocalFile
 
 WRITE_THREADS = 2
 # Above these sizes a disk gets no faster, if the buffers are on huge pages.
@@ -36,7 +36,7 @@ class WriteLimit:
     def direct_write(self) -> float:
         """In large pieces, by a few threads."""
         begun = time.perf_counter()
-        file = OutputFile(self._path, direct=True)
+        file = LocalFile(self._path, direct=True)
 
         def write(number: int) -> None:
             for offset in range(number * WRITE_BYTES, self._nbytes, WRITE_THREADS * WRITE_BYTES):

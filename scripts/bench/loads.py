@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import asyncckpt
-from asyncckpt.worker.door import FOLDER_VARIABLE, door_name
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE, endpoint_name
 from asyncckpt.worker.steps import step_folder
-from asyncckpt.worker.visit import Visit
+from asyncckpt.worker.takeover import Takeover
 from bench import files
 from bench.contestants import dcp, torch_save
 from bench.limits import Limits, ReadLimit
@@ -132,10 +132,10 @@ def _left_worker(folder: str) -> Iterator[None]:
     try:
         yield
     finally:
-        visit = Visit.pay(door_name(f"{os.path.realpath(folder)}/ours\n", 0), LIMIT_S)
-        if visit is not None:
-            visit.retire(LIMIT_S)
-            visit.close()
+        takeover = Takeover.find(endpoint_name(f"{os.path.realpath(folder)}/ours\n", 0), LIMIT_S)
+        if takeover is not None:
+            takeover.retire(LIMIT_S)
+            takeover.close()
         os.environ.pop(FOLDER_VARIABLE)
         if before is not None:
             os.environ[FOLDER_VARIABLE] = before

@@ -136,7 +136,7 @@ def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str, ch
     made = make(request)
     trainer = Trainer(made.state, request.device)
     left_out: dict[str, str] = {}
-    sharing = contestants.choose_sharing(made.state)
+    sharding = contestants.choose_sharing(made.state)
     for _ in range(SPARE_STEPS):
         trainer.step()
     there = contestants.make_all(names, folder, made.state, left_out)
@@ -166,7 +166,7 @@ def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str, ch
             if name in blocks and rows[1:]
         },
         "left_out": left_out,
-        "sharing": sharing,
+        "sharing": sharding,
         "checked": checked,
     }
 

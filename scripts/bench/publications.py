@@ -14,7 +14,7 @@ import torch
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.worker.door import FOLDER_VARIABLE
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 from bench.contestants import told
 from bench.limits import Limits
 from bench.states import GIB, Request, make, tensors_of

@@ -34,10 +34,10 @@ def _sharded(total: int, tensors: int) -> dict[str, Any]:
     return {"model": shards, "norm": torch.ones(256), "step": 0}
 
 
-def _rank(rank: int, world_size: int, meeting: str, folder: str, total: int, tensors: int, saves: int) -> None:
+def _rank(rank: int, world_size: int, rendezvous: str, folder: str, total: int, tensors: int, saves: int) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=300)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=limit)
     state = _sharded(total, tensors)
     writer = WriteLimit(total, folder) if rank == 0 else None
     config = asyncckpt.Config(keep_last=1, assume_constant_structure=True)
@@ -73,9 +73,9 @@ def measure(counts: Sequence[int], total: int, tensors: int, saves: int, where: 
     for count in counts:
         folder = tempfile.mkdtemp(dir=where)
         try:
-            meeting = f"file://{folder}/meeting"
+            rendezvous = f"file://{folder}/meeting"
             ranks = [
-                context.Process(target=_rank, args=(rank, count, meeting, folder, total, tensors, saves))
+                context.Process(target=_rank, args=(rank, count, rendezvous, folder, total, tensors, saves))
                 for rank in range(count)
             ]
             for process in ranks:

@@ -88,7 +88,7 @@ def measure(
     made = make(request)
     trainer = Trainer(made.state, request.device, changing)
     left_out: dict[str, str] = {}
-    sharing = contestants.choose_sharing(made.state)
+    sharding = contestants.choose_sharing(made.state)
     there = contestants.make_all(names, folder, made.state, left_out)
     series = {name: Series(contestant, trainer) for name, contestant in there.items()}
     with Limits(made.nbytes, folder, request.device) as limits:
@@ -112,7 +112,7 @@ def measure(
         "limits": {name: [row[0] for row in rows[1:]] for name, rows in found.items() if name in turns},
         "results": {name: _columns(rows) for name, rows in found.items() if name not in turns},
         "left_out": left_out,
-        "sharing": sharing,
+        "sharing": sharding,
         "checked": checked,
     }
 

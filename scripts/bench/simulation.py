@@ -30,17 +30,17 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncckpt.group import _pack, _unpack
-from asyncckpt.plan import _Draft
+from asyncckpt.planning.plan import Draft
+from asyncckpt.ranks.group import pack, unpack
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slots import SlotTable
-from asyncckpt.worker import rounds
-from asyncckpt.worker.arrival import Arrival
-from asyncckpt.worker.commit import Attempt
-from asyncckpt.worker.manifest import data_name, index_name
-from asyncckpt.worker.messages import Layout, Meeting, Order, Region
+from asyncckpt.worker import store_connection
+from asyncckpt.worker.attempt import begin_attempt
+from asyncckpt.worker.index import data_name, index_name
+from asyncckpt.worker.messages import CheckpointLayout, Region, Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, round_name
-from asyncckpt.worker.storage import LocalStorage
+from asyncckpt.worker.staged_image import StagedImage
+from asyncckpt.worker.storage import storage_for
 
 
 class _Counting:
@@ -71,28 +71,27 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
     import warnings
 
     warnings.filterwarnings("ignore")
-    store = rounds.host(0)
+    store = store_connection.host_store(0)
     pipe.send(store.port)
-    meeting: Meeting = pipe.recv()
-    mine = Rounds(meeting, 300)
-    storage = LocalStorage()
+    rendezvous: Rendezvous = pipe.recv()
+    mine = Rounds(rendezvous, 300)
     with Segment.create("bench", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
         bounds = Region(PAGE, 16)
         segment.view[PAGE : PAGE + 16] = memoryview(bytes(8) + PAGE.to_bytes(8, "little"))
         small = Region(2 * PAGE, 64)
-        layout = Layout(data_name(0), PAGE, (3 * PAGE,), metadata=small, index_head=small, spans=bounds)
+        layout = CheckpointLayout(data_name(0), PAGE, (3 * PAGE,), metadata=small, index_head=small, spans=bounds)
         for save in range(1, saves + 1):
             path = os.path.join(folder, f"save-{save}")
-            order = Order(save, 1, 0, path, "attempt", save, 0, 1, "refuse", None, False, 300.0)
-            arrival = Arrival(order, SlotTable(segment.view), changed := threading.Condition(), lambda: True)
+            order = WriteRequest(save, 1, 0, path, "attempt", save, 0, 1, "refuse", None, False, 300.0)
+            staged_image = StagedImage(order, SlotTable(segment.view), changed := threading.Condition(), lambda: True)
             with changed:
-                arrival.stage({})
-            attempt = Attempt(storage, arrival, layout, segment)
+                staged_image.stage({})
+            attempt = begin_attempt(storage_for(path), staged_image, layout, segment)
             attempt.write(pool)
             report = attempt.seal()
             for rank in range(1, world_size):  # what the others have written
                 for name in (data_name(rank), index_name(data_name(rank))):
-                    os.close(os.open(os.path.join(attempt._folder, name), os.O_CREAT | os.O_WRONLY))
+                    os.close(os.open(os.path.join(attempt.opened.path, name), os.O_CREAT | os.O_WRONLY))
             pipe.send(report)
             before, begun = _cpu(), time.perf_counter()
             mine.report(round_name("save", save), report)
@@ -121,24 +120,25 @@ def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]
     folder = tempfile.mkdtemp(dir=where)
     process = context.Process(target=_host, args=(theirs, world_size, saves, folder))
     process.start()
-    real = rounds._store
-    setattr(rounds, "_store", lambda *args, **kwargs: _Counting(real(*args, **kwargs)))  # noqa: B010
+    real = store_connection._store
+    setattr(store_connection, "_store", lambda *args, **kwargs: _Counting(real(*args, **kwargs)))  # noqa: B010
     try:
-        meeting = Meeting("127.0.0.1", ours.recv(), "bench", b"secret", 0, world_size)
-        ours.send(meeting)
-        ranks = [Rounds(replace(meeting, rank=rank), 300) for rank in range(1, world_size)]
-        shared = [Rounds(meeting, 300) for _ in range(4)]
+        rendezvous = Rendezvous("127.0.0.1", ours.recv(), "bench", b"secret", 0, world_size)
+        ours.send(rendezvous)
+        shared = [Rounds(rendezvous, 300) for _ in range(4)]
         for each in shared:
             each.store_id(60)
-        for number, rank in enumerate(ranks):
-            rank._connection = shared[number % len(shared)]._connection
+        ranks = [
+            Rounds(replace(rendezvous, rank=rank), 300, connection=shared[rank % len(shared)].connection)
+            for rank in range(1, world_size)
+        ]
         measured = []
         for save in range(1, saves + 1):
             first = json.loads(ours.recv())
             name = round_name("save", save)
             _Counting.messages = _Counting.nbytes = 0
             for rank in ranks:
-                mine = data_name(rank.meeting.rank)
+                mine = data_name(rank.rendezvous.rank)
                 files = {mine: first["files"][data_name(0)], index_name(mine): first["files"][index_name(data_name(0))]}
                 rank.report(name, json.dumps({"files": files, "write_s": first["write_s"]}).encode())
             conclude_s, _ = ours.recv()
@@ -152,7 +152,7 @@ def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]
         cpu, conclude_s, messages, nbytes = (statistics.median(column) for column in zip(*measured[1:], strict=True))
         return {"cpu": cpu, "conclude": conclude_s, "messages": messages / world_size, "bytes": nbytes / world_size}
     finally:
-        setattr(rounds, "_store", real)  # noqa: B010
+        setattr(store_connection, "_store", real)  # noqa: B010
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -171,13 +171,13 @@ def _plan(rank: int, world_size: int, items: int) -> SavePlan:
 
 def simulate_plan(world_size: int, items: int) -> tuple[float, float]:
     """What the first save costs the first rank's trainer: seconds, and bytes received for each rank."""
-    local = [_pack(_plan(rank, world_size, items)) for rank in range(world_size)]
-    places = [_pack(([0] * items, [0] * items, None)) for _ in range(world_size)]
-    draft = _Draft({}, DefaultSavePlanner(), 2, 0)
+    local = [pack(_plan(rank, world_size, items)) for rank in range(world_size)]
+    places = [pack(([0] * items, [0] * items, None)) for _ in range(world_size)]
+    draft = Draft({}, DefaultSavePlanner(), 2, 0)
     begun = time.perf_counter()
-    for answer in draft.global_plans([_unpack(each) for each in local]):
-        _pack(answer)
-    draft.metadata([_unpack(each) for each in places])
+    for answer in draft.global_plans([unpack(each) for each in local]):
+        pack(answer)
+    draft.metadata([unpack(each) for each in places])
     took = time.perf_counter() - begun
     return took, statistics.mean(map(len, local)) + statistics.mean(map(len, places))
 

@@ -6,19 +6,20 @@ import importlib
 import os
 import sys
 import time
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from asyncckpt.nvrx.calls import _SaveCall
+from asyncckpt.integrations.nvrx.queue import AsyncCall
 from bench.contestants import dcp
 from bench.contestants.contestant import LIMIT_S, Contestant, Pending, be_a_job
 from bench.states import State
 
 POLL_S = 0.001
-HOMES = ("core", "filesystem_async", "state_dict_saver")
+MODULES = ("core", "filesystem_async", "state_dict_saver")
 
 
 class Nvrx(Contestant):
@@ -43,8 +44,8 @@ class Nvrx(Contestant):
             torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
         be_a_job()
         names: dict[str, Any] = {}
-        for home in HOMES:
-            names |= vars(importlib.import_module(f"nvidia_resiliency_ext.checkpointing.async_ckpt.{home}"))
+        for module in MODULES:
+            names |= vars(importlib.import_module(f"nvidia_resiliency_ext.checkpointing.async_ckpt.{module}"))
         made = cls(root, SimpleNamespace(**names))
         made.shares_each = True
         return made
@@ -52,7 +53,7 @@ class Nvrx(Contestant):
     @classmethod
     def ours(cls, root: str) -> Nvrx:
         """Those of asyncckpt."""
-        from asyncckpt import nvrx
+        from asyncckpt.integrations import nvrx
 
         return cls(root, nvrx)
 
@@ -79,8 +80,8 @@ class Nvrx(Contestant):
 
     def _wait(self) -> None:
         call = self._queue.async_calls[0]
-        if isinstance(call[1], _SaveCall):
-            call[1].failures(alone=True)  # ours
+        if isinstance(call, AsyncCall):  # ours
+            futures.wait([call.future])
             return
         # nvrx's own: its worker says that it is done into this queue, from where finalizing takes it.
         deadline = time.monotonic() + LIMIT_S

@@ -1,0 +1,1 @@
+"""``asyncckpt demo``: a training that is killed and resumed, and what its checkpoints cost."""

@@ -1,0 +1,347 @@
+"""The engine: states go in, checkpoints or single files come out. Between: plans, shared memory and the worker.
+
+It knows paths, not roots and steps to be loaded: those are the checkpointer's. One process may have several engines,
+each with a worker of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch.distributed
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from asyncckpt.config import Config
+from asyncckpt.engine.backpressure import take_slot
+from asyncckpt.engine.copier import Copier
+from asyncckpt.engine.plan_selection import Captured, PlanSelection
+from asyncckpt.engine.publications import CheckpointPublications
+from asyncckpt.engine.save_operation import Retention, SaveOperation
+from asyncckpt.engine.saves import Saves
+from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
+from asyncckpt.loading.memory_source import HeldImages
+from asyncckpt.planning.plan import StateDict
+from asyncckpt.planning.structure import stateful_to_dict
+from asyncckpt.planning.torch_file_plan import TorchFileContents
+from asyncckpt.publication import Publication
+from asyncckpt.ranks.group import Group
+from asyncckpt.save_handle import Save
+from asyncckpt.staging.buffer_pool import BufferPool
+from asyncckpt.staging.device_copy import ready_events
+from asyncckpt.supervisor import Supervisor
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.takeover import Takeover
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Saves state dicts to paths, through one worker process that is started by the first save.
+
+    The methods are for one thread at a time. ``close`` it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        *,
+        alone: bool = False,
+        job: str | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: What there is to choose; None: the defaults.
+            process_group: The ranks, which make the same calls; None: all of the job, as it is by the first save.
+            alone: For this process, whatever the job.
+            job: By this text a trainer in the place of a dead one finds its worker; None: it leaves with its trainer.
+        """
+        self.config = config or Config()
+        self._job = job
+        self._process_group = process_group
+        self._alone = alone
+        self._group: Group | None = None
+        self._memory: HeldImages | None = None
+        self._buffers = BufferPool(self.config)
+        on_death, hand_over = self._detach_buffers, self._buffers.hand_over
+        self._supervisor = Supervisor(self.config, job, self._take_over, on_death, hand_over)
+        self._publications = CheckpointPublications(self.config, self._buffers)
+        self._plans = PlanSelection(self.config, self._buffers, self._running_client)
+        self._saves = Saves(self.config.failure)
+        self._copier = Copier(overlaps=self.config.overlap)
+        self._numbers = itertools.count(1)
+        self._questions = itertools.count(1)
+        self._closed = False
+        self._lock = threading.RLock()
+
+    @property
+    def worker(self) -> WorkerClient | None:
+        """The worker, once there is one."""
+        return self._supervisor.client
+
+    @property
+    def failures(self) -> int:
+        """How many saves have failed so far."""
+        return self._saves.failures
+
+    def prepare(self, state_dict: StateDict, planner: SavePlanner | None = None) -> None:
+        """Do all that a first save would have to: start the worker, plan, take the memory and touch it.
+
+        Values are not saved, but the tensors are copied once, to warm up. Raises as ``save`` does.
+        """
+        with self._in_use() as group:
+            number = next(self._numbers)
+            try:
+                state = stateful_to_dict(state_dict)
+                buffer, tensors, _ = self._plans.for_state(group, number, state, planner, lambda: None)
+            except BaseException as error:
+                group.report_failure(number, error, begun=False)
+                raise
+            ready = ready_events(tensors)
+            for slot in buffer.unused_slots():
+                buffer.copy(slot, tensors, ready, self._copier.pool)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state_dict: StateDict,
+        *,
+        step: int | None = None,
+        existing: Existing = "refuse",
+        keep_last: int | None = None,
+        keep: Callable[[], bool] | None = None,
+        planner: SavePlanner | None = None,
+    ) -> Save:
+        """Save a state dict as a checkpoint.
+
+        Args:
+            path: The checkpoint's folder, the same on all ranks.
+            state_dict: This rank's part. The caller may change its tensors when this returns (with ``Config.overlap``:
+                see there).
+            step: The training step it is of.
+            existing: What becomes of what is at ``path``.
+            keep_last: How many of the newest steps beside it are kept, once it is committed; None: all.
+            keep: Asked on the first rank whether this one is kept for good.
+            planner: DCP's or the caller's own; None: DCP's default.
+
+        Returns:
+            Its handle. What goes wrong later comes from there, on all ranks the same.
+
+        Raises:
+            CheckpointExistsError: ``existing`` forbids it.
+            UnsavableStateError, StructureChangedError, OutOfMemoryError: It cannot be staged.
+            WorkerDiedError, JobTakenError, RankFailedError: There is no worker, or another rank failed.
+            SaveTimeoutError: A wait took longer than ``Config.timeout`` seconds.
+            ClosedError: This is closed.
+            CheckpointError: An earlier save failed, and nobody was told.
+
+        Then no rank saves anything. With ``Config.failure="warn"`` all but ``ClosedError`` comes from the handle.
+        """
+        retention = Retention(existing=existing, keep_last=keep_last, keep=keep)
+        final = os.path.abspath(os.fspath(path))
+
+        def capture(save: SaveOperation) -> Captured:
+            check = partial(self._saves.check_place, save, existing)
+            return self._plans.for_state(save.group, save.number, stateful_to_dict(state_dict), planner, check)
+
+        return self._carry_out(final, step, retention, capture)
+
+    def save_file(self, path: str | os.PathLike[str], obj: object, *, pickle_protocol: int = 2) -> Save:
+        """Save ``obj`` as the file ``path``, which ``torch.load`` reads, replacing a file that is there, in one step.
+
+        It is of this process alone: raises ``ValueError`` in an engine for more. The folder must be there. Returns, and
+        raises, as ``save`` does.
+        """
+        # Through a link to what it leads to, as whoever opens the file for writing does.
+        final = os.path.realpath(os.fspath(path))
+
+        def capture(save: SaveOperation) -> Captured:
+            if not save.group.alone:
+                raise ValueError("a file is of one process: give it an Engine(alone=True)")
+            storage_for(final).check_file_place(final)
+            return self._plans.for_file(save.group, save.number, TorchFileContents(obj, pickle_protocol))
+
+        return self._carry_out(final, None, Retention(existing="replace"), capture)
+
+    def start(self, *, alone: bool = False) -> None:
+        """Start the worker, as the first save does, and, unless ``alone``, meet the other ranks. Raises as ``save``."""
+        if not alone:
+            with self._in_use() as group:
+                self._running_client(group)
+            return
+        with self._lock:
+            self._supervisor.running(Group(self.config, self._process_group, alone=self._alone).rank)
+
+    def publish(self, save: Save, version: int, *, roll_back: bool = False) -> Publication:
+        """Let readers see what was staged for a save, where it is; see ``Checkpointer.publish``.
+
+        With ``overlap`` this waits until all is staged. It is skipped where the image is not there any more, or never
+        was; or where no other slot would be left for saves, as readers have them all. Raises ``VersionError``, and as
+        ``save`` does.
+        """
+        with self._in_use() as group:
+            return self._publications.publish(group, next(self._numbers), save, version, roll_back=roll_back)
+
+    def any_says(self, mine: bool) -> bool:
+        """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it.
+
+        The ranks must have met. No, while the first rank's worker is gone, which brings them together.
+        """
+        with self._lock:
+            group = self._ranks()
+            if group.rank == 0 and self.worker is not None and not self.worker.alive:
+                with contextlib.suppress(CheckpointError):  # the next save says what is wrong
+                    self._running_client(group)
+            return group.any_rank_says(next(self._questions), mine)
+
+    def held(self) -> HeldImages | None:
+        """What a dead trainer's worker holds for this rank; None when that is nothing, or this one has begun to save.
+
+        Raises ``SaveTimeoutError`` where that worker does not answer.
+        """
+        with self._in_use() as group:
+            try:
+                self._supervisor.find_predecessor(group.rank)
+            except JobTakenError as error:
+                logger.info("nothing is loaded from memory: %s", error)
+            if self._memory is not None and self._memory.is_closed():
+                self._memory = None  # it was for another structure, and had to make room
+            return self._memory
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""
+        self._saves.wait(timeout)
+        self._saves.raise_failure()
+
+    def close(self, *, linger: bool = False) -> None:
+        """Wait for all saves, end the worker, give the memory back. Then raise the first failure nobody was told of.
+
+        Raises ``SaveTimeoutError`` if the worker is still writing after ``config.timeout`` seconds: it goes on alone.
+        ``linger``: the worker stays for a while with what it holds, as if this process had died. Safe to call twice.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._copier.close()
+            try:
+                self._supervisor.leave(linger=linger)
+            finally:
+                self._detach_buffers()
+                self._buffers.close()
+                self._memory = None
+                self._supervisor.close()
+                if self._group is not None:
+                    self._group.close()
+        self._saves.raise_failure()
+
+    def abort(self) -> None:
+        """Give up the saves under way at once, tell no other rank, and close: for a job whose ranks are torn down, and
+        begin anew in the same processes. Handles of such saves say ``WorkerDiedError``.
+        """
+        with self._lock:
+            self._saves.give_up(self.worker)
+            try:
+                self.close()
+            except CheckpointError as error:
+                logger.error("given up: %s", str(error))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            if self.worker is not None:
+                self.worker.abandon()
+                warnings.warn("an asyncckpt engine was not closed", ResourceWarning, stacklevel=2, source=self)
+            self._closed = True
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[Group]:
+        """One thread at a time, while this is open, in the process that it was made in. Gives the ranks."""
+        with self._lock:
+            self._supervisor.check_usable()
+            yield self._ranks()
+
+    def _ranks(self) -> Group:
+        if self._group is not None and self._group.is_outdated():
+            raise CheckpointError(
+                "torch.distributed was initialised after the first save, which was of one process; close this engine"
+                " or checkpointer, and make a new one"
+            )
+        if self._group is None:
+            self._group = Group(self.config, self._process_group, alone=self._alone)
+        return self._group
+
+    def _carry_out(
+        self,
+        path: str,
+        step: int | None,
+        retention: Retention,
+        capture: Callable[[SaveOperation], Captured],
+    ) -> Save:
+        """A save, until it is staged. ``capture`` says what is to be staged where."""
+        with self._in_use() as group:
+            save = SaveOperation(path, step, group, next(self._numbers), self.config.timeout)
+            try:
+                self._saves.raise_failure()
+                captured = capture(save)
+                planned = time.perf_counter()
+                slot = take_slot(self.config, save, captured.buffer)
+                if slot is not None:
+                    save.timings |= {"plan_s": planned - save.begun, "slot_s": time.perf_counter() - planned}
+                    save.take(captured, slot, retention, self.config.commit_timeout)
+                    self._memory = None  # what was held is being overwritten
+                    self._saves.add(save)
+                    save.stage(captured.tensors, self._copier, self._on_outcome)
+            except BaseException as error:
+                save.group.report_failure(save.number, error, begun=save.is_begun)
+                if not save.is_begun:
+                    self._saves.discard(save)
+                    self._saves.failures += 1  # else it is counted when it ends
+                    save.end(error)
+                save.is_reported = isinstance(error, Exception)
+                passed = isinstance(error, CheckpointError) and not isinstance(error, ClosedError)
+                if self.config.failure != "warn" or not passed:
+                    raise
+                logger.warning("not saved, and training goes on: %s", str(error))
+            save.timings["stall_s"] = time.perf_counter() - save.begun
+            return Save(save)
+
+    def _on_outcome(self, save: SaveOperation, failure: BaseException | None) -> None:
+        self._saves.end(save, failure)
+        if failure is None:
+            self._supervisor.record_commit()
+
+    def _running_client(self, group: Group) -> WorkerClient:
+        try:
+            client = self._supervisor.running(group.rank)
+        except CheckpointError as error:
+            group.report_no_worker(error)
+            raise
+        group.connect_worker(client)
+        return client
+
+    def _take_over(self, predecessor: Takeover) -> None:
+        """The worker of a trainer before this one is there."""
+        self._memory = HeldImages(self._job or "", predecessor.segments, predecessor.images)
+        self._publications.inherit(predecessor.last_published())
+
+    def _detach_buffers(self) -> None:
+        """Let go of the memory, which has lost its worker."""
+        self._copier.wait()  # it writes into the memory that goes now
+        self._buffers.leave()

@@ -1,0 +1,59 @@
+"""The engines that the calls of this process share: one for each group of ranks, started by the first save.
+
+For functions that are called in the place of stock ones, without an object to close: they are closed when the
+interpreter ends, after the last save is written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+
+import torch.distributed as dist
+
+from asyncckpt.config import Config
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class Engines:
+    """The engines of one kind of calls."""
+
+    def __init__(self) -> None:
+        # By the process group; None stands for the whole job, False for this process alone.
+        self._engines: dict[dist.ProcessGroup | None | bool, Engine] = {}
+
+    def get(
+        self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False, config: Config | None = None
+    ) -> Engine:
+        """The engine for ``process_group`` (None: the whole job), or for this process ``alone``. ``config`` (None: what
+        the environment says) is for one that has to be made.
+        """
+        key = False if alone else process_group
+        if key not in self._engines:
+            if not self._engines:
+                atexit.register(self.close)
+            self._engines[key] = Engine(config or Config.from_env(), process_group, alone=alone)
+        return self._engines[key]
+
+    def close(self) -> None:
+        """Close them all. What was lost is logged: whoever asked for it has had a handle."""
+        atexit.unregister(self.close)
+        while self._engines:
+            _, engine = self._engines.popitem()
+            try:
+                engine.close()
+            except CheckpointError as error:
+                logger.error("a checkpoint was lost at the end: %s", error)
+
+    def abort(self) -> None:
+        """Give up their saves, see ``Engine.abort``."""
+        atexit.unregister(self.close)
+        while self._engines:
+            self._engines.popitem()[1].abort()
+
+
+shared = Engines()
+"""Of all calls that have none of their own."""

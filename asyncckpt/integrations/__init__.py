@@ -1,0 +1,1 @@
+"""Save calls that people already have, made asynchronous."""

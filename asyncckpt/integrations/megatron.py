@@ -1,0 +1,215 @@
+"""Megatron-LM saves through asyncckpt, without a change to its source.
+
+    python -m asyncckpt.integrations.megatron pretrain_gpt.py \\
+        --async-save --use-persistent-ckpt-worker --async-ckpt-use-cpu-shm ...
+
+or, before anything of Megatron-LM is imported, ``asyncckpt.integrations.megatron.install()``.
+
+Two kinds of trees are known. Newer ones take nine names from nvidia-resiliency-ext, in ``get_async_strategy``, each
+time they are needed: those names are replaced in its modules, or, where it is not installed, in empty modules that
+stand in for it. megatron-core 0.16 has code of its own for the same: there the names are replaced where they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.integrations import nvrx
+from asyncckpt.integrations.nvrx.family import MODULES, PACKAGE
+from asyncckpt.integrations.nvrx.filesystem import write_exception
+
+_NVRX = PACKAGE.partition(".")[0]
+# What newer trees import, with the module in nvrx's package; and the version from which on nvrx is new enough for them.
+_MODULES = MODULES | {
+    "CheckpointMetadataCache": "state_dict_saver",
+    "get_write_results_queue": "filesystem_async",
+    "_results_queue": "filesystem_async",
+}
+_OURS = {name: getattr(nvrx, name, None) for name in _MODULES}  # there is no _results_queue
+_GOOD_VERSION = "0.7.0"
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+
+
+class MegatronWiringError(CheckpointError):
+    """This Megatron-LM, or this nvidia-resiliency-ext, has a name elsewhere than any that is known."""
+
+
+def install() -> None:
+    """Have Megatron-LM use asyncckpt from now on. Safe to call twice.
+
+    Best called before Megatron-LM is imported. Raises ``MegatronWiringError``, saying which name has moved.
+    """
+    with _new_enough(_install_in_nvrx()):
+        try:
+            torch_strategy = importlib.import_module(f"{_STRATEGIES}.torch")
+        except ImportError as error:
+            if error.name is not None and error.name.split(".")[0] == "megatron":
+                raise MegatronWiringError(f"Megatron-LM cannot be imported here: {error}") from error
+            raise
+    if hasattr(torch_strategy, "get_async_strategy"):
+        _check_newer(torch_strategy)
+    else:
+        _install_in_core(torch_strategy)
+
+
+def _install_in_nvrx() -> ModuleType:
+    """Put the names into nvrx's modules, or into ones that stand in for them. Returns the package."""
+    if find_spec(_NVRX) is None:
+        for name in (
+            _NVRX,
+            f"{_NVRX}.checkpointing",
+            PACKAGE,
+            *{f"{PACKAGE}.{module}" for module in _MODULES.values()},
+        ):
+            _stand_in(name)
+    package = importlib.import_module(_NVRX)
+    for attribute, module in _MODULES.items():
+        try:
+            setattr(importlib.import_module(f"{PACKAGE}.{module}"), attribute, _OURS[attribute])
+        except ModuleNotFoundError as error:
+            raise MegatronWiringError(
+                f"Megatron-LM takes {attribute} from {PACKAGE}.{module}, which cannot be imported from the installed"
+                f" nvidia-resiliency-ext ({getattr(package, '__version__', 'of unknown version')}): {error}"
+            ) from error
+    return package
+
+
+def _stand_in(name: str) -> None:
+    """Have ``name`` be a module that is nowhere on disk, and that says of itself that it is new enough."""
+    module = ModuleType(
+        name, "Stands in for nvidia-resiliency-ext, which is not installed: see asyncckpt.integrations.megatron."
+    )
+    module.__dict__.update(__path__=[], __spec__=ModuleSpec(name, None), __version__=_GOOD_VERSION)
+    sys.modules[name] = module
+    parent, _, own = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], own, module)
+
+
+@contextlib.contextmanager
+def _new_enough(package: ModuleType) -> Iterator[None]:
+    """While they are imported, newer trees check whether nvrx is new enough for what is not asked of it any more."""
+    version = getattr(package, "__version__", None)
+    package.__version__ = _GOOD_VERSION  # type: ignore[attr-defined]
+    try:
+        yield
+        helpers = sys.modules.get(f"{_STRATEGIES}.nvrx")
+        if helpers is not None and hasattr(helpers, "is_nvrx_min_version"):
+            helpers.is_nvrx_min_version = lambda version=_GOOD_VERSION: True  # type: ignore[attr-defined]
+    finally:
+        package.__version__ = version  # type: ignore[attr-defined]
+
+
+def _check_newer(torch_strategy: ModuleType) -> None:
+    """Check that ``get_async_strategy`` finds our names."""
+    try:
+        _, found = torch_strategy.get_async_strategy("nvrx")
+    except (ImportError, AttributeError) as error:
+        raise MegatronWiringError(
+            f"Megatron-LM wants a name of nvidia-resiliency-ext that asyncckpt does not know of: {error}"
+        ) from error
+    for name, value in found.items():
+        if name not in _OURS or _OURS[name] is not value:
+            raise MegatronWiringError(
+                f"Megatron-LM takes {name} from another place than {PACKAGE}, where asyncckpt has put its own"
+            )
+
+
+# megatron-core 0.16.
+
+_CORE_NAMES = ("FileSystemWriterAsync", "save_state_dict_async_plan", "save_state_dict_async_finalize")
+
+
+def _install_in_core(torch_strategy: ModuleType) -> None:
+    """Replace what its own strategy for ``torch_dist`` uses, and the queue for its requests."""
+    missing = [name for name in _CORE_NAMES if not hasattr(torch_strategy, name)]
+    requests = importlib.import_module(f"{_STRATEGIES}.async_utils")
+    if missing or not hasattr(requests, "AsyncCallsQueue"):
+        raise MegatronWiringError(
+            f"this Megatron-LM has no {', '.join(missing) or 'AsyncCallsQueue'} in {_STRATEGIES}, where megatron-core"
+            " 0.16 has it, and no get_async_strategy as newer trees have"
+        )
+    own_plan = torch_strategy.save_state_dict_async_plan
+    if own_plan is not _plan_for_core and "cached_ckpt_structure" not in inspect.signature(own_plan).parameters:
+        raise MegatronWiringError(
+            "save_state_dict_async_plan of this Megatron-LM has no parameter cached_ckpt_structure, as megatron-core"
+            " 0.16 has, and so may return something else"
+        )
+    for name in _CORE_NAMES:
+        setattr(torch_strategy, name, _OURS[name])
+    torch_strategy.save_state_dict_async_plan = _plan_for_core  # type: ignore[attr-defined]
+    own_queue = requests.AsyncCallsQueue
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and getattr(module, "AsyncCallsQueue", None) is own_queue:
+            module.AsyncCallsQueue = nvrx.AsyncCallsQueue  # type: ignore[attr-defined]
+
+
+def _plan_for_core(
+    state_dict: Any,
+    storage_writer: nvrx.FileSystemWriterAsync,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    planner: Any = None,
+    cached_ckpt_structure: Any = None,
+    loaded_all_plans: Any = None,
+) -> tuple[Any, None, None, bool, bool]:
+    """As in megatron-core 0.16: also returns what the caller keeps for the next save, which needs nothing of that."""
+    planned = nvrx.save_state_dict_async_plan(state_dict, storage_writer, process_group, coordinator_rank, planner)
+    return planned, None, None, False, False
+
+
+class MegatronSave:
+    """The handle of a save for which Megatron-LM has made a request. All ranks make the same calls."""
+
+    def __init__(self, queue: nvrx.AsyncCallsQueue, request: nvrx.AsyncRequest) -> None:
+        """Schedule ``request`` in ``queue``."""
+        queue.schedule_async_request(request)
+        self._queue = queue
+        self._call = queue.async_calls[-1]
+
+    def done(self) -> bool:
+        """Whether it has ended on all ranks; if so it is finalized. The same answer on all ranks."""
+        self._finalize(blocking=False)
+        return self._call not in self._queue.async_calls
+
+    def result(self) -> None:
+        """Wait until the checkpoint is complete and durable, and finalized; on all ranks.
+
+        Raises DCP's ``CheckpointException`` if it has failed.
+        """
+        self._finalize(blocking=True)
+        if failures := self._call.failures(alone=True):
+            raise write_exception(failures)
+
+    def _finalize(self, *, blocking: bool) -> None:
+        with contextlib.suppress(CheckpointException):  # of this save or another
+            self._queue.maybe_finalize_async_calls(blocking=blocking)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script ``arguments[0]`` with the rest of them, asyncckpt installed."""
+    if not arguments:
+        sys.exit("usage: python -m asyncckpt.integrations.megatron SCRIPT [ARGUMENTS]")
+    # As Python does for a script that is run by itself.
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+    install()
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

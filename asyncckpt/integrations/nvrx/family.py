@@ -1,0 +1,115 @@
+"""Which implementation serves: the installed nvrx, where it can stage in CPU shared memory, or ours.
+
+Decided by signatures, never by versions: releases, branches and vendors' builds differ in more than a number.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.integrations.nvrx import filesystem, queue
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+MODULES = {
+    "AsyncCallsQueue": "core",
+    "AsyncRequest": "core",
+    "FileSystemWriterAsync": "filesystem_async",
+    "save_state_dict_async_plan": "state_dict_saver",
+    "save_state_dict_async_finalize": "state_dict_saver",
+    "CachedMetadataFileSystemReader": "cached_metadata_filesystem_reader",
+}
+"""The module of nvrx's package that has each name of a ``Family``."""
+# The parameters that switch the staging in CPU shared memory on.
+_QUEUE_PARAMETER = "cpu_shm_mode"
+_WRITER_PARAMETER = "use_cpu_shm_for_gpu_tensors"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Classes and functions that belong together. ``queue``, ``warm_up`` and ``writer`` switch the staging on."""
+
+    native: bool
+    """Whether they are the installed nvrx's own."""
+    cpu_shm: bool
+    """Whether tensors are staged in CPU shared memory."""
+    AsyncCallsQueue: Any
+    AsyncRequest: Any
+    FileSystemWriterAsync: Any
+    CachedMetadataFileSystemReader: Any
+    save_state_dict_async_plan: Callable[..., Any]
+    save_state_dict_async_finalize: Callable[..., None]
+
+    def queue(self, **options: Any) -> Any:
+        """An ``AsyncCallsQueue``."""
+        return self.AsyncCallsQueue(**options, **self._switch(_QUEUE_PARAMETER))
+
+    def warm_up(self, rank: int, **options: Any) -> None:
+        """Start this rank's worker before it is needed, where the queue can do that."""
+        if hasattr(self.AsyncCallsQueue, "warmup_persistent_caller"):
+            self.AsyncCallsQueue.warmup_persistent_caller(rank, **options, **self._switch(_QUEUE_PARAMETER))
+
+    def writer(self, path: Any, **options: Any) -> Any:
+        """A ``FileSystemWriterAsync``."""
+        return self.FileSystemWriterAsync(path, **options, **self._switch(_WRITER_PARAMETER))
+
+    def _switch(self, parameter: str) -> dict[str, Any]:
+        return {parameter: True} if self.cpu_shm else {}
+
+
+def family(use_cpu_shm: bool | None = True) -> Family:
+    """The implementation that serves ``--async-ckpt-use-cpu-shm``.
+
+    True: the installed nvrx's own with the staging switched on, where it has it; else ours, with one warning. None: the
+    same without a warning, for code in which nobody has asked for it. False: the installed nvrx as it is; raises
+    ``ImportError`` where there is none.
+    """
+    installed = _installed()
+    if use_cpu_shm is False:
+        if installed is None:
+            raise ImportError(
+                "nvidia-resiliency-ext is not installed, or not as this module knows it: pip install"
+                " 'asyncckpt[nvrx]', or switch on --async-ckpt-use-cpu-shm, which asyncckpt provides by itself"
+            )
+        return Family(native=True, cpu_shm=False, **installed)
+    if installed is not None and _can_stage(installed):
+        return Family(native=True, cpu_shm=True, **installed)
+    if use_cpu_shm and installed is not None:
+        _warn_once()
+    ours = {name: getattr(queue if module == "core" else filesystem, name) for name, module in MODULES.items()}
+    return Family(native=False, cpu_shm=True, **ours)
+
+
+def _installed() -> dict[str, Any] | None:
+    """nvrx's own, by name; None where it is not installed."""
+    try:
+        return {name: getattr(importlib.import_module(f"{PACKAGE}.{module}"), name) for name, module in MODULES.items()}
+    except (ImportError, AttributeError) as error:
+        logger.debug("nvrx is not here: %s", error)
+        return None
+
+
+def _can_stage(installed: dict[str, Any]) -> bool:
+    """Whether it has the staging, in all the places where it has to be switched on."""
+    calls = installed["AsyncCallsQueue"]
+    places = [(calls.__init__, _QUEUE_PARAMETER), (installed["FileSystemWriterAsync"].__init__, _WRITER_PARAMETER)]
+    if hasattr(calls, "warmup_persistent_caller"):
+        places.append((calls.warmup_persistent_caller, _QUEUE_PARAMETER))
+    return all(parameter in inspect.signature(function).parameters for function, parameter in places)
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning(
+        "the installed nvidia-resiliency-ext cannot stage in CPU shared memory (no %s, no %s):"
+        " asyncckpt does it in its place",
+        _QUEUE_PARAMETER,
+        _WRITER_PARAMETER,
+    )

@@ -1,0 +1,179 @@
+"""Writing a checkpoint's folder as nvrx has it, around one call of our engine; and DCP's reader with a cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.integrations.nvrx import runtime
+from asyncckpt.planning.plan import StateDict
+from asyncckpt.save_handle import Save
+from asyncckpt.worker.manifest import METADATA_NAME
+from asyncckpt.worker.messages import Existing
+
+PlannedSave = tuple["FileSystemWriterAsync", Metadata | None, _DistWrapper]
+"""What ``save_state_dict_async_finalize`` takes."""
+
+
+class StagedWrite:
+    """The function of a request whose work is under way already. Calling it waits for the end."""
+
+    def __init__(self, save: Save, process_group: dist.ProcessGroup | None) -> None:
+        self.save = save
+        save.mark_reported()  # a failure is for whoever finalizes, not for the next save
+        self.process_group = process_group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.save.result()
+
+
+class FileSystemWriterAsync(FileSystemWriter):
+    """Where a checkpoint is to be written: the argument of ``save_state_dict_async_plan``.
+
+    When all ranks have written their files, hidden in a folder next to ``path``, these are moved into ``path`` beside
+    what is there, ``.metadata`` after all others.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        separation_hint: str | None = None,
+        use_msc: bool = False,
+        is_multiproc_io: bool = False,
+        use_cached_data_structure: bool = False,
+        use_cpu_shm_for_gpu_tensors: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Each rank writes one file, with ``Config.io_threads`` threads, whatever ``thread_count`` says.
+
+        Args:
+            path: The folder.
+            args, kwargs: As of DCP's ``FileSystemWriter``.
+            separation_hint, use_msc: Refused with ``ValueError``.
+            is_multiproc_io: Changes nothing.
+            use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Change nothing: all tensors are staged in CPU shared
+                memory, which is kept for the next save.
+        """
+        if separation_hint is not None:
+            raise ValueError("separation_hint cannot be had with asyncckpt: each rank writes one file; leave it out")
+        if use_msc:
+            raise ValueError("use_msc cannot be had with asyncckpt, which writes to mounted file systems only")
+        super().__init__(path, *args, **kwargs)
+        self.staged: StagedWrite | None = None
+
+    def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, None, list[Any]]:
+        """What an ``AsyncRequest`` is made of: the function, no function to preload with, no arguments."""
+        return self.staged, None, []
+
+    def retrieve_write_results(self) -> list[Any]:
+        """Wait until the checkpoint is committed. Raises ``CheckpointError``. There are no results to gather."""
+        if self.staged is not None:
+            self.staged()
+        return []
+
+
+class CheckpointMetadataCache:
+    """Holds nothing that is needed: the engine keeps its plans by itself. Here so that callers need not change."""
+
+    def __init__(self) -> None:
+        self.cached_global_metadata: Metadata | None = None
+
+    def set_cached_global_metadata(self, cached_global_metadata: Metadata | None) -> None:
+        self.cached_global_metadata = cached_global_metadata
+
+
+def save_state_dict_async_plan(
+    state_dict: StateDict,
+    storage_writer: FileSystemWriterAsync,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    planner: SavePlanner | None = None,
+    enable_cache: bool = False,
+    metadata_cache: CheckpointMetadataCache | None = None,
+) -> PlannedSave:
+    """Plan and stage ``state_dict``. Errors are raised when the save is finalized, so that all ranks schedule alike.
+
+    Args:
+        state_dict: The caller may change its tensors when this returns.
+        storage_writer: Where to write.
+        process_group: The ranks that save together; None for the whole job.
+        coordinator_rank: Changes nothing: the first rank of the group coordinates.
+        planner: DCP's, or the user's own.
+        enable_cache, metadata_cache: Change nothing: the plan is kept as long as all ranks still have that structure.
+
+    Returns:
+        The arguments of ``save_state_dict_async_finalize``; the metadata among them is None.
+    """
+    path = os.path.realpath(os.fspath(storage_writer.path))
+    exists = not storage_writer.overwrite and os.path.exists(os.path.join(path, METADATA_NAME))
+    existing: Existing = "refuse" if exists else "join"
+    try:
+        save = runtime.engine(process_group).save(path, state_dict, existing=existing, planner=planner)
+    except CheckpointError as error:
+        save = Save.finished(path, error)
+    storage_writer.staged = StagedWrite(save, process_group)
+    return storage_writer, None, _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
+
+
+def save_state_dict_async_finalize(
+    storage_writer: FileSystemWriterAsync, global_metadata: Metadata | None, dist_wrapper: _DistWrapper
+) -> None:
+    """Wait until the checkpoint is committed by all ranks' workers, ``.metadata`` and all.
+
+    Args:
+        storage_writer, global_metadata, dist_wrapper: What ``save_state_dict_async_plan`` has returned.
+
+    Raises:
+        CheckpointException: It failed on any rank; DCP's, on all ranks.
+    """
+    try:
+        storage_writer.retrieve_write_results()
+    except CheckpointError as error:
+        raise write_exception({error.rank or 0: error}) from error
+
+
+def write_exception(errors: Mapping[int, BaseException]) -> CheckpointException:
+    """What DCP and nvrx raise when writing has failed on the ranks ``errors``."""
+    return CheckpointException("write", {rank: (error, None) for rank, error in errors.items()})  # type: ignore[misc]
+
+
+def get_write_results_queue(mp_mode: str = "spawn") -> None:
+    """There is none, and so no process that would serve it: workers report to each other."""
+
+
+class CachedMetadataFileSystemReader(FileSystemReader):
+    """DCP's reader. All readers of a folder share what is in ``.metadata``, as long as that file is the same."""
+
+    _cache: ClassVar[dict[str, tuple[tuple[int, int, int], Metadata]]] = {}
+
+    def __init__(self, path: str | os.PathLike[str], cache_metadata: bool = True) -> None:
+        super().__init__(path=path)
+        self._cached = cache_metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if not self._cached:
+            return super().read_metadata(*args, **kwargs)
+        key = os.path.abspath(os.fspath(self.path))
+        stat = os.stat(os.path.join(key, METADATA_NAME))
+        version = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if key not in self._cache or self._cache[key][0] != version:
+            self._cache[key] = version, super().read_metadata(*args, **kwargs)
+        return self._cache[key][1]
+
+    @classmethod
+    def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
+        """Forget the metadata of the checkpoint ``path``; None: of all."""
+        if path is None:
+            cls._cache.clear()
+        else:
+            cls._cache.pop(os.path.abspath(os.fspath(path)), None)

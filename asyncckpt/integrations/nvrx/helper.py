@@ -1,0 +1,269 @@
+"""The helper process, which runs functions of the user's own, one after the other; both ends of its protocol.
+
+The trainer sends a ``_TaskRequest`` for each call, and the helper answers each, in the same order, with its error or
+None. The function and its arguments are pickled by ``multiprocess``, which knows closures and what is defined in
+``__main__``; the storages of tensors travel beside the pickle, in shared memory. Each is copied once, so that tensors
+that share one still do. What was on a device is on the CPU in the helper, and no handle of a device leaves the trainer.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from multiprocess import reduction
+from multiprocess.connection import Connection, wait
+
+from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedError
+from asyncckpt.shm import budget
+from asyncckpt.shm.segment import Segment, round_up
+from asyncckpt.worker import wire
+from asyncckpt.worker.process import same_modules
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class _TaskRequest:
+    """Function and arguments. Unless ``nbytes`` is 0, the descriptor of a memory file with the storages follows."""
+
+    pickle: bytes
+    nbytes: int
+
+
+# The trainer's end.
+
+
+class Helper:
+    """The process. It ends by itself when the trainer closes it or dies, and all it was given is done."""
+
+    def __init__(self) -> None:
+        """Start it. Raises ``WorkerDiedError``."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "asyncckpt.integrations.nvrx", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env=same_modules(),
+                )
+            except OSError as error:
+                ours.close()
+                raise WorkerDiedError(f"the helper process did not start: {error}") from error
+        self._connection = Connection(ours.detach())
+        self._unanswered: deque[Future[None]] = deque()
+        self.death: WorkerDiedError | None = None
+        """How the process ended; None while it lives."""
+        self._listener = threading.Thread(target=self._listen, name="asyncckpt-helper", daemon=True)
+        self._listener.start()
+
+    def submit(
+        self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> Future[None]:
+        """Have the helper call ``function``.
+
+        Args:
+            function: Anything that ``multiprocess`` pickles, closures too.
+            arguments: Positional arguments. The caller may change what is in them when this returns.
+            keywords: Keyword arguments, likewise.
+
+        Returns:
+            A future that ends when the function does. Its error is a ``CheckpointError`` with the text of what the
+            function raised, or a ``WorkerDiedError`` where the process ended before.
+
+        Raises:
+            UnsavableStateError: Something does not pickle.
+            OutOfMemoryError: There is too little shared memory for the tensors.
+            WorkerDiedError: The process has ended.
+        """
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        try:
+            pickler.dump((function, list(arguments), dict(keywords)))
+        except Exception as error:  # whatever a value's own code raises
+            raise UnsavableStateError(
+                f"the request cannot be pickled for the helper process: {type(error).__name__}: {error}"
+            ) from error
+        request = _TaskRequest(buffer.getvalue(), pickler.nbytes)
+        future = Future[None]()
+        with _allocated(request.nbytes) if request.nbytes else nullcontext() as segment:
+            if segment is not None:
+                pickler.copy_storages(segment.view)
+            self._unanswered.append(future)
+            try:
+                wire.send(self._connection, request)
+                if segment is not None:
+                    reduction.send_handle(self._connection, segment.fileno(), self._process.pid)
+            except OSError as error:
+                self._process.kill()  # it may have received half a message
+                self._listener.join()
+                raise self.death or WorkerDiedError("the helper process has ended") from error
+        return future
+
+    def close(self, *, abort: bool = False) -> None:
+        """End the process when it has done all it was given, or with ``abort`` at once."""
+        if abort:
+            self._process.kill()
+        with socket.socket(fileno=self._connection.fileno()) as ours:
+            try:
+                ours.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # the process has ended already
+            finally:
+                ours.detach()
+        self._listener.join()
+        self._connection.close()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                error = wire.receive(self._connection)
+                future = self._unanswered.popleft()
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
+        except (EOFError, OSError):
+            pass
+        code = self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        self.death = WorkerDiedError(f"the helper process {self._process.pid} {how} before the request was done")
+        while self._unanswered:
+            self._unanswered.popleft().set_exception(self.death)
+
+
+class _Pickler(reduction.ForkingPickler):  # type: ignore[misc]  # multiprocess has no types
+    """Writes the offset of each storage in the place of its bytes."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, recurse=True)  # of the globals of __main__ only what a function names
+        self.nbytes = 0
+        # With their offsets, by the address of the object.
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[int, int, torch.dtype | None] | None:
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype = obj._untyped_storage, obj.dtype
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype = obj, None
+        else:
+            return None
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage, self.nbytes
+            self.nbytes = round_up(self.nbytes + storage.nbytes(), _ALIGNMENT)
+        return self._storages[storage._cdata][1], storage.nbytes(), dtype
+
+    def copy_storages(self, memory: memoryview) -> None:
+        """Copy the storages to their offsets in ``memory``."""
+        for storage, offset in self._storages.values():
+            if storage.nbytes():
+                target = torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=offset)
+                target.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+
+
+def _allocated(nbytes: int) -> Segment:
+    budget.require(nbytes, "the tensors of a request", "leave more memory to it, or save less at once")
+    return Segment.create("asyncckpt", nbytes)
+
+
+# The helper's end.
+
+
+def serve(fd: int) -> None:
+    """Run tasks that arrive at the socket ``fd``, one after the other, until the trainer has closed it or died."""
+    # Launchers signal every process of a job; this one ends when its trainer does.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(fd)
+    tasks: SimpleQueue[Any] = SimpleQueue()
+    # While a task runs the next must be taken off the socket, or the trainer would wait.
+    threading.Thread(target=_receive_all, args=[connection, tasks], daemon=True).start()
+    while (task := tasks.get()) is not None:
+        error = _run(task)
+        del task  # its tensors hold memory
+        try:
+            wire.send(connection, error)
+        except OSError:
+            pass  # the trainer is gone; the tasks that it gave are run all the same
+
+
+def _receive_all(connection: Connection, tasks: SimpleQueue[Any]) -> None:
+    """Put into ``tasks`` functions with their arguments, errors that unpickling them raised, and in the end None."""
+    try:
+        # A fork of the trainer may keep the socket open after its end.
+        parent = os.pidfd_open(os.getppid())
+        while connection in wait([connection, parent]):
+            request: _TaskRequest = wire.receive(connection)
+            memory = memoryview(b"")
+            if request.nbytes:
+                fd = reduction.recv_handle(connection)
+                memory = memoryview(mmap.mmap(fd, request.nbytes))
+                os.close(fd)
+            tasks.put(_unpickled(request.pickle, memory))
+            del request, memory
+    except (EOFError, OSError):
+        pass
+    finally:
+        tasks.put(None)
+
+
+def _unpickled(pickle: bytes, memory: memoryview) -> Any:
+    try:
+        return _Unpickler(pickle, memory).load()
+    except BaseException as error:  # something is missing here, or a module raises that is imported here
+        return error
+
+
+class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, if multiprocess pickles with that
+    """Puts the storages in ``memory`` where the pickle has their offsets."""
+
+    def __init__(self, pickle: bytes, memory: memoryview) -> None:
+        super().__init__(io.BytesIO(pickle))
+        self._memory = memory
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    def persistent_load(self, pid: tuple[int, int, torch.dtype | None]) -> torch.UntypedStorage | torch.TypedStorage:
+        offset, nbytes, dtype = pid
+        if (offset, nbytes) not in self._storages:
+            tensor = torch.empty(0, dtype=torch.uint8)
+            if nbytes:
+                tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+            self._storages[offset, nbytes] = tensor.untyped_storage()
+        storage = self._storages[offset, nbytes]
+        if dtype is None:
+            return storage
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _run(task: Any) -> CheckpointError | None:
+    """Returns what went wrong."""
+    pid = os.getpid()
+    try:
+        if isinstance(task, BaseException):
+            raise task
+        function, arguments, keywords = task
+        function(*arguments, **keywords)
+    except BaseException as error:
+        summary = "".join(traceback.format_exception_only(error))
+        return CheckpointError(f"the request failed: {summary}\n{traceback.format_exc()}")
+    finally:
+        if os.getpid() != pid:  # a fork that the function has made, and that has come back from it
+            os._exit(0)
+    return None

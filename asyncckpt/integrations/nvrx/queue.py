@@ -1,0 +1,304 @@
+"""nvrx's queues: requests of what to do in the background, and in the trainer after it; and calls of ``torch.save``.
+
+Two kinds of requests go through ``AsyncCallsQueue``. Those that ``FileSystemWriterAsync`` makes are under way already,
+in our worker. Any other function is run by a helper process, see ``helper.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from asyncckpt.errors import CheckpointError, RankFailedError
+from asyncckpt.integrations.nvrx import runtime
+from asyncckpt.integrations.nvrx.filesystem import StagedWrite, write_exception
+from asyncckpt.integrations.nvrx.helper import Helper
+from asyncckpt.integrations.torch_file import torch_save
+from asyncckpt.ranks import collectives
+from asyncckpt.save_handle import Save
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncRequest(NamedTuple):
+    """Something to be done in the background: ``async_fn`` (None: nothing), with these arguments.
+
+    ``finalize_fns`` are called in the trainer, one after the other, when it is done on all ranks. ``preload_fn`` is
+    called before, in the trainer, and what it returns takes the place of the second argument. ``call_idx`` is its
+    number in its queue. Once ``is_frozen``, no finalize function can be added.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...] | list[Any]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: dict[str, Any] | None = None
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Have ``fn`` called after the finalize functions there are. Raises ``RuntimeError`` once it is frozen."""
+        if self.is_frozen:
+            raise RuntimeError("this request is scheduled; its finalize functions have to be added before that")
+        self.finalize_fns.append(fn)
+
+    def arguments(self) -> list[Any]:
+        """The positional arguments, for which ``preload_fn`` is called now."""
+        arguments = list(self.async_fn_args)
+        if self.preload_fn is not None:
+            arguments[1] = self.preload_fn()
+        return arguments
+
+    def execute_sync(self) -> None:
+        """Do all of it now, on all ranks."""
+        if self.async_fn is not None:
+            self.async_fn(*self.arguments(), **(self.async_fn_kwargs or {}))
+        if dist.is_initialized():
+            dist.barrier()
+        self.execute_finalize_fns()
+
+    def freeze(self) -> AsyncRequest:
+        """The same request, to which nothing can be added."""
+        return self._replace(is_frozen=True)
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Call the finalize functions, and return ``call_idx``. The queue has seen that it is the same on all ranks."""
+        for finalize in self.finalize_fns:
+            finalize()
+        return self.call_idx
+
+
+@dataclass(frozen=True, eq=False)
+class AsyncCall:
+    """A scheduled request. ``future`` ends with it on this rank, well or badly; a save ends on all ranks alike."""
+
+    request: AsyncRequest
+    future: Future[Any]
+    is_save: bool = False
+    process_group: dist.ProcessGroup | None = None
+
+    def has_ended(self, *, alone: bool) -> bool:
+        """Whether it has ended on all ranks (``alone``: on this one). Raises ``RankFailedError``."""
+        if alone or not collectives.many(self.process_group):
+            return self.future.done()
+        number = self.request.call_idx
+        least, most = _extremes([number, int(self.future.done())], self.process_group)
+        if least[0] != most[0]:
+            raise RankFailedError(
+                f"the ranks have scheduled different requests: one finalizes call {least[0]}, another {most[0]}",
+                rank=dist.get_rank(),
+            )
+        return bool(least[1])
+
+    def failures(self, *, alone: bool) -> dict[int, BaseException]:
+        """How it failed on each rank where it failed (``alone``: on this one); once it has ended."""
+        error = self.future.exception()
+        if self.is_save:
+            return {} if error is None else {getattr(error, "rank", None) or 0: error}
+        mine = {} if error is None else {dist.get_rank() if dist.is_initialized() else 0: error}
+        if alone or not collectives.many(None) or not _extremes([len(mine)], None)[1][0]:
+            return mine
+        return {rank: error for failures in collectives.gather(mine) for rank, error in failures.items()}
+
+
+class AsyncCallsQueue:
+    """Requests under way, finalized in the order in which they were scheduled.
+
+    All ranks make the same calls. Signatures are those of nvrx 0.7.0.
+    """
+
+    _instances: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        persistent: bool = True,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        """Set the priorities of workers; they are started by the first save, or by ``warmup_persistent_caller``.
+
+        Args:
+            persistent, is_daemon, sigterm_timeout: Change nothing: the worker always stays for the next request, and
+                ends with the trainer, without a signal, when it has written what is staged.
+            cpu_priority: The workers' niceness, 0 to 19.
+            io_priority: Their class of ionice, 0 to 3; None for the default of ``Config``.
+            cpu_shm_mode: Changes nothing: tensors are always staged in CPU shared memory.
+        """
+        runtime.prioritize(cpu_priority, io_priority)
+        self.async_calls: deque[AsyncCall] = deque()
+        self.call_idx = -1
+        self._helper: Helper | None = None
+        self._instances.add(self)
+
+    @classmethod
+    def warmup_persistent_caller(
+        cls,
+        rank: int,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        """Start this rank's worker, which takes a tenth of a second, before the first save needs it.
+
+        Args:
+            rank: Changes nothing.
+            is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode: As for a queue.
+        """
+        runtime.prioritize(cpu_priority, io_priority)
+        runtime.engine().start(alone=True)
+
+    @classmethod
+    def get_instances(cls) -> list[AsyncCallsQueue]:
+        """All queues of this process."""
+        return list(cls._instances)
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Begin ``async_request`` (of this class, nvrx's or Megatron-LM's), and return its number.
+
+        When this returns, the caller may change tensors among its arguments. Raises ``UnsavableStateError`` for what
+        cannot be pickled, ``WorkerDiedError`` where the helper process cannot be started.
+        """
+        request = AsyncRequest(
+            async_request.async_fn,
+            async_request.async_fn_args,
+            async_request.finalize_fns,
+            async_request.async_fn_kwargs,
+            async_request.preload_fn,
+            is_frozen=True,
+            call_idx=self.call_idx + 1,
+        )
+        if isinstance(staged := request.async_fn, StagedWrite):
+            call = AsyncCall(request, staged.save.future, is_save=True, process_group=staged.process_group)
+        else:
+            call = AsyncCall(request, self._submit(request))
+        self.call_idx = request.call_idx
+        self.async_calls.append(call)
+        return self.call_idx
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Finalize the requests that are done on all ranks (``no_dist``: on this one), and return their numbers.
+
+        ``blocking``: wait for all of them. Raises DCP's ``CheckpointException`` (which is no ``Exception``) if one has
+        failed, the first if several have, when the others are finalized; on all ranks the same, unless ``no_dist``. The
+        finalize functions of what has failed are not called. Raises ``RankFailedError`` where the ranks have scheduled
+        different requests, or one of them is gone.
+        """
+        finalized = []
+        failed: list[CheckpointException] = []
+        while self.async_calls:
+            call = self.async_calls[0]
+            if blocking:
+                futures.wait([call.future])
+            if not call.has_ended(alone=no_dist):
+                break
+            self.async_calls.popleft()
+            if failures := call.failures(alone=no_dist):
+                logger.error("call %d has failed: %s", call.request.call_idx, str(next(iter(failures.values()))))
+                failed.append(write_exception(failures))
+            else:
+                finalized.append(call.request.execute_finalize_fns())
+        if failed:
+            raise failed[0]
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """How many requests are not finalized yet."""
+        return len(self.async_calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize all requests, end the workers and give their memory back; another request starts them anew.
+
+        ``abort``: at once, and nothing is finalized: what is under way is lost, in other queues too, as they share the
+        worker. Another rank may still commit what all had written; what else is left is removed by a later save.
+        """
+        try:
+            if abort:
+                runtime.abort()
+            else:
+                self.maybe_finalize_async_calls(blocking=True)
+        finally:
+            self.async_calls.clear()
+            self.call_idx = -1
+            if self._helper is not None:
+                self._helper.close(abort=abort)
+                self._helper = None
+            if not any(queue.async_calls for queue in self._instances):
+                runtime.close()
+
+    def _submit(self, request: AsyncRequest) -> Future[None]:
+        if request.async_fn is None:
+            nothing = Future[None]()
+            nothing.set_result(None)
+            return nothing
+        if self._helper is None or self._helper.death is not None:
+            self._helper = Helper()
+        return self._helper.submit(request.async_fn, request.arguments(), request.async_fn_kwargs or {})
+
+
+class TorchAsyncCheckpoint:
+    """As nvrx's class of that name. This process's worker writes the files; the ranks agree on nothing."""
+
+    def __init__(self, persistent_queue: bool = True) -> None:
+        """The worker always stays for the next save, whatever ``persistent_queue`` says."""
+        self._saves: deque[Save] = deque()
+
+    def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> Save:
+        """Save ``state_dict`` with the arguments of ``torch.save``. The caller may then change the tensors."""
+        save = torch_save(state_dict, *args, **kwargs)
+        self._saves.append(save)
+        return save
+
+    def finalize_async_save(self, blocking: bool = False, no_dist: bool = True, terminate: bool = False) -> None:
+        """Look for saves that have ended. Raises DCP's ``CheckpointException`` if one has failed.
+
+        Args:
+            blocking, terminate: Wait for all saves.
+            no_dist: Changes nothing.
+        """
+        while self._saves and (blocking or terminate or self._saves[0].done()):
+            try:
+                self._saves.popleft().result()
+            except CheckpointError as error:
+                raise write_exception({error.rank or 0: error}) from error
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for all saves, or with ``abort`` for none: they go on without the trainer."""
+        if abort:
+            self._saves.clear()
+        self.finalize_async_save(blocking=True)
+
+
+def abort_nvrx_checkpoint() -> None:
+    """Give up all that is under way in all queues, at once; the next request starts anew."""
+    for queue in AsyncCallsQueue.get_instances():
+        queue.close(abort=True)
+
+
+def _extremes(values: list[int], group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
+    """The least and the greatest of each of ``values`` among the ranks, by one collective, on the CPU if possible."""
+    device = "cpu" if collectives.has_cpu_backend(group) else torch.accelerator.current_accelerator()
+    both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
+    try:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        raise RankFailedError(
+            f"asking the other ranks failed: {str(error).splitlines()[0]}; one of them may have died",
+            rank=dist.get_rank(),
+        ) from error
+    most, least = both[: len(values)].tolist(), (-both[len(values) :]).tolist()
+    return least, most

@@ -1,0 +1,101 @@
+"""The group of the sender and the workers to which it broadcasts the weights; it is none of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Generator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore
+
+from asyncckpt.errors import RankFailedError
+from asyncckpt.integrations.verl.topology import Role
+from asyncckpt.weights.broadcast.buckets import Named
+from asyncckpt.weights.broadcast.channel import Channel, wait_for_ranks
+from asyncckpt.weights.broadcast.endpoints import BroadcastEndpoints
+from asyncckpt.weights.broadcast.protocol import give_up
+from asyncckpt.weights.broadcast.receiver import Receipt
+
+# Seconds that the members of a group, who are all prepared, may take to join it.
+_JOIN_S = 60.0
+
+
+class BroadcastGroup:
+    """A worker's membership in the group that ``role`` names."""
+
+    def __init__(self, role: Role, worker: str, store: Any, timeout: float) -> None:
+        """Join the group, as all members do at the same time.
+
+        Args:
+            role: Names the members and the store.
+            worker: This one's name.
+            store: On the sender its own store, else None.
+            timeout: Seconds that a member may wait for another.
+
+        Raises:
+            RankFailedError: The others cannot be reached.
+        """
+        self.members, rendezvous = role.members, role.rendezvous
+        try:
+            store = store or distributed.TCPStore(  # type: ignore[attr-defined]
+                rendezvous.address,
+                rendezvous.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+            )
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"the trainer's store at {rendezvous.address}:{rendezvous.port} is out of reach"
+            ) from error
+        store = PrefixStore(f"asyncckpt/{rendezvous.token}/{self.members.group}", store)
+        workers = self.members.workers
+        rank, joining_s = workers.index(worker), min(timeout, _JOIN_S)
+        wait_for_ranks(rank, len(workers), store, joining_s)
+        self._channel = Channel(rank, len(workers), 0, store, joining_s)
+        self._channel.timeout = timeout
+        self.endpoints = BroadcastEndpoints(self._channel)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can still be used: no member is known to be gone."""
+        return self._channel.usable
+
+    async def receive_async(self) -> AsyncGenerator[list[Named], None]:
+        """The buckets that the sender broadcasts. All members fail if this is closed early."""
+        receipt = self.endpoints.receiver.receive()
+        asked: asyncio.Future[list[Named] | None] | None = None
+        try:
+            while True:
+                asked = asyncio.ensure_future(asyncio.to_thread(next, receipt, None))
+                if (bucket := await asyncio.shield(asked)) is None:
+                    break
+                yield bucket
+        finally:
+            if asked is not None:
+                await asyncio.wait([asked])  # this may have been cancelled, and what runs in a thread cannot be closed
+            receipt.close()
+
+    def refuse(self, weights: Generator[Any, Any, Any], error: BaseException) -> None:
+        """Tell the sender and the other members, who wait for this one, that it takes no more of ``weights``.
+
+        ``weights`` is what ``pairs`` returns, begun or not.
+        """
+        has_begun = inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
+        weights.close()
+        if not has_begun and self.usable:
+            give_up(self._channel, error)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.endpoints.close()
+
+
+def pairs(receipt: Receipt) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """The weights in the buckets of ``receipt``; each is to be copied before the next is asked for."""
+    for bucket in receipt:
+        yield from bucket

@@ -1,0 +1,376 @@
+"""A checkpoint engine for verl: the trainer publishes each sync in shared memory, and rollouts map it from there.
+
+In verl's configuration, below ``actor_rollout_ref.rollout.checkpoint_engine``:
+
+    backend: asyncckpt
+    custom_backend_module: asyncckpt.integrations.verl
+    engine_kwargs: {asyncckpt: {slots: 3}}        # what SharedMemoryCheckpointEngine takes; may be left out
+
+Workers that can share memory (those of one user on one machine) are on one *host*. In each sync verl's manager calls
+
+1. ``prepare`` on all workers, which tell their hosts;
+2. ``build_topology`` in the driver, which gives each a role: the first actor sends, the other actors iterate over the
+   weights (making them is a collective), the first rollout of every host but the sender's is its relay, and the other
+   rollouts map;
+3. ``init_process_group`` on all: sender and relays form a group of their own, kept as long as they stay the same;
+4. ``send_weights`` and ``receive_weights`` on all at once. The sender publishes, posts a notice of it, and broadcasts
+   to the relays, which publish on their hosts and post notices of that. The other rollouts, and then the relays, map
+   what is published on their host;
+5. ``finalize`` on all.
+
+Between syncs, ``get_weights`` maps the newest version on its host, or one named. Nobody has to take part in that.
+
+With ``bypass_cpu`` nothing is published: all rollouts are in the group, and receive the weights themselves.
+
+Notices go over a store that the sender hosts, sealed with a key that verl passes on with the topology (see
+``worker/rounds.py``); they are JSON, and nothing of them is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
+
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
+from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup, pairs
+from asyncckpt.integrations.verl.local_publication import LocalPublication
+from asyncckpt.integrations.verl.notice import Notice, NoticeBoard
+from asyncckpt.integrations.verl.topology import Peer, Role, roles
+from asyncckpt.weights.broadcast.broadcast import BUCKET_BYTES
+from asyncckpt.weights.weights import Weights
+from asyncckpt.worker.endpoint import endpoint_scope
+from asyncckpt.worker.messages import Rendezvous
+from asyncckpt.worker.store_connection import host_store
+
+BACKEND = "asyncckpt"
+
+logger = logging.getLogger(__name__)
+
+
+class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]  # verl has no types
+    """verl's contract for an engine with a cache, ``CheckpointEngineWithCache``; the module says who calls what."""
+
+    wire_format = "named_tensors"
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        address: str | None = None,
+        slots: int = 3,
+        rollout_dtype: torch.dtype | str | None = None,
+        bypass_cpu: bool = False,
+        roll_back: bool = False,
+        timeout: float = 600.0,
+        host: str | None = None,
+    ) -> None:
+        """``bucket_size`` and ``is_master`` come from verl, all else from ``engine_kwargs``.
+
+        Args:
+            bucket_size: Bytes that are broadcast at once, at most.
+            is_master: This is the first actor.
+            address: What the publication is called on each host; None: a name of this Ray job. Set it if rollouts shall
+                find it across jobs, or a restarted job its memory.
+            slots: How many versions are kept: that being written, the newest, and those that somebody still reads.
+            rollout_dtype: What floating-point weights are converted to; None: they stay as they are.
+            bypass_cpu: Keep no copy in shared memory; then there is no ``get_weights``.
+            roll_back: Let ``global_steps`` go back in a running trainer; a restarted one always may.
+            timeout: Seconds that a worker may wait for another.
+            host: The name by which the others reach this trainer; None: as Ray has it.
+        """
+        self._bucket_bytes = min(bucket_size, BUCKET_BYTES)  # verl means those on a device
+        self._is_master = is_master
+        self.local = LocalPublication(address or _job_address(), slots, timeout)
+        self._last_address = self.local.address  # where the last sync has published
+        self._dtype = getattr(torch, rollout_dtype) if isinstance(rollout_dtype, str) else rollout_dtype
+        self._bypass_cpu = bypass_cpu
+        self._roll_back = roll_back
+        self._timeout = timeout
+        self._host = host
+        self._name = uuid.uuid4().hex
+        self._store: Any = None
+        self._rendezvous: Rendezvous | None = None
+        self._notices: NoticeBoard | None = None
+        self._role: Role | None = None
+        self._sync = 0
+        self._group: BroadcastGroup | None = None
+        self._sent: int | None = None
+        self.version: int | None = None  # of the weights last taken here
+
+    def prepare(self) -> Peer:
+        """Who this worker is. The sender opens the store, the first time."""
+        if self._is_master:
+            if self._role is not None and self._notices is not None:
+                self._notices.give_up(RankFailedError("the trainer has begun another sync"))
+            self._sync += 1
+            if self._store is None:
+                self._store = host_store(0)
+                self._rendezvous = Rendezvous(
+                    self._host or _own_host(), self._store.port, self._name, secrets.token_bytes(32), 0, 0
+                )
+        return Peer(
+            self._name,
+            endpoint_scope(),
+            self.local.is_published_here,
+            self._bypass_cpu,
+            self._group.members if self._group is not None and self._group.usable else None,
+            self._rendezvous if self._is_master else None,
+            self._sync,
+        )
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[Peer]
+    ) -> tuple[dict[str, list[Role]], dict[str, list[Role]]]:
+        """Give each worker its role.
+
+        Args:
+            actor_wg_world_size: How many actors there are.
+            rollout_world_size: How many rollouts.
+            metadata: What ``prepare`` has returned on all actors and then on all rollouts.
+
+        Returns:
+            The arguments of ``init_process_group`` for the actors and for the rollouts, one for each.
+        """
+        actors, rollouts = roles(metadata[:actor_wg_world_size], metadata[actor_wg_world_size:])
+        return {"role": actors}, {"role": rollouts}
+
+    def init_process_group(self, role: Role) -> None:
+        """Take that role, and join its group if this worker is a member, and not in it yet.
+
+        Raises ``RankFailedError`` where the others cannot be reached.
+        """
+        self._role = role
+        if self._notices is not None:
+            self._notices.close()
+        # Another connection for each sync: somebody may still wait over the old one, for what will not come.
+        self._notices = NoticeBoard(role, self._timeout)
+        if self._group is not None and (self._group.members != role.members or not self._group.usable):
+            self._leave()
+        workers = role.members.workers
+        if self._group is None and self._name in workers and len(workers) > 1:
+            self._group = BroadcastGroup(role, self._name, self._store, self._timeout)
+
+    @torch.no_grad()
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Send all ``weights``, which are taken one after the other, as version ``global_steps`` (None: the next).
+
+        Returns the sender's metrics, in seconds. A version that is not above the newest is accepted from a trainer that
+        has just started (it resumes from an older checkpoint: newer versions are withdrawn, with a warning), for a sync
+        that is repeated, and with ``roll_back``; else it raises ``VersionError``.
+        """
+        role, notices = self._current()
+        if role.part == "iterate":
+            _exhaust(weights)
+            return {}
+        begun = time.perf_counter()
+        try:
+            version, back = self._version(global_steps)
+            notice = Notice(version, 0, "")
+            if not self._bypass_cpu:
+                notice = self.local.publish(weights, version, self._dtype, roll_back=back, substitute=False)
+            notices.post(0, notice)
+            self._sent = version
+            published = time.perf_counter()
+            if self._bypass_cpu:
+                # Not on another thread: the weights are made as they are asked for, on this thread's current device.
+                terms: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "version": version, "bypass_cpu": True}
+                self._joined().endpoints.sender.send(weights, **terms)
+            elif self._group is not None:
+                await asyncio.to_thread(self._forward, version)
+        except BaseException as error:
+            notices.give_up(error)
+            if isinstance(error, Exception):
+                _exhaust(weights)
+            raise
+        return {
+            "checkpoint_engine/version": float(version),
+            "checkpoint_engine/publish_s": 0.0 if self._bypass_cpu else published - begun,
+            "checkpoint_engine/broadcast_s": 0.0 if self._group is None else time.perf_counter() - published,
+        }
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The weights of this sync, which must be of version ``global_steps`` (None: whichever it is).
+
+        The tensors are read-only and in shared memory, and stay as they are for as long as they are referred to; with
+        ``bypass_cpu`` they are the rollout's own.
+        """
+        role, notices = self._current()
+        if role.part == "receive":
+            notice = await asyncio.to_thread(notices.wait, 0)
+            async with contextlib.aclosing(self._joined().receive_async()) as buckets:
+                async for bucket in buckets:
+                    notice.check(global_steps)
+                    for name, tensor in bucket:
+                        yield name, tensor.clone()  # engines gather some before they load them
+            self.version = notice.version
+        else:
+            with await asyncio.to_thread(self._mapped, role, notices, global_steps) as weights:
+                for pair in weights.items():
+                    yield pair
+
+    async def get_weights(
+        self,
+        version: int | None = None,
+        *,
+        min_version: int | None = None,
+        roll_back: bool = False,
+        timeout: float = 60.0,
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The newest weights that are complete on this host, or those of ``version``; nobody else takes part.
+
+        Yields the weights as ``receive_weights`` does. Once the first has come, ``self.version`` is their version.
+
+        Args:
+            version: As of ``WeightSubscriber.acquire``, like all that follow.
+            min_version: The lowest version that will do.
+            roll_back: Whether it may be below the last one.
+            timeout: Seconds to wait for it.
+
+        Raises:
+            CheckpointNotFoundError: With ``bypass_cpu``, which keeps none.
+            CheckpointError: As ``WeightSubscriber.acquire`` raises.
+        """
+        if self._bypass_cpu:
+            raise CheckpointNotFoundError(
+                "the weights are sent with bypass_cpu, which keeps no version of them in memory; take them in a sync,"
+                " or leave bypass_cpu out of the engine_kwargs"
+            )
+        which: dict[str, Any] = {"version": version, "roll_back": roll_back, "timeout": timeout}
+        acquire = self.local.subscriber(self._last_address).acquire
+        weights = await asyncio.to_thread(acquire, min_version, **which)
+        self.version = weights.version
+        with weights:
+            for pair in weights.items():
+                yield pair
+
+    def finalize(self) -> None:
+        """The sync is over. What was published stays, and so does the process group."""
+        role, self._role = self._role, None
+        if role is not None and self._is_master and self._notices is not None:
+            self._notices.clear()
+
+    def close(self) -> None:
+        """Give back what this worker holds, and what it has published; verl does not call it.
+
+        Where the worker just ends, what it has published lingers, see ``Config.linger``.
+        """
+        self._role = None
+        self._leave()
+        self.local.close()
+        if self._notices is not None:
+            self._notices.close()
+        self._notices = self._store = None
+
+    def _current(self) -> tuple[Role, NoticeBoard]:
+        if self._role is None or self._notices is None:
+            raise CheckpointError("not in a sync: prepare, build_topology and init_process_group come before")
+        return self._role, self._notices
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _joined(self) -> BroadcastGroup:
+        if self._group is None:
+            raise CheckpointError("not in the group that weights are broadcast to: please report this")
+        return self._group
+
+    def _version(self, global_steps: int | None) -> tuple[int, bool]:
+        """Which version to send, and whether that goes back. Raises ``VersionError``."""
+        newest = self._sent
+        if newest is None and not self._bypass_cpu:
+            newest = self.local.newest()
+        if newest is None or global_steps is None:
+            return (0 if newest is None else newest + 1) if global_steps is None else global_steps, False
+        if global_steps < newest and self._sent is None:
+            logger.warning(
+                "this trainer begins with version %d, and one before it had got to %d: rollouts will go back",
+                global_steps,
+                newest,
+            )
+        elif global_steps < newest and not self._roll_back:
+            raise VersionError(
+                f"version {global_steps} comes after version {newest}, from the same trainer; if it means to go back,"
+                " set roll_back in the engine_kwargs",
+                step=global_steps,
+            )
+        return global_steps, global_steps <= newest
+
+    def _mapped(self, role: Role, notices: NoticeBoard, global_steps: int | None) -> Weights:
+        """A rollout's weights of this sync. The relay publishes them on its host before."""
+        notice = self._relay(role, notices) if role.part == "relay" else notices.wait(role.host)
+        notice.check(global_steps)
+        weights = self.local.subscriber(notice.address).acquire(version=notice.version, timeout=self._timeout)
+        if weights.epoch != notice.epoch:
+            weights.release()
+            raise RankFailedError(
+                f"version {notice.version} is of another epoch here than it was sent in:"
+                f" {weights.epoch}, {notice.epoch}",
+                step=notice.version,
+            )
+        if self.version is not None and notice.version < self.version:
+            self.local.forget_versions()
+        self.version, self._last_address = notice.version, notice.address
+        return weights
+
+    def _relay(self, role: Role, notices: NoticeBoard) -> Notice:
+        sent = notices.wait(0)
+        received = pairs(self._joined().endpoints.receiver.receive())
+        try:
+            # The sender has decided which version may follow which.
+            notice = self.local.publish(received, sent.version, self._dtype, roll_back=True, substitute=True)
+        except BaseException as error:
+            notices.post_failure(role.host, error)
+            with contextlib.suppress(CheckpointError):  # the sender is gone, too
+                self._joined().refuse(received, error)
+            raise
+        notices.post(role.host, notice)
+        return notice
+
+    def _forward(self, version: int) -> None:
+        """Broadcast what was published."""
+        with self.local.subscriber(self.local.address).acquire(version=version, timeout=self._timeout) as weights:
+            self._joined().endpoints.sender.send(weights, bucket_bytes=self._bucket_bytes)
+
+
+def _exhaust(weights: Iterable[Any]) -> None:
+    """Make all that are left, though nobody needs them: other actors make each together with this one."""
+    for _ in weights:
+        pass
+
+
+def _ray() -> Any:
+    """Ray, in one of its processes, or None."""
+    import ray
+
+    return ray if ray.is_initialized() else None
+
+
+def _own_host() -> str:
+    """The name by which other hosts reach this one."""
+    ray = _ray()
+    return str(ray.util.get_node_ip_address()).strip("[]") if ray is not None else socket.gethostname()
+
+
+def _job_address() -> str:
+    """An address that the workers of this job have in common, and no other job."""
+    ray = _ray()
+    return f"verl-{ray.get_runtime_context().get_job_id()}" if ray is not None else "verl"
+
+
+CheckpointEngineRegistry.register(BACKEND)(SharedMemoryCheckpointEngine)

@@ -1,0 +1,1 @@
+"""From storage, or from the memory of a worker, back into a state dict."""

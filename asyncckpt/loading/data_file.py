@@ -1,0 +1,361 @@
+"""Data files: read span by span, each checked on the way, from storage or from memory, to where their bytes belong."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.shm.huge import own_buffer
+from asyncckpt.shm.memcpy import Destinations
+from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.worker.index import Index
+from asyncckpt.worker.storage.os_errors import translated
+
+# Read at once: so much that a disk is as fast as with more.
+RUN_BYTES = 2 << 20
+# More than cores, on a small machine: while some check and copy, others must keep the disk busy.
+READ_THREADS = 4
+# Runs that are given to the threads before the first of them is done: a slow one must not keep the others waiting.
+_AHEAD = 4 * READ_THREADS
+
+# From linux/stat.h and linux/fcntl.h; Python has no statx before 3.15.
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_STX_MASK_AT = 0
+_STX_DIO_MEM_ALIGN_AT = 152
+
+# Of each thread: what is read at once, and the rest of the blocks at its ends.
+_BUFFER_BYTES = RUN_BYTES + 2 * PAGE
+
+_NOWHERE = Destinations([], [], [])
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ReadRun(NamedTuple):
+    """Spans that were read: how many bytes they have, and an error for each that is damaged."""
+
+    nbytes: int
+    damages: list[DamagedCheckpointError]
+
+
+class FilePart(NamedTuple):
+    """``data`` that stands at ``begin`` in a file; ``placed``: it is already where it belongs."""
+
+    begin: int
+    data: memoryview
+    placed: bool = False
+
+
+class ChecksummedFile(ABC):
+    """A data file, wherever its bytes are. ``path`` is for errors."""
+
+    def __init__(self, path: str, index: Index, bounds: Sequence[int]) -> None:
+        """Describe the file.
+
+        Args:
+            path: The file.
+            index: What stands in it, and the checksum of each span.
+            bounds: Where the spans begin and end, in bytes: one number more than spans.
+        """
+        self.path = path
+        self.index = index
+        self._bounds = bounds
+
+    def read(
+        self,
+        ranges: Iterable[tuple[int, int]],
+        pool: ThreadPoolExecutor,
+        destinations: Destinations = _NOWHERE,
+        *,
+        verify: bool = True,
+    ) -> Iterator[ReadRun]:
+        """Read the spans that ``ranges`` touch, and bring the bytes to their destinations.
+
+        The memory there is written until the iterator is exhausted or closed, by the threads of ``pool``. Damaged spans
+        are written there, too: whoever iterates decides what a damage means.
+
+        Args:
+            ranges: First byte and end of what is to be read; they may overlap.
+            pool: The threads that read, check and copy.
+            destinations: Where the bytes go; what has no destination is only checked.
+            verify: Whether the checksums are compared.
+
+        Yields:
+            Each run of spans once it is read, in the order of the file; together they have ``nbytes_read(ranges)``.
+
+        Raises:
+            DamagedCheckpointError: The file is shorter than its index says.
+            StorageError: The file cannot be read.
+        """
+        tasks: deque[Future[ReadRun]] = deque()
+        try:
+            for first, last in self._runs(ranges):
+                if len(tasks) == _AHEAD:
+                    yield tasks.popleft().result()
+                tasks.append(pool.submit(self._read_run, first, last, destinations, verify))
+            while tasks:
+                yield tasks.popleft().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            wait(tasks)
+
+    def nbytes_read(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """How many bytes ``read`` has to read for the byte ``ranges``: whole spans."""
+        return sum(self._bounds[last] - self._bounds[first] for first, last in self._touched(ranges))
+
+    @property
+    def nbytes(self) -> int:
+        """The size the file was written with."""
+        return self.index.nbytes
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held."""
+
+    def in_place(self, begin: int, end: int) -> memoryview | None:
+        """The bytes from ``begin`` to ``end``, good until this is closed; None where they have to be read."""
+        return None
+
+    @abstractmethod
+    def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
+        """The bytes from ``begin`` to ``end``, or as many as there are, in order; each part good until the next one.
+
+        Some may be read straight to their destination. Without destinations, up to ``RUN_BYTES`` are one part.
+        """
+
+    def _runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The spans that ``ranges`` touch, as runs of adjacent ones, (first, last + 1).
+
+        Each of up to ``RUN_BYTES``, if no span is longer.
+        """
+        bounds = self._bounds
+        for first, last in self._touched(ranges):
+            while first < last:
+                stop = max(first + 1, bisect_right(bounds, bounds[first] + RUN_BYTES, first, last + 1) - 1)
+                yield first, stop
+                first = stop
+
+    def _touched(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The spans that ``ranges`` touch, (first, last + 1) of all that stand side by side."""
+        edges = np.fromiter(chain.from_iterable(ranges), np.int64).reshape(-1, 2)
+        edges = edges[edges[:, 0] < edges[:, 1]]
+        bounds = np.asarray(self._bounds, np.int64)
+        if len(edges) and edges[:, 1].max() > bounds[-1]:
+            raise DamagedCheckpointError("the index of this file names bytes beyond its end", path=self.path)
+        # How many ranges begin with a span, less those that end before it; their sum is how many touch it.
+        change = np.zeros(len(bounds) + 1, np.int64)
+        np.add.at(change, np.searchsorted(bounds, edges[:, 0], "right") - 1, 1)
+        np.add.at(change, np.searchsorted(bounds, edges[:, 1], "left"), -1)
+        touched = np.diff(np.cumsum(change[: len(bounds)]) > 0, prepend=False, append=False)
+        switches = np.flatnonzero(touched).tolist()
+        return zip(switches[::2], switches[1::2], strict=True)
+
+    def _read_run(self, first: int, last: int, destinations: Destinations, verify: bool) -> ReadRun:
+        """Read, copy and check the spans from ``first`` up to ``last``, on one of the threads."""
+        alone = last == first + 1
+        damaged = (self._read_span if alone else self._read_short_spans)(first, last, destinations, verify)
+        return ReadRun(self._bounds[last] - self._bounds[first], [self._damage(span) for span in damaged])
+
+    def _read_span(self, span: int, last: int, destinations: Destinations, verify: bool) -> list[int]:
+        """One span, piece by piece."""
+        begin, end = self._bounds[span], self._bounds[last]
+        digest = xxh3_64()
+        nbytes = 0
+        for part in self._fetch(begin, end, destinations):
+            nbytes += len(part.data)
+            for at in range(0, len(part.data), RUN_BYTES):
+                piece = part.data[at : at + RUN_BYTES]
+                if verify:
+                    digest.update(piece)
+                if not part.placed:
+                    destinations.fill(part.begin + at, piece)
+        self._check_length(nbytes, end - begin)
+        return [span] if verify and digest.intdigest() != self.index.checksums[span] else []
+
+    def _read_short_spans(self, first: int, last: int, destinations: Destinations, verify: bool) -> list[int]:
+        """Several spans at once. Returns those that are damaged."""
+        bounds = self._bounds[first : last + 1]
+        (part,) = self._fetch(bounds[0], bounds[-1], _NOWHERE)
+        self._check_length(len(part.data), bounds[-1] - bounds[0])
+        destinations.fill(part.begin, part.data)
+        if not verify:
+            return []
+        # All in C: of 100,000 small spans each microsecond would be a tenth of a second.
+        edges = [bound - part.begin for bound in bounds]
+        found = map(xxh3_64_intdigest, map(part.data.__getitem__, map(slice, edges, edges[1:])))
+        expected = self.index.checksums
+        return [span for span, digest in enumerate(found, first) if digest != expected[span]]
+
+    def _check_length(self, found: int, nbytes: int) -> None:
+        if found < nbytes:
+            raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
+
+    def _damage(self, span: int) -> DamagedCheckpointError:
+        begin, end = self._bounds[span], self._bounds[span + 1]
+        names = ", ".join(map(repr, self.index.names_at(begin, end)))
+        what = names or "of no value, but of the space between them"
+        return DamagedCheckpointError(f"the bytes {begin:,} to {end:,} are damaged: {what}", path=self.path)
+
+
+class StoredFile(ChecksummedFile):
+    """A data file on storage, open for reading past the page cache where the file system allows.
+
+    It is read in whole blocks, into aligned memory. If the process forks meanwhile, what is read may end up in the
+    child, see open(2).
+    """
+
+    def __init__(self, path: str, index: Index) -> None:
+        """Raises ``DamagedCheckpointError`` if the file is missing, else ``StorageError``."""
+        super().__init__(path, index, index.bounds)
+        self._memory_alignment = 0  # 0: nothing is read straight to memory of others
+        with translated("opening", path):
+            try:
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._memory_alignment = memory_alignment(self._fd)
+            except FileNotFoundError as error:
+                raise DamagedCheckpointError("a file of this checkpoint is missing", path=path) from error
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
+        to = destinations.only(begin, end)
+        if to is not None:
+            # Of it, what is whole blocks of the file, and as the device wants its memory aligned.
+            first, last = round_up(max(to.begin, begin)), min(to.end, end) // PAGE * PAGE
+            address = to.address + first - to.begin
+            may_read = self._memory_alignment > 0 and address % self._memory_alignment == 0
+            if last - first >= RUN_BYTES and may_read:
+                parts = self._read_around(begin, first, last, end, address)
+                if parts is not None:
+                    yield from parts
+                    return
+        while begin < end:
+            # Up to the end of a block, so that the next one is not read twice.
+            stop = min(end, (begin + RUN_BYTES) // PAGE * PAGE) if end - begin > RUN_BYTES else end
+            yield FilePart(begin, self._read_to_buffer(begin, stop))
+            begin = stop
+
+    def _read_to_buffer(self, begin: int, end: int) -> memoryview:
+        """The bytes from ``begin`` to ``end``, or as many as there are; good until this thread reads again."""
+        aligned = begin // PAGE * PAGE
+        buffer = _buffer(round_up(end) - aligned)
+        with translated("reading", self.path):
+            try:
+                done = self._read([buffer], aligned)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Some file systems refuse direct I/O only now, or want other blocks than ours.
+                self._memory_alignment = 0
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                done = self._read([buffer], aligned)
+        return buffer[:done][begin - aligned : end - aligned]
+
+    def _read_around(self, begin: int, first: int, last: int, end: int, address: int) -> list[FilePart] | None:
+        """Read from ``begin`` to ``end``, and of that the whole blocks from ``first`` to ``last`` to ``address``.
+
+        Returns three parts; None if the kernel refuses that after all, and then it is not tried again.
+        """
+        aligned = begin // PAGE * PAGE
+        buffer = _buffer(first - aligned + round_up(end) - last)
+        head, tail = buffer[: first - aligned], buffer[first - aligned :]
+        middle = memoryview((ctypes.c_char * (last - first)).from_address(address)).cast("B")
+        with translated("reading", self.path):
+            try:
+                done = self._read([head, middle, tail], aligned)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EFAULT):  # of memory that no device may write to
+                    raise
+                self._memory_alignment = 0
+                return None
+        return [
+            FilePart(begin, head[:done][begin - aligned :]),
+            FilePart(first, middle[: max(0, done - len(head))], placed=True),
+            FilePart(last, tail[: max(0, done - len(head) - len(middle))][: end - last]),
+        ]
+
+    def _read(self, views: Sequence[memoryview], offset: int) -> int:
+        """Fill ``views`` one after the other with what stands from ``offset`` on. Returns how many bytes that is."""
+        left = [view for view in views if view]
+        done = 0
+        while left:
+            count = os.preadv(self._fd, left, offset + done)
+            if count == 0:
+                break
+            done += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+        return done
+
+
+class MemoryFile(ChecksummedFile):
+    """A data file that is still in memory."""
+
+    def __init__(self, path: str, index: Index, data: memoryview, bounds: Sequence[int]) -> None:
+        """Describe the file.
+
+        Args:
+            path: Where the file would be on storage.
+            index: What stands in it, and the checksum of each span.
+            data: Its bytes; they must not change until it is closed.
+            bounds: Where the spans begin and end, in bytes.
+        """
+        super().__init__(path, index, bounds)
+        self._data = data
+
+    def close(self) -> None:
+        pass
+
+    def in_place(self, begin: int, end: int) -> memoryview:
+        return self._data[begin:end]
+
+    def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
+        yield FilePart(begin, self._data[begin:end])
+
+
+def read_pool() -> ThreadPoolExecutor:
+    """The threads that read."""
+    return ThreadPoolExecutor(READ_THREADS, thread_name_prefix="asyncckpt-read")
+
+
+def memory_alignment(fd: int) -> int:
+    """What addresses have to be a multiple of for direct reads of the file ``fd``, in bytes; 0: nobody says.
+
+    Linux 6.1 and later says so; it is what the device wants, from 4 bytes (most NVMe) to 512, or all of a block.
+    """
+    facts = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
+    try:
+        code = _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, facts)
+    except AttributeError:  # glibc before 2.28
+        return 0
+    if code != 0 or not facts[_STX_MASK_AT // 4] & _STATX_DIOALIGN:
+        return 0
+    alignment = int(facts[_STX_DIO_MEM_ALIGN_AT // 4])
+    return alignment if int(facts[_STX_DIO_MEM_ALIGN_AT // 4 + 1]) <= PAGE else 0
+
+
+def _buffer(nbytes: int) -> memoryview:
+    return own_buffer(max(nbytes, _BUFFER_BYTES))[:nbytes]

@@ -1,0 +1,239 @@
+"""Loading by DCP's planner: it says which bytes go where, and these readers fetch them from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from asyncckpt.errors import DamagedCheckpointError, MismatchError
+from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.loading.direct_load import left_out, some, warn_left_out
+from asyncckpt.loading.progress import Progress
+from asyncckpt.loading.read_requests import ReadRequests
+from asyncckpt.loading.source import Source, StorageSource
+from asyncckpt.loading.unpickle import load_metadata, load_object
+from asyncckpt.ranks.collectives import many
+from asyncckpt.worker.manifest import METADATA_NAME
+from asyncckpt.worker.storage import storage_for
+
+
+def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool, **options: Any) -> None:
+    """``torch.distributed.checkpoint.load`` of any torch.
+
+    Args:
+        state_dict: What to load, in place.
+        process_group: The ranks that load together; None: all of the job.
+        no_dist: This process loads alone.
+        options: The other arguments of ``torch.distributed.checkpoint.load``, by name.
+    """
+    with warnings.catch_warnings(), contextlib.ExitStack() as held:
+        # That one process alone loads is no news to a job of one process.
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
+        if "no_dist" in inspect.signature(state_dict_loader.load).parameters:
+            options["no_dist"] = no_dist
+        elif no_dist and many(None):  # torch before 2.7: a group of its own is as good
+            process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            held.callback(dist.destroy_process_group, process_group)
+        state_dict_loader.load(state_dict, process_group=process_group, **options)
+
+
+def open_reader(
+    path: str, source: Source | None, progress: Progress | None, *, verify: bool, weights_only: bool
+) -> StorageReader:
+    """The reader for DCP, which has read its metadata: of what is wrong with that DCP would make a text.
+
+    Args:
+        path: The folder of the checkpoint.
+        source: Its files; None: stock DCP wrote it, and reads it.
+        progress: Told of the bytes that are read.
+        verify: Whether the checksums are compared.
+        weights_only: No value may run code while it is unpickled.
+
+    Raises:
+        UntrustedValueError: The metadata could run code.
+        DamagedCheckpointError: The metadata is damaged or missing.
+        StorageError: Storage cannot be read.
+    """
+    reader: StorageReader
+    if source is None:
+        reader = StockReader(path, weights_only=weights_only)
+    else:
+        reader = CheckpointReader(path, verify=verify, weights_only=weights_only, source=source, progress=progress)
+    reader.read_metadata()
+    return reader
+
+
+class StockReader(FileSystemReader):
+    """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
+
+    def __init__(self, path: str, *, weights_only: bool) -> None:
+        super().__init__(path)
+        self._weights_only = weights_only
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = str(self.path)
+        data = storage_for(path).read(os.path.join(path, METADATA_NAME))
+        metadata = load_metadata(data, path, weights_only=self._weights_only)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class CheckpointReader(StorageReader):
+    """DCP's way to read a checkpoint of ours, for ``torch.distributed.checkpoint.load(storage_reader=...)``."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool = True,
+        weights_only: bool = True,
+        source: Source | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Open a checkpoint.
+
+        Args:
+            path: The folder of the checkpoint.
+            verify: Whether the checksums are compared.
+            weights_only: No value may run code while it is unpickled.
+            source: Where its files are; None: in the folder ``path``.
+            progress: Told of the bytes that are read.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint.
+            DamagedCheckpointError: Its manifest is damaged.
+        """
+        self._verify = verify
+        self._weights_only = weights_only
+        self._progress = progress
+        self._metadata: Metadata | None = None
+        self._path = os.path.abspath(os.fspath(path))
+        self._source = source or StorageSource(self._path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None and os.path.abspath(os.fspath(checkpoint_id)) != self._path:
+            self._path = os.path.abspath(os.fspath(checkpoint_id))
+            self._source = StorageSource(self._path)
+            self._metadata = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = load_metadata(self._source.metadata(), self._path, weights_only=self._weights_only)
+            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        storage: Mapping[Any, Any] = self._metadata.storage_data if self._metadata is not None else {}
+        per_file: dict[str, list[tuple[ReadItem, int]]] = {}
+        sizes: dict[str, dict[int, int]] = {}  # of what is stored, by its offset: a first guess at what is to be read
+        for item in plan.items:
+            stored = storage[item.storage_index]
+            per_file.setdefault(stored.relative_path, []).append((item, stored.offset))
+            sizes.setdefault(stored.relative_path, {})[stored.offset] = stored.length
+        expected = {name: sum(each.values()) for name, each in sizes.items()}
+        if self._progress is not None:
+            self._progress.expect(sum(expected.values()))
+        with read_pool() as pool:
+            for name, items in sorted(per_file.items()):
+                with contextlib.closing(self._source.open(name)) as file:
+                    requests, filled = _requests(file, items, planner)
+                    if self._progress is not None and self._progress.shown:
+                        self._progress.expect(requests.nbytes_read(file) - expected[name])
+                    for item, data in requests.read(file, pool, verify=self._verify, progress=self._progress):
+                        planner.load_bytes(item, io.BytesIO(data))
+                for item, tensor in filled:
+                    planner.commit_tensor(item, tensor)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _requests(
+    file: ChecksummedFile, items: list[tuple[ReadItem, int]], planner: LoadPlanner
+) -> tuple[ReadRequests, list[tuple[ReadItem, torch.Tensor]]]:
+    """What is to be read of ``file`` for ``items``, each with its offset there, and the tensors that this fills."""
+    stored = {item.at: item for item in file.index.items}
+    filled: list[tuple[ReadItem, torch.Tensor]] = []
+    requests = ReadRequests()
+    for item, at in items:
+        if at not in stored:
+            raise DamagedCheckpointError(f"the index has nothing at {at:,}, and .metadata has", path=file.path)
+        if item.type == LoadItemType.BYTE_IO:
+            requests.object(stored[at], item)
+            continue
+        tensor = planner.resolve_tensor(item).detach()
+        if tuple(tensor.shape) != tuple(item.lengths):
+            raise MismatchError(
+                f"{item.dest_index.fqn!r} has the shape {tuple(tensor.shape)} and {tuple(item.lengths)} is stored",
+                path=file.path,
+            )
+        filled.append((item, tensor))
+        requests.box(tensor, stored[at], item.storage_offsets, item.lengths)
+    return requests, filled
+
+
+class CheckingPlanner(DefaultLoadPlanner):
+    """DCP's default planner, but what does not fit is said in our errors, and of all keys at once."""
+
+    def __init__(self, path: str, *, weights_only: bool) -> None:
+        super().__init__()
+        self._path = path
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = load_object(value, name, self._path, weights_only=self._weights_only)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+    def create_local_plan(self) -> LoadPlan:
+        known: Mapping[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        missing = [name for name in self.state_dict if name not in known]
+        if missing:
+            raise MismatchError(
+                f"the checkpoint has no {some(missing)}; leave them out of the state dict to load the others",
+                path=self._path,
+            )
+        warn_left_out(left_out(self.state_dict, known), self._path)
+        wrong = [
+            f"{name!r} is {tuple(value.size())} and {tuple(stored.size)} is stored"
+            for name, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor)
+            and isinstance(stored := known[name], TensorStorageMetadata)
+            and stored.size != value.size()
+        ]
+        if wrong:
+            raise MismatchError(f"shapes do not fit: {'; '.join(wrong[:5])}", path=self._path)
+        return super().create_local_plan()

@@ -1,0 +1,205 @@
+"""Loading without a plan: where every value is stored in the form it is loaded to, its bytes go straight to it.
+
+DCP's planner can load any placement into any other. For that it makes some ten objects a tensor, which takes longer
+than the bytes of a small one. The indexes of a checkpoint say what stands where just as well, and that is enough for
+most states. A state that is not as plain as that is left to DCP, whole, and so is saying what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.loading.progress import Progress
+from asyncckpt.loading.read_requests import ReadRequests, dtype_of
+from asyncckpt.loading.source import Source
+from asyncckpt.loading.unpickle import load_object
+from asyncckpt.planning.structure import PLAIN, is_leaf
+from asyncckpt.worker.index import Item
+
+logger = logging.getLogger(__name__)
+
+# Every rank reads the indexes of all ranks. For more than these, DCP's metadata, one file, is the quicker way.
+_MOST_FILES = 64
+
+_Keys = tuple[str | int, ...]
+# By its name, where a value is stored; None: in pieces.
+_Stored = dict[str, "tuple[ChecksummedFile, Item] | None"]
+
+
+class _NotPlain(Exception):
+    """This is for DCP to load, or to refuse."""
+
+
+@dataclass(frozen=True)
+class DirectLoad:
+    """All of a load but the reading: the ``requests`` that fill ``state_dict``, for each open file.
+
+    ``path`` is the folder of the checkpoint, for errors; ``left_out`` are values that were not asked for.
+    """
+
+    state_dict: dict[str, Any]
+    path: str
+    requests: Mapping[ChecksummedFile, ReadRequests]
+    left_out: Sequence[str]
+
+    def read(self, progress: Progress | None, *, verify: bool, weights_only: bool) -> None:
+        """Fill the state dict.
+
+        Args:
+            progress: Told of the bytes that are read.
+            verify: Whether the checksums are compared.
+            weights_only: No value may run code while it is unpickled.
+
+        Raises:
+            DamagedCheckpointError: Bytes are damaged.
+            UntrustedValueError: A value could run code.
+            StorageError: Storage cannot be read.
+        """
+        warn_left_out(self.left_out, self.path)
+        if progress is not None and progress.shown:
+            progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
+        with read_pool() as pool:
+            for file, requests in self.requests.items():
+                for (name, keys), data in requests.read(file, pool, verify=verify, progress=progress):
+                    value = load_object(io.BytesIO(data), name, self.path, weights_only=weights_only)
+                    set_element(self.state_dict, keys, value)
+
+
+def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack) -> DirectLoad | None:
+    """Compare a state dict with what is stored.
+
+    Args:
+        state_dict: What to load, in place; without ``Stateful`` values.
+        source: The files of the checkpoint.
+        path: Its folder, for errors.
+        held: Closes the files that are opened.
+
+    Returns:
+        The load, to be read; None: DCP has to load this, or to say what is wrong with it.
+    """
+    try:
+        leaves = _Leaves(state_dict)
+        source.metadata()  # nothing in it is needed, but it is a part of the checkpoint, and is checked as all of it
+        stored = _stored(source, held)
+        left = left_out(leaves.names(), stored)
+        if not leaves.containers.isdisjoint(left):
+            raise _NotPlain("DCP looks whether this is of a torch before 2.4")
+        return DirectLoad(state_dict, path, _requests(leaves, stored), left)
+    except (_NotPlain, CheckpointError) as error:
+        logger.debug("%s is loaded by DCP: %s", path, error)
+        return None
+
+
+def left_out(asked: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Names that are ``known``, and not ``asked`` for, though others are with the same key at the top."""
+    missing = set(known).difference(asked := set(asked))
+    if not missing:
+        return []
+    tops = {name.partition(".")[0] for name in asked}
+    return sorted(name for name in missing if name.partition(".")[0] in tops)
+
+
+def warn_left_out(left: Sequence[str], path: str) -> None:
+    """A fresh optimizer has no state yet, so none is asked for, and DCP loses its moments in silence."""
+    if left:
+        logger.warning(
+            "%d values of %s were not asked for, and not loaded: %s; if they belong to an optimizer, give it its"
+            " state before loading (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does)",
+            len(left),
+            path,
+            some(left),
+        )
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of ``names``, for a message."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more
+
+
+class _Leaves:
+    """The values of a state dict, by the names that DCP gives them."""
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ``_NotPlain``."""
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.others: dict[str, _Keys] = {}
+        """The keys that lead to each other value."""
+        self.containers: set[str] = set()
+        """The names of containers with a leaf in them, whatever DCP would call them."""
+        self._collect(state_dict, (), "")
+        self.containers.discard("")
+        if len(self.names()) < len(self.tensors) + len(self.others):
+            raise _NotPlain("a name is there twice")
+
+    def names(self) -> set[str]:
+        """Of all leaves."""
+        return self.tensors.keys() | self.others.keys()
+
+    def _collect(self, container: Any, keys: _Keys, prefix: str) -> None:
+        is_dict = isinstance(container, dict)
+        if not is_dict and not isinstance(container, list):
+            raise _NotPlain(f"there is a {type(container).__name__}")
+        tensors, others = self.tensors, self.others
+        before = len(tensors) + len(others)
+        for key, value in container.items() if is_dict else enumerate(container):
+            name = f"{prefix}{key}"
+            if type(value) in PLAIN:
+                # One by one: some answers raise for tensors of other kinds.
+                if name in tensors or value.layout != torch.strided or value.is_meta or value.is_quantized:
+                    raise _NotPlain(f"{name} is there twice, or no plain tensor")
+                tensors[name] = value
+            elif isinstance(value, torch.Tensor):
+                raise _NotPlain(f"{name} is no plain tensor")
+            elif not is_leaf(value):
+                self._collect(value, (*keys, str(key) if is_dict else key), f"{name}.")
+            elif name in others:
+                raise _NotPlain(f"{name} is there twice")
+            else:
+                others[name] = (*keys, str(key) if is_dict else key)
+        if len(tensors) + len(others) > before:
+            self.containers.add(prefix[:-1])
+
+
+def _stored(source: Source, held: ExitStack) -> _Stored:
+    """Where each value is, by its name."""
+    names = source.data_files()
+    if len(names) > _MOST_FILES:
+        raise _NotPlain("there are many files")
+    stored: _Stored = {}
+    for name in sorted(names):
+        file = held.enter_context(closing(source.open(name)))
+        for item in file.index.items:
+            stored[item.name] = (file, item) if item.name not in stored else None
+    return stored
+
+
+def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, ReadRequests]:
+    requests: defaultdict[ChecksummedFile, ReadRequests] = defaultdict(ReadRequests)
+    for name, tensor in leaves.tensors.items():
+        found = stored.get(name)
+        if found is None or found[1].kind != "tensor":
+            raise _NotPlain(f"{name} is not there, or in pieces, or no tensor")
+        file, item = found
+        # The size says the same, unless whoever wrote the index means harm.
+        same = tensor.dtype == dtype_of(item) and [*tensor.shape] == item.shape
+        if not same or tensor.nbytes != item.payload_bytes:
+            raise _NotPlain(f"{name} is stored in another form")
+        requests[file].whole(tensor, item)
+    for name, keys in leaves.others.items():
+        found = stored.get(name)
+        if found is None or found[1].kind != "object":
+            raise _NotPlain(f"{name} is not there, or a tensor")
+        requests[found[0]].object(found[1], (name, keys))
+    return requests

@@ -1,0 +1,140 @@
+"""Loading: straight into place where the indexes say enough (``direct_load.py``), else by DCP's planner."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.loading.catalog import is_stock
+from asyncckpt.loading.dcp_reader import CheckingPlanner, load_by_dcp, open_reader
+from asyncckpt.loading.direct_load import draft
+from asyncckpt.loading.progress import Progress
+from asyncckpt.loading.source import Source, StorageSource
+from asyncckpt.planning.structure import stateful_types
+from asyncckpt.ranks.collectives import gather, on_all
+from asyncckpt.worker.storage import storage_for
+
+# A load that takes longer has a progress bar.
+_LONG_S = 3.0
+
+
+def load(
+    state_dict: dict[str, Any],
+    path: str,
+    *,
+    planner: LoadPlanner | None = None,
+    verify: bool = True,
+    weights_only: bool = True,
+    process_group: Any = None,
+    no_dist: bool = False,
+    source: Source | None = None,
+    progress: bool = False,
+) -> None:
+    """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
+
+    Tensors are filled where they are, other values are replaced, ``Stateful`` values are given their state. Keys that
+    only the checkpoint has are left alone. Checkpoints that stock DCP wrote are read, too.
+
+    Args:
+        state_dict: What to load; its tensors have the shapes to fill.
+        path: The folder of the checkpoint; with ``source`` it is for errors.
+        planner: DCP's planner to use; None: the default one, where a plan is needed at all.
+        verify: Check all bytes against their checksums while they are copied. After an error part of ``state_dict``
+            may be loaded, also with bad bytes.
+        weights_only: No value may run code while it is unpickled, see ``unpickle.py``.
+        process_group: The ranks that load together, each what its part needs; None: all of the job. What goes wrong
+            on one rank is raised on all.
+        no_dist: This process loads alone.
+        source: Where to read from; None: the folder ``path``.
+        progress: Show a bar on the terminal, see ``Config.progress``.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        DamagedCheckpointError: Bytes are missing, or are not those that were written.
+        MismatchError: The checkpoint lacks a key, or has another shape.
+        UntrustedValueError: A value could run code, and ``weights_only`` forbids that.
+        StorageError: Storage cannot be read.
+    """
+    path = os.path.abspath(path)
+    ranks = False if no_dist else process_group
+    with _states(state_dict) as states, contextlib.ExitStack() as held, _without_gc(), _without_dcps_wrapping():
+        bar = held.enter_context(Progress("loading", delay=_LONG_S)) if progress and _is_first() else None
+        found = on_all(lambda: source or _open(path, held), ranks)
+        direct = on_all(lambda: draft(states, found, path, held) if planner is None and found else None, ranks)
+        if all(gather(direct is not None, ranks)) and direct is not None:
+            with _as_dcp_raises():
+                on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
+        else:
+            reader = on_all(lambda: open_reader(path, found, bar, verify=verify, weights_only=weights_only), ranks)
+            planner = planner or CheckingPlanner(path, weights_only=weights_only)
+            load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
+
+
+@contextlib.contextmanager
+def _states(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The values to fill, with the states of ``Stateful`` ones; ``state_dict`` is given what they are in the end."""
+    keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
+    kinds = stateful_types(state_dict)
+    states = {key: state_dict[key].state_dict() if type(state_dict[key]) in kinds else state_dict[key] for key in keys}
+    yield states
+    for key in keys:
+        if type(state_dict[key]) in kinds:
+            state_dict[key].load_state_dict(states[key])
+        else:
+            state_dict[key] = states[key]
+
+
+def _open(path: str, held: contextlib.ExitStack) -> Source | None:
+    """The checkpoint ``path``, which is ``held`` against removal; None: stock DCP wrote it."""
+    held.enter_context(storage_for(path).reading(path))
+    return None if is_stock(path) else StorageSource(path)
+
+
+def _is_first() -> bool:
+    """Whether this is the first rank of the job, which alone shows the bar."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Planning makes some ten objects a tensor, none of them garbage: looking for that takes longer than all else."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _as_dcp_raises() -> Iterator[None]:
+    """Raise what a value's own code raises as DCP would."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointException("read", {0: _wrap_exception(error)}) from error
+
+
+@contextlib.contextmanager
+def _without_dcps_wrapping() -> Iterator[None]:
+    """Raise our errors as they are: DCP wraps what each rank raised."""
+    try:
+        yield
+    except CheckpointException as error:
+        for failure in error.failures.values():
+            cause = failure[0] if isinstance(failure, tuple) else failure
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+        raise

@@ -1,0 +1,165 @@
+"""Loading from memory: the images that the workers of dead trainers still hold, as the source of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.loading.catalog import latest
+from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
+from asyncckpt.loading.source import StorageSource
+from asyncckpt.shm.segment import Segment
+from asyncckpt.worker.endpoint import endpoint_name
+from asyncckpt.worker.index import Index, data_name
+from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.messages import HeldImage, Region, WriteRequest
+from asyncckpt.worker.steps import step_folder
+from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.takeover import Takeover
+
+# How long the worker of another rank on this host may take to answer.
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class HeldImages:
+    """The ``images`` that one rank's worker holds, in ``segments`` that are mapped here (and are not closed here)."""
+
+    job: str
+    segments: Mapping[int, Segment]
+    images: Sequence[HeldImage]
+
+    def is_closed(self) -> bool:
+        """Whether some of it was given back meanwhile."""
+        return any(segment.closed for segment in self.segments.values())
+
+    def metadata(self, held: HeldImage) -> bytes:
+        """DCP's ``.metadata`` of the checkpoint that ``held`` is a part of; only the first rank's image has it.
+
+        Raises ``DamagedCheckpointError``.
+        """
+        self._check(held)
+        return bytes(self._region(held, held.layout.metadata))
+
+    def file(self, held: HeldImage) -> ChecksummedFile:
+        """The data file that an image is. Raises ``DamagedCheckpointError``."""
+        self._check(held)
+        layout = held.layout
+        path = os.path.join(held.request.path, layout.data_name)
+        text = bytes(self._region(held, layout.index_head)) + Index.tail(array("Q", held.checksums))
+        data = self._region(held, Region(layout.slots[held.request.slot], layout.data_bytes))
+        return MemoryFile(path, Index.parse(text, path), data, self._region(held, layout.spans).cast("Q"))
+
+    def _check(self, held: HeldImage) -> None:
+        """The trainer could write there until it died, and may have died of writing where it should not."""
+        found = tuple(checksum(self._region(held, region)) for region in held.layout.constants())
+        if found != held.constants:
+            raise DamagedCheckpointError(
+                "its image in memory is damaged", path=held.request.path, step=held.request.step
+            )
+
+    def _region(self, held: HeldImage, region: Region) -> memoryview:
+        return self.segments[held.request.segment].view[region.offset : region.offset + region.nbytes]
+
+
+def choose_in_memory(
+    root: str, step: int | None, offers: Sequence[Sequence[WriteRequest]], committed: Set[str]
+) -> str | None:
+    """Choose which checkpoint to load from memory.
+
+    It must be whole, and no older than what is in storage: there it may have been replaced, or removed by somebody who
+    did not want it.
+
+    Args:
+        root: The folder of the run's checkpoints.
+        step: The step to load; None: the newest.
+        offers: The images that each rank has, by rank.
+        committed: Attempts that are known to be committed.
+
+    Returns:
+        The attempt; None: there is none to load from memory.
+    """
+    whole = [
+        request
+        for request in offers[0]
+        if request.step is not None
+        and request.path == step_folder(root, request.step)
+        and request.world_size == len(offers)
+        and all(any(other.attempt == request.attempt for other in offer) for offer in offers)
+    ]
+    storage, stored = storage_for(root), latest(root)
+    for request in sorted(whole, key=lambda request: request.step or 0, reverse=True):
+        if step is not None and request.step != step:
+            continue
+        if storage.is_finalized(request.path, request.attempt):
+            return request.attempt if step is not None or request.step == stored else None
+        if request.attempt in committed or storage.exists(request.path):
+            continue
+        return request.attempt if step is not None or stored is None or stored < (request.step or 0) else None
+    return None
+
+
+class MemorySource:
+    """One checkpoint, of which each rank's worker holds its part.
+
+    Parts of other ranks on this host are read from the memory of their workers; those on other hosts from the
+    checkpoint in storage, if it is committed.
+    """
+
+    def __init__(self, images: HeldImages, held: HeldImage, metadata: bytes) -> None:
+        """Make one image a checkpoint to load from.
+
+        Args:
+            images: What this rank's worker holds.
+            held: The one of them that is this rank's part of the checkpoint.
+            metadata: DCP's ``.metadata``, checked.
+        """
+        self._images, self._held = images, held
+        self._metadata = metadata
+        self._takeovers: dict[int, Takeover] = {}
+
+    def metadata(self) -> bytes:
+        """DCP's ``.metadata``."""
+        return self._metadata
+
+    def data_files(self) -> list[str]:
+        """One a rank."""
+        return [data_name(rank) for rank in range(self._held.request.world_size)]
+
+    def open(self, name: str) -> ChecksummedFile:
+        """The data file ``name``, to be closed. Raises ``CheckpointNotFoundError`` where it is out of reach."""
+        request = self._held.request
+        if name == self._held.layout.data_name:
+            return self._images.file(self._held)
+        for rank in range(request.world_size):
+            if name == data_name(rank) and (file := self._of_other(rank)) is not None:
+                return file
+        if storage_for(request.path).is_finalized(request.path, request.attempt):
+            return StorageSource(request.path).open(name)
+        raise CheckpointNotFoundError(
+            f"{name} is in the memory of another host, and not yet in storage", path=request.path, step=request.step
+        )
+
+    def close(self) -> None:
+        """Let go of the workers of other ranks."""
+        for takeover in self._takeovers.values():
+            takeover.close()
+        self._takeovers.clear()
+
+    def _of_other(self, rank: int) -> ChecksummedFile | None:
+        takeover = self._takeovers.get(rank)
+        if takeover is None:
+            try:
+                takeover = Takeover.find(endpoint_name(self._images.job, rank), _ANSWER_S)
+            except CheckpointError:  # it has a trainer, or is stopped
+                return None
+            if takeover is None:
+                return None
+            self._takeovers[rank] = takeover
+        for held in takeover.images:
+            if held.request.attempt == self._held.request.attempt:
+                return HeldImages(self._images.job, takeover.segments, takeover.images).file(held)
+        return None

@@ -1,0 +1,90 @@
+"""A progress bar on the terminal, for long loads and checks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]  # nothing is iterated over
+    """tqdm's, but that it leaves neither a thread of its own in the training process nor a lock of multiprocessing."""
+
+    monitor_interval = 0
+
+
+_Bar.set_lock(threading.RLock())
+
+
+class Progress:
+    """How many bytes are done, on stderr, if that is a terminal.
+
+    The methods are for any thread, and raise nothing: when the terminal fails, there is no bar any more.
+    """
+
+    def __init__(self, what: str, *, delay: float = 0.1, shown: bool = True) -> None:
+        """Make a bar.
+
+        Args:
+            what: Stands before the bar.
+            delay: Seconds, more than 0, before which nothing is shown.
+            shown: False: there is no bar at all.
+        """
+        self._lock = threading.Lock()
+        self._bar: _Bar | None = None
+        with self._harmless():
+            if shown and sys.stderr is not None and sys.stderr.isatty():
+                # miniters: it looks at the clock each time. By tqdm's guess, and with no thread to correct that, it
+                # would stand still where storage becomes slow.
+                self._bar = _Bar(total=0, unit="B", unit_scale=True, desc=what, leave=False, delay=delay, miniters=1)
+
+    @property
+    def shown(self) -> bool:
+        """Whether there is a bar, or may be one once the delay is over."""
+        return self._bar is not None
+
+    def expect(self, nbytes: int) -> None:
+        """So many bytes more are to be done; less, if it is negative."""
+        with self._harmless():
+            if self._bar is not None:
+                self._bar.total = (self._bar.total or 0) + nbytes
+
+    def update(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+        if self._bar is None:
+            return
+        with self._harmless():
+            if self._bar is not None:
+                self._bar.update(nbytes)
+
+    def close(self) -> None:
+        """Take the bar away; safe to call twice."""
+        with self._harmless():
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """One thread at a time, and without errors."""
+        with self._lock:
+            try:
+                yield
+            except Exception as error:
+                logger.debug("there is no progress bar: %r", error)
+                if self._bar is not None:
+                    self._bar.disable = True  # or it tries again when it is collected
+                    self._bar = None
+                _Bar.set_lock(threading.RLock())  # after an error tqdm still holds the one it had

@@ -1,0 +1,196 @@
+"""What is to be read of a data file, and what becomes of it: bytes for tensors in place, and objects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncckpt.loading.data_file import ChecksummedFile
+from asyncckpt.loading.progress import Progress
+from asyncckpt.planning.structure import PLAIN
+from asyncckpt.shm.memcpy import Destinations, address_of
+from asyncckpt.worker.index import Item
+
+# Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor.
+_BATCH_BYTES = 256 << 20
+
+
+class BoxCopy(NamedTuple):
+    """Collected bytes that become a tensor: the box of ``lengths`` of a stored tensor, first element to last."""
+
+    tensor: torch.Tensor
+    item: Item
+    lengths: Sequence[int]
+
+    def fill(self, data: memoryview) -> None:
+        """Copy ``data``, the bytes of the box, into the tensor."""
+        if data:
+            source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_of(self.item))
+            with torch.no_grad():
+                self.tensor.copy_(source.as_strided(tuple(self.lengths), _strides(self.item.shape)))
+
+
+class ReadRequests:
+    """The bytes to be read of one data file; they may overlap.
+
+    Each row is a range of the file. Its bytes go straight to an address in this process; or they are collected, and
+    once they are all there and good they become a tensor (``BoxCopy``) or are given to the caller with a key.
+    """
+
+    def __init__(self) -> None:
+        # Columns, because there may be a great many rows.
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._addresses: list[int] = []  # 0: collected, or empty
+        self._collected: dict[int, Any] = {}  # by the number of the row: a BoxCopy, or the key of an object
+
+    def whole(self, tensor: torch.Tensor, item: Item) -> None:
+        """Fill ``tensor`` with the stored tensor ``item``, of the same dtype and shape."""
+        if tensor.is_cpu and _is_filled_by_bytes(tensor):
+            self._add(item.payload_at, item.payload_bytes, tensor.data_ptr())
+        else:
+            self._collect(item.payload_at, item.payload_bytes, BoxCopy(tensor, item, item.shape))
+
+    def box(self, tensor: torch.Tensor, item: Item, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Fill ``tensor`` with a box of a stored tensor.
+
+        Args:
+            tensor: Of the shape ``lengths``, of any dtype, on any device.
+            item: The stored tensor.
+            offsets: Where the box begins in it, in elements, for each dimension.
+            lengths: How long the box is, in elements, for each dimension.
+        """
+        first, count = _extent(item.shape, offsets, lengths)
+        dtype = dtype_of(item)
+        begin, nbytes = item.payload_at + first * dtype.itemsize, count * dtype.itemsize
+        is_a_row = tensor.dtype == dtype and tensor.numel() == count
+        is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.is_cpu
+        if is_a_row and is_plain and _is_filled_by_bytes(tensor):
+            self._add(begin, nbytes, tensor.data_ptr())
+        else:
+            self._collect(begin, nbytes, BoxCopy(tensor, item, lengths))
+
+    def object(self, item: Item, key: Any) -> None:
+        """Collect the stored object ``item``, and the zeros behind it; ``read`` yields it with ``key``."""
+        self._collect(item.at, item.nbytes, key)
+
+    def nbytes_read(self, file: ChecksummedFile) -> int:
+        """How many bytes ``read`` reads, with all that stands around what is requested."""
+        return sum(file.nbytes_read(self._ranges(rows)) for rows in self._batches())
+
+    def read(
+        self, file: ChecksummedFile, pool: ThreadPoolExecutor, *, verify: bool, progress: Progress | None = None
+    ) -> Iterator[tuple[Any, memoryview]]:
+        """Read all that is requested, and fill the tensors.
+
+        Args:
+            file: The file to read.
+            pool: The threads that read.
+            verify: Whether the checksums are compared.
+            progress: Told of the bytes that are read.
+
+        Yields:
+            The key of each object, with its bytes, which are good until the next one.
+
+        Raises:
+            DamagedCheckpointError: Bytes are damaged. Tensors may have been filled, with bad bytes too, but nothing
+                that was collected together with them.
+            StorageError: The file cannot be read.
+        """
+        # What must be collected first is read a batch at a time, to bound that memory.
+        for rows in self._batches():
+            yield from self._read_batch(rows, file, pool, verify, progress)
+
+    def _add(self, begin: int, nbytes: int, address: int) -> None:
+        self._begins.append(begin)
+        self._ends.append(begin + nbytes)
+        self._addresses.append(address)
+
+    def _collect(self, begin: int, nbytes: int, becomes: Any) -> None:
+        self._collected[len(self._begins)] = becomes
+        self._add(begin, nbytes, 0)
+
+    def _batches(self) -> Iterator[Sequence[int]]:
+        """The rows that are read together, in the order of the file."""
+        begins, ends = self._begins, self._ends
+        rows: Sequence[int] = range(len(begins))
+        if begins != sorted(begins):
+            rows = sorted(rows, key=begins.__getitem__)
+        first = size = 0
+        for number, row in enumerate(rows) if self._collected else ():
+            if row not in self._collected:
+                continue
+            nbytes = ends[row] - begins[row]
+            if number > first and size + nbytes > _BATCH_BYTES:
+                yield rows[first:number]
+                first, size = number, 0
+            size += nbytes
+        yield rows[first:]
+
+    def _ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        return [(self._begins[row], self._ends[row]) for row in rows]
+
+    def _read_batch(
+        self, rows: Sequence[int], file: ChecksummedFile, pool: ThreadPoolExecutor, verify: bool, bar: Progress | None
+    ) -> Iterator[tuple[Any, memoryview]]:
+        begins, ends, addresses = self._begins, self._ends, self._addresses
+        collected: list[tuple[Any, memoryview]] = []
+        for row in rows if self._collected else ():
+            if row not in self._collected:
+                continue
+            data = file.in_place(begins[row], ends[row])
+            if data is None:
+                data = memoryview(bytearray(ends[row] - begins[row]))
+                addresses[row] = address_of(data) if data else 0
+            collected.append((self._collected[row], data))
+        # Those that have an address: to copy, or to read there.
+        to = [row for row in rows if addresses[row] and begins[row] < ends[row]]
+        destinations = Destinations(*([column[row] for row in to] for column in (begins, ends, addresses)))
+        for run in file.read(self._ranges(rows), pool, destinations, verify=verify):
+            if run.damages:
+                raise run.damages[0]
+            if bar is not None:
+                bar.update(run.nbytes)
+        for becomes, data in collected:
+            if isinstance(becomes, BoxCopy):
+                becomes.fill(data)
+            else:
+                yield becomes, data
+
+
+def dtype_of(item: Item) -> torch.dtype:
+    """The dtype of a stored tensor."""
+    return _dtype(item.dtype)
+
+
+@functools.cache
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _is_filled_by_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is just its elements in a row."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _extent(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
+    """The first element of a box in a contiguous tensor, and how many there are up to its last one."""
+    if 0 in lengths:
+        return 0, 0
+    strides = _strides(shape)
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return first, sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.insert(0, step)
+        step *= max(length, 1)
+    return tuple(strides)

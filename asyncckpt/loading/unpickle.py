@@ -1,0 +1,133 @@
+"""Unpickling what a checkpoint holds, so that its bytes cannot run code.
+
+DCP's format has pickles: its ``.metadata``, and each value that is not a tensor. With ``weights_only`` the first may
+name only what DCP itself writes there, the second only what ``torch.load(weights_only=True)`` takes; both also what
+``torch.serialization.add_safe_globals`` was given.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import Metadata
+
+from asyncckpt.errors import DamagedCheckpointError, UntrustedValueError
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_CLASSES = (
+    *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
+    *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+)
+_METADATA_GLOBALS = frozenset(
+    {
+        *((_MODULE, name) for name in _CLASSES),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("builtins", "set"),
+        ("builtins", "frozenset"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+)
+
+
+# Constants of Python that torch does not know to be harmless.
+_HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice]
+
+
+def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
+    """Unpickle DCP's ``.metadata``.
+
+    Args:
+        data: The file.
+        path: The folder of the checkpoint, for errors.
+        weights_only: Whether nothing may run code.
+
+    Raises:
+        UntrustedValueError: It names something that could run code, or changes classes.
+        DamagedCheckpointError: It is no pickle, or not of DCP's metadata.
+    """
+    unpickler = (_MetadataUnpickler if weights_only else pickle.Unpickler)(io.BytesIO(data))
+    classes = [getattr(dcp_metadata, name) for name in _CLASSES if hasattr(dcp_metadata, name)]
+    before = [dict(vars(each)) for each in classes]
+    try:
+        found = unpickler.load()
+        if weights_only:
+            _restore(classes, before)
+    except _NotAllowed as error:
+        raise _untrusted(".metadata", error, path) from error
+    except Exception as error:  # a pickle that is none fails in many ways
+        raise DamagedCheckpointError(f".metadata is no pickle: {type(error).__name__}: {error}", path=path) from error
+    if not isinstance(found, Metadata):
+        raise DamagedCheckpointError(f".metadata holds a {type(found).__name__}, and not DCP's metadata", path=path)
+    return found
+
+
+def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -> Any:
+    """Unpickle one value.
+
+    Args:
+        file: Its bytes, and whatever is behind them.
+        name: Its name in the state dict, for errors.
+        path: The folder of the checkpoint, for errors.
+        weights_only: Whether nothing may run code.
+
+    Raises:
+        UntrustedValueError: It names something that could run code.
+    """
+    try:
+        with torch.serialization.safe_globals(_HARMLESS):
+            return torch.load(file, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise _untrusted(repr(name), error, path) from error
+
+
+def _restore(classes: list[type], before: list[dict[str, Any]]) -> None:
+    """A pickle can set attributes of the classes that it names. Undo that, and raise ``_NotAllowed``."""
+    changed = False
+    for each, attributes in zip(classes, before, strict=True):
+        for name, value in dict(vars(each)).items():
+            if name not in attributes:
+                delattr(each, name)
+            elif attributes[name] is not value:
+                setattr(each, name, attributes[name])
+            else:
+                continue
+            changed = True
+    if changed:
+        raise _NotAllowed("it changes the classes of what it holds")
+
+
+class _NotAllowed(pickle.UnpicklingError):
+    pass
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _METADATA_GLOBALS:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.memory_format)):
+            return found
+        for each in torch.serialization.get_safe_globals():
+            safe, full = each if isinstance(each, tuple) else (each, None)
+            if full == f"{module}.{name}":
+                return safe
+            if getattr(safe, "__module__", None) == module and getattr(safe, "__qualname__", None) == name:
+                return safe
+        raise _NotAllowed(f"it names {module}.{name}")
+
+
+def _untrusted(what: str, error: Exception, path: str) -> UntrustedValueError:
+    lines = str(error).strip().splitlines() or ["it is of another class"]
+    why = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
+    return UntrustedValueError(
+        f"{what} is not loaded, because what it is made of could run code ({why}); if you trust who wrote the"
+        " checkpoint, load it with weights_only=False, or allow that class with torch.serialization.add_safe_globals",
+        path=path,
+    )

@@ -1,0 +1,124 @@
+"""The layout of an image: which byte of a data file stands where.
+
+A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.save`` would write it (a zip
+with the tensor's bytes in the middle, its *payload*), an object as pickled bytes with more reserved behind them. Only
+payloads and objects differ between saves with the same structure. All else, the *envelopes*, is constant, and so is
+every offset.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+
+from asyncckpt.shm.segment import PAGE, round_up
+
+# What torch.save aligns a payload to, from the start of its zip; enough for every dtype.
+_ALIGNMENT = 64
+# Payloads from this size on begin on a page of the file: a reader may then read them past the page cache, in place.
+PAGE_ALIGNED_FROM = 1 << 20
+
+
+class Envelope(NamedTuple):
+    """The constant bytes around the payload of a tensor."""
+
+    before: bytes
+    after: bytes
+
+
+@functools.lru_cache(maxsize=65536)
+def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
+    """What ``torch.save`` puts around the bytes of a contiguous CPU tensor; independent of its values.
+
+    Saving a fake tensor writes the zip with zeros in the place of the data. The checksum in it is not that of the real
+    bytes, but ``torch.load`` never looks at it.
+    """
+    with FakeTensorMode():
+        fake = torch.empty(shape, dtype=dtype)
+    nbytes = fake.numel() * fake.element_size()
+    # A memory file, because torch seeks over the payload: it stays a hole, however many gigabytes it has.
+    with os.fdopen(os.memfd_create("asyncckpt-envelope", os.MFD_CLOEXEC), "w+b") as file:
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(fake, file)
+        file.flush()
+        with zipfile.ZipFile(file) as archive:
+            (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+        # A zip's local header: 30 bytes, of which the last four are the lengths of the name and of the extra field.
+        header = os.pread(file.fileno(), 30, record.header_offset)
+        name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
+        payload_at = record.header_offset + len(header) + name_bytes + extra_bytes
+        end = os.fstat(file.fileno()).st_size
+        return Envelope(
+            before=os.pread(file.fileno(), payload_at, 0),
+            after=os.pread(file.fileno(), end - payload_at - nbytes, payload_at + nbytes),
+        )
+
+
+class TensorSpec(NamedTuple):
+    """What a stored tensor (one shard of it) looks like. ``alias`` is the number of an earlier one that has the same
+    bytes.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    alias: int | None = None
+
+
+class Place(NamedTuple):
+    """Where an item stands in the file, and its payload in it; bytes from the start of the file."""
+
+    at: int
+    nbytes: int
+    payload_at: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class DataLayout:
+    """Where all items of a data file stand: tensors, then objects, in the order given. ``nbytes`` is whole pages."""
+
+    specs: Sequence[TensorSpec]
+    tensors: Sequence[Place]
+    objects: Sequence[Place]
+    nbytes: int
+
+    @classmethod
+    def lay_out(cls, specs: Sequence[TensorSpec], reserved: Sequence[int]) -> DataLayout:
+        """Place tensors of ``specs``, and objects with ``reserved`` bytes for each."""
+        tensors: list[Place] = []
+        end = 0
+        for spec in specs:
+            if spec.alias is not None:
+                tensors.append(tensors[spec.alias])
+                continue
+            before, after = envelope(spec.dtype, spec.shape)
+            payload_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+            alignment = PAGE if payload_bytes >= PAGE_ALIGNED_FROM else _ALIGNMENT
+            payload_at = round_up(end + len(before), alignment)
+            at = payload_at - len(before)
+            end = payload_at + payload_bytes + len(after)
+            tensors.append(Place(at, end - at, payload_at, payload_bytes))
+        objects = []
+        for nbytes in reserved:
+            at = round_up(end, _ALIGNMENT)
+            objects.append(Place(at, nbytes, at, nbytes))
+            end = at + nbytes
+        return cls(specs, tensors, objects, round_up(end))
+
+    def constants(self) -> Iterator[tuple[int, bytes]]:
+        """The envelopes, as (offset, bytes)."""
+        for spec, place in zip(self.specs, self.tensors, strict=True):
+            if spec.alias is None:
+                before, after = envelope(spec.dtype, spec.shape)
+                yield place.at, before
+                yield place.payload_at + place.payload_bytes, after

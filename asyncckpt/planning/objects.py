@@ -1,0 +1,158 @@
+"""Small values beside the tensors: step counters, learning rates, names, and whatever else pickles.
+
+DCP pickles each of them on every save. Here their bytes are kept: a value that is what it was is not pickled again.
+More bytes are reserved for each in the image than it takes, filled up with zeros, so that a changed value moves no
+other byte. The pickle is ``torch.save``'s older form, which ``torch.load`` reads just the same and which ends where it
+ends: zeros behind it are not looked at (a zip would have to end with its directory).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.layout import Place
+from asyncckpt.planning.structure import StructureChanged, is_leaf
+
+# The longest comment that a zip can end with.
+_COMMENT_BYTES = 0xFFFF
+
+_SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+class Raw(bytes):
+    """Bytes that a user's own planner made; they are stored as they are.
+
+    Those that ``torch.save`` made (a zip, as Megatron-LM's planner hands over) can grow all the same: what is left of
+    the reserved bytes becomes the zip's comment. For any others exactly their own length is reserved.
+    """
+
+    def _is_zip(self) -> bool:
+        return self.startswith(b"PK\3\4") and self[-22:-18] == b"PK\5\6" and self[-2:] == b"\0\0"
+
+    def reserve(self) -> int:
+        """The bytes to reserve."""
+        return len(self) + min(_COMMENT_BYTES, max(1024, len(self))) if self._is_zip() else len(self)
+
+    def fits(self, reserved: int) -> bool:
+        """Whether they can fill ``reserved`` bytes."""
+        unused = reserved - len(self)
+        return unused == 0 or (0 < unused <= _COMMENT_BYTES and self._is_zip())
+
+    def filled(self, reserved: int) -> bytes:
+        """They, and what fills up ``reserved`` bytes."""
+        unused = reserved - len(self)
+        return self[:-2] + unused.to_bytes(2, "little") + bytes(unused) if unused else self
+
+
+def _is_constant(value: object) -> bool:
+    """Whether ``value`` cannot change inside, so that it may be kept to compare with."""
+    kind = type(value)
+    return kind in _SCALARS or (kind is tuple and all(map(_is_constant, value)))  # type: ignore[call-overload]
+
+
+def pickled(name: str, value: object) -> bytes:
+    """The bytes of one object. Raises ``UnsavableStateError`` naming it."""
+    if isinstance(value, Raw):
+        return value
+    if _is_constant(value):
+        return _BEFORE + pickle.dumps(value, protocol=_PROTOCOL) + _AFTER
+    return _saved(name, value)
+
+
+def _saved(name: str, value: object) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer, _use_new_zipfile_serialization=False)
+    except Exception as error:  # whatever the value's own code raises
+        raise UnsavableStateError(
+            f"the value of {name!r}, a {type(value).__qualname__}, cannot be pickled: {type(error).__name__}: {error};"
+            " leave it out of the state dict, or give it a __getstate__ that drops what does not pickle"
+        ) from error
+    return buffer.getvalue()
+
+
+# What torch.save puts around the pickle of a value without tensors, ten times as slowly.
+_PROTOCOL = 2
+_BEFORE, _AFTER = _saved("", "asyncckpt").split(pickle.dumps("asyncckpt", protocol=_PROTOCOL))
+_NONE = pickled("None", None)
+
+
+def bytes_to_reserve(nbytes: int) -> int:
+    """How many bytes to reserve for an object that takes ``nbytes`` now."""
+    return -(-(nbytes + max(64, nbytes // 4)) // 64) * 64
+
+
+class StoredObjects:
+    """The objects of one plan: their last values, their bytes, and what each slot has of them."""
+
+    def __init__(self, names: Sequence[str], values: Sequence[Any], slots: int) -> None:
+        """Pickle ``values``, which have these ``names``, for images in ``slots`` slots. Those that are ``Raw`` are
+        stored as they are. Raises ``UnsavableStateError``.
+        """
+        self.names = names
+        self._known = [value if _is_constant(value) else None for value in values]
+        self._bytes = list(map(pickled, names, values))
+        self.reserved = [
+            data.reserve() if isinstance(data, Raw) else bytes_to_reserve(len(data)) for data in self._bytes
+        ]
+        """The bytes reserved for each."""
+        self._stale: list[set[int]] = [set(range(len(values))) for _ in range(slots)]
+
+    def forget_slots(self) -> None:
+        """The slots are in other memory now, which has nothing of the objects."""
+        for stale in self._stale:
+            stale.update(range(len(self.names)))
+
+    def refresh(self, values: Sequence[Any]) -> None:
+        """Take the ``values`` of a new save, pickling those that changed.
+
+        Raises ``StructureChanged`` if one no longer fits the bytes reserved for it or is no longer a leaf,
+        ``UnsavableStateError`` if one does not pickle; then nothing is taken.
+        """
+        changed: list[tuple[int, Any, bytes]] = []
+        for number, (new, known) in enumerate(zip(values, self._known, strict=True)):
+            # Unchanged, for most values at a glance; of the others only constants are compared at all.
+            if new is known:
+                if new is not None or self._bytes[number] == _NONE:
+                    continue
+            elif type(new) is type(known) and _same(new, known):
+                continue
+            elif not is_leaf(new):
+                raise StructureChanged(f"{self.names[number]} is now a {type(new).__name__} with tensors or a mapping")
+            data = pickled(self.names[number], new)
+            if data != self._bytes[number]:
+                reserved = self.reserved[number]
+                if not (data.fits(reserved) if isinstance(data, Raw) else len(data) <= reserved):
+                    raise StructureChanged(f"{self.names[number]} does not fit its {reserved} bytes")
+                changed.append((number, new, data))
+        for number, new, data in changed:
+            self._known[number] = new if _is_constant(new) else None
+            self._bytes[number] = data
+            for stale in self._stale:
+                stale.add(number)
+
+    def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
+        """See ``SlotObjects.write``."""
+        stale = self._stale[slot]
+        for number in stale:
+            at, reserved, *_ = places[number]
+            data = self._bytes[number]
+            image[at : at + reserved] = data.filled(reserved) if isinstance(data, Raw) else data.ljust(reserved, b"\0")
+        stale.clear()
+
+
+def _same(new: Any, known: Any) -> bool:
+    """Whether two constants of one type are the same to the bit: not by ==, for which 0.0 is -0.0, and True is 1."""
+    if type(new) is float:
+        return bool(new.hex() == known.hex())
+    if type(new) is tuple:
+        return len(new) == len(known) and all(
+            type(one) is type(other) and _same(one, other) for one, other in zip(new, known, strict=True)
+        )
+    return bool(new == known)

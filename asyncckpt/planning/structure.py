@@ -1,0 +1,107 @@
+"""The structure of a nested state dict: which containers it has, and the leaves in their order.
+
+DCP flattens a state dict anew on every save, at microseconds a value. Here that is done once; a later save only looks
+whether the containers still have the same keys, which for a flat dict of any size is one comparison of two lists.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+# Of these types, a strided tensor is nothing but its bytes. A subclass may be anything.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+# The types of most values at the top of a state dict: no need to ask whether they are ``Stateful``.
+_STATELESS = PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool, str, bytes, type(None)}
+
+
+class StructureChanged(Exception):
+    """The state is not as it was planned. Internal: it is planned anew then."""
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...] | list[Any]]:
+    """A function that takes the values at ``positions`` out of a list, in C."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda leaves: [leaves[position] for position in positions]
+
+
+def is_leaf(value: object) -> bool:
+    """Whether DCP stores ``value`` as one: anything but a mapping, or a list with a tensor or a mapping in it.
+
+    The rule of ``torch.distributed.checkpoint._traverse`` (torch 2.4 and later); tuples are leaves.
+    """
+    if isinstance(value, Mapping):
+        return False
+    if isinstance(value, list):
+        return all(is_leaf(entry) and not isinstance(entry, torch.Tensor) for entry in value)
+    return True
+
+
+def stateful_types(state_dict: Mapping[str, Any]) -> set[type]:
+    """The types of those values at the top of ``state_dict`` that are ``Stateful``."""
+    if set(map(type, state_dict.values())) <= _STATELESS:
+        return set()
+    # A protocol's isinstance takes microseconds: one value of each type speaks for all.
+    examples = dict(zip(map(type, state_dict.values()), state_dict.values(), strict=True))
+    return {kind for kind, example in examples.items() if isinstance(example, Stateful)}
+
+
+def stateful_to_dict(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``state_dict`` with what each ``Stateful`` value at its top says its state is, as DCP does it."""
+    kinds = stateful_types(state_dict)
+    if not kinds:
+        return state_dict
+    return {key: value.state_dict() if type(value) in kinds else value for key, value in state_dict.items()}
+
+
+class Structure:
+    """The containers of one state dict, as a tree."""
+
+    def __init__(self, container: Mapping[Any, Any] | list[Any], nested: bool = True) -> None:
+        """The structure of ``container``; with ``nested`` false every value of it is a leaf."""
+        self._kind: Any = type(container)
+        self._keys = list(container) if isinstance(container, Mapping) else None
+        values: list[Any] = container if isinstance(container, list) else list(container.values())
+        self._length = len(values)
+        self._children = [
+            (position, Structure(value)) for position, value in enumerate(values) if nested and not is_leaf(value)
+        ]
+
+    def leaves(self, container: Mapping[Any, Any]) -> list[Any]:
+        """The leaves of ``container`` in DCP's order. Raises ``StructureChanged`` if its containers differ.
+
+        Whether a leaf is still a leaf is for the caller to check, who looks at the types anyway.
+        """
+        found: list[Any] = []
+        self._collect(container, found)
+        return found
+
+    def _collect(self, container: Any, found: list[Any]) -> None:
+        if type(container) is not self._kind:
+            raise StructureChanged(f"a {self._kind.__name__} is now a {type(container).__name__}")
+        if self._keys is None:
+            values = list(container)
+            if len(values) != self._length:
+                raise StructureChanged(f"a list of {self._length} now has {len(values)} entries")
+        else:
+            if list(container) != self._keys:
+                raise StructureChanged("the keys changed")
+            values = list(container.values())
+        begin = 0
+        for position, child in self._children:
+            found.extend(values[begin:position])
+            child._collect(values[position], found)
+            begin = position + 1
+        found.extend(values[begin:] if begin else values)
+
+
+def has_no_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the values of ``tensor`` do not lie in memory as its shape and dtype say."""
+    return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"

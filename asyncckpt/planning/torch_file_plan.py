@@ -1,0 +1,179 @@
+"""The plan of a single file as ``torch.save`` writes it: an object's storages and pickle, and where they stand.
+
+A tensor pickles as a reference to its storage, which is stored once, whole, however many tensors are views of it. So
+the objects whose storages have the same sizes share a plan: where each byte stands depends on nothing else, as long as
+the pickle, behind the storages, fits the bytes that are reserved for it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.serialization import location_tag, normalize_storage_type
+
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
+from asyncckpt.planning.objects import bytes_to_reserve
+from asyncckpt.planning.structure import StructureChanged
+from asyncckpt.shm.segment import round_up
+from asyncckpt.worker.archive import header, lay_out, tail_room
+from asyncckpt.worker.messages import Region, TorchFileLayout
+
+# What torch.save aligns storages to, where it has no setting for that (as torch 2.6).
+_ALIGNMENT = 64
+# From devices other than these, storages go through torch's own copy to the CPU.
+_STAGED = frozenset({"cpu", "cuda"})
+
+
+class TorchFileContents:
+    """An object taken apart: ``pickle``, its bytes, and ``tensors``, its storages as flat tensors of bytes.
+
+    The storages are the object's own, where they can be staged: nothing is copied yet.
+    """
+
+    def __init__(self, obj: object, protocol: int) -> None:
+        """Pickle ``obj`` as ``torch.save`` does. Raises ``UnsavableStateError``."""
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer, protocol)
+        try:
+            pickler.dump(obj)
+            self.tensors = [_flat(storage) for storage in pickler.storages.values()]
+        except Exception as error:  # whatever the object's own code raises
+            raise UnsavableStateError(
+                f"the object, a {type(obj).__qualname__}, cannot be saved: {type(error).__name__}: {error}"
+            ) from error
+        self.pickle = buffer.getvalue()
+        self.alignment = _storage_alignment()
+        self.sizes = [tensor.numel() for tensor in self.tensors]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for objects that fit the same plan, if their pickles do."""
+        return ("file", self.alignment, *self.sizes)
+
+
+class _Pickler(pickle.Pickler):
+    """Puts aside the storages, in the order in which they are met, and leaves a reference to each."""
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def persistent_id(self, obj: object) -> Any:
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype, numel = obj._untyped_storage, obj.dtype, obj._size()  # type: ignore[no-untyped-call]
+            kind = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype, numel = obj, torch.uint8, obj.nbytes()
+            kind = normalize_storage_type(type(obj))  # type: ignore[no-untyped-call]
+        else:
+            return None
+        address = storage.data_ptr() if storage.device.type != "meta" else 0
+        # torch.load would see it as one or the other; torch.save refuses it too.
+        if address and self._dtypes.setdefault(address, dtype) != dtype:
+            raise RuntimeError("tensors of different dtypes are views of the same data")
+        # Kept from here on, so that none has the place in memory of another that is gone.
+        self.storages.setdefault(storage._cdata, storage)
+        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
+        faked = getattr(obj, "_fake_device", None)
+        return "storage", kind, key, location_tag(storage) if faked is None else str(faked), numel
+
+
+@dataclass
+class TorchFilePlan:
+    """How objects with storages of the same sizes are laid out."""
+
+    number: int
+    layout: DataLayout
+    objects: StoredPickle
+    alignment: int
+    sizes: Sequence[int]
+    names: frozenset[str] = frozenset()  # where more has to be reserved for the pickle, a new plan replaces this one
+
+    @classmethod
+    def of(cls, contents: TorchFileContents, number: int) -> TorchFilePlan:
+        """The plan for ``contents``, and for others with the same ``key``."""
+        alignment, sizes = contents.alignment, contents.sizes
+        objects = StoredPickle(bytes_to_reserve(len(contents.pickle)))
+        return cls(number, _ArchiveLayout.of(alignment, objects.reserved, sizes), objects, alignment, sizes)
+
+    def capture(self, contents: TorchFileContents) -> Sequence[torch.Tensor]:
+        """The tensors of ``contents`` in the order of the layout; its pickle is taken into ``objects``.
+
+        Raises ``StructureChanged`` if the pickle is longer than what is reserved for it.
+        """
+        if len(contents.pickle) > self.objects.reserved:
+            raise StructureChanged(f"the pickle does not fit its {self.objects.reserved} bytes")
+        self.objects.pickle = contents.pickle
+        return contents.tensors
+
+    def constants(self) -> dict[str, bytes | memoryview]:
+        """What the worker has to know of the layout, by the name of its region."""
+        return {"sizes": memoryview(array("Q", [self.alignment, self.objects.reserved, *self.sizes])).cast("B")}
+
+    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> TorchFileLayout:
+        """Where all that stands in a segment with images at ``slots``, offsets in bytes."""
+        return TorchFileLayout(self.layout.nbytes, slots, **regions)
+
+
+@dataclass
+class StoredPickle:
+    """The one object of a file: its pickle, with ``reserved`` bytes in the image. No slot keeps what it had before."""
+
+    reserved: int
+    pickle: bytes = b""
+
+    def forget_slots(self) -> None:
+        """The slots are in other memory now."""
+
+    def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
+        """See ``SlotObjects.write``. The pickle is let go of."""
+        image[places[0].payload_at : places[0].payload_at + len(self.pickle)] = self.pickle
+        self.pickle = b""
+
+
+@dataclass(frozen=True)
+class _ArchiveLayout(DataLayout):
+    """The layout of an archive: storages are its tensors, the pickle is its object; the worker adds the rest behind."""
+
+    headers: Sequence[tuple[int, bytes]]
+
+    @classmethod
+    def of(cls, alignment: int, reserved: int, sizes: Sequence[int]) -> _ArchiveLayout:
+        records = lay_out(alignment, reserved, *sizes)
+        places = [Place(record.at, record.end - record.at, record.payload_at, record.nbytes) for record in records]
+        return cls(
+            specs=[TensorSpec(torch.uint8, (nbytes,)) for nbytes in sizes],
+            tensors=places[:-1],
+            objects=places[-1:],
+            nbytes=round_up(records[-1].end + tail_room(alignment, len(sizes))),
+            headers=[(record.at, header(record)) for record in records],
+        )
+
+    def constants(self) -> Iterator[tuple[int, bytes]]:
+        """The records' headers, as (offset, bytes)."""
+        return iter(self.headers)
+
+
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage's bytes."""
+    if storage.device.type not in _STAGED:
+        storage = storage.cpu()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _storage_alignment() -> int:
+    try:
+        from torch.utils.serialization import config
+    except ImportError:
+        return _ALIGNMENT
+    return getattr(config.save, "storage_alignment", _ALIGNMENT)

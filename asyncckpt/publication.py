@@ -1,0 +1,104 @@
+"""Versions: how published weights are numbered, so that no reader takes older ones for newer.
+
+A version is the publishing trainer's own number, its step as a rule. Within an *epoch* versions grow. A trainer that is
+started anew begins a new epoch, which readers can see, and so does one that goes back on purpose.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from asyncckpt.errors import VersionError
+from asyncckpt.shm.slots import PublishedVersion
+
+VersionState: TypeAlias = tuple[int, int, bool, int]
+"""What a rank knows of versions: the least epoch there can be now, the last version, whether they had been rolled
+back; and the epoch that it proposes."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What became of one ``publish``. ``epoch``: of the publisher; a later one has a greater number.
+
+    ``skipped``: nothing was published, because readers have all the memory there is for it, or because the save it is
+    of was given up; they go on with the version before. ``timings``: seconds of ``plan_s`` (seeing that the structure
+    is as before, or planning), ``wait_s`` (for a slot) and ``stage_s`` (copying), each 0.0 where there was none of it.
+    ``nbytes``: bytes that were copied.
+    """
+
+    version: int
+    epoch: int
+    skipped: bool
+    nbytes: int = 0
+    timings: Mapping[str, float] = field(default_factory=lambda: {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0})
+
+
+class Versions:
+    """Those of one publishing trainer."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._newest = -1
+        self._least_epoch = 0
+        self._rolled_back = False
+
+    def inherit(self, last: PublishedVersion | None) -> None:
+        """Go on after ``last``, of a trainer before this one."""
+        if last is not None and self._epoch == 0:
+            self._newest, self._least_epoch, self._rolled_back = last.version, last.epoch + 1, last.rolled_back
+
+    def note(self, published: PublishedVersion) -> None:
+        """It is published: from now on it is the last one."""
+        self._newest = published.version
+
+    def admit(
+        self, version: int, ranks: int, gather: Callable[[VersionState], list[VersionState]], *, roll_back: bool
+    ) -> PublishedVersion:
+        """What to publish ``version`` as, which ``ranks`` do together.
+
+        ``gather`` tells what each of them says. Raises ``VersionError`` where it is not newer than the last one, unless
+        ``roll_back`` says that this is meant; ``ValueError`` where it is no version at all.
+        """
+        version = operator.index(version)
+        if not 0 <= version < 1 << 63:
+            raise ValueError(f"a version is a number from 0 on, of 63 bits, not {version}")
+        first = self._epoch == 0
+        if not first:
+            self._check(version, roll_back=roll_back)
+        if first or self._goes_back(version):
+            # By the clock, so that it grows even where nothing is left of the trainer before this one.
+            proposed = max(time.time_ns(), self._epoch + 1)
+            said = gather((self._least_epoch, self._newest, self._rolled_back, proposed))
+            if first:
+                # That trainer may have died when only some of its ranks had published: all have to know of that.
+                self._least_epoch, self._newest, self._rolled_back, _ = max(said)
+                self._check(version, roll_back=roll_back)
+            self._epoch = max(self._least_epoch, *(epoch for *_, epoch in said))
+            # Who goes on after one that has gone back: a reader may have missed that one.
+            self._rolled_back = self._rolled_back or self._goes_back(version)
+        return PublishedVersion(self._epoch, version, self._rolled_back, ranks)
+
+    def _goes_back(self, version: int) -> bool:
+        return version <= self._newest
+
+    def _check(self, version: int, *, roll_back: bool) -> None:
+        if self._goes_back(version) and not roll_back:
+            raise VersionError(
+                f"version {version} is not newer than {self._newest}, the last one published; if the training has gone"
+                " back, publish it with roll_back=True"
+            )
+
+
+def job_of_weights(address: str) -> str:
+    """The job of a ``WeightPublisher`` with that ``address``, any text."""
+    return f"weights\n{address}"
+
+
+def job_of_checkpoints(root: str | os.PathLike[str], job_id: str | None) -> str:
+    """The job of a ``Checkpointer``, see ``Config.job_id``."""
+    return f"{os.path.realpath(os.fspath(root))}\n{job_id or ''}"

@@ -1,0 +1,69 @@
+"""Collectives of ``torch.distributed``, for what the ranks of a job ask each other outside a save.
+
+In all of them ``process_group`` is None for the whole job, and False for this process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from asyncckpt.errors import CheckpointError, located
+
+T = TypeVar("T")
+
+
+def on_all(do: Callable[[], T], process_group: Any = None) -> T:
+    """What ``do`` returns on this rank. If it raises on any rank, all ranks raise the first rank's error."""
+    if not many(process_group):
+        return do()
+    failure: CheckpointError | None = None
+    try:
+        result = do()
+    except Exception as error:
+        failure = located(error, rank=dist.get_rank(process_group))
+    for found in gather(failure, process_group):
+        if found is not None:
+            raise found
+    return result
+
+
+def from_first(do: Callable[[], T], process_group: Any = None) -> T:
+    """What ``do`` returns on the first rank, on all ranks; or what it raises there, on all ranks."""
+    if not many(process_group):
+        return do()
+    answer: list[Any] = [None]
+    if dist.get_rank(process_group) == 0:
+        try:
+            answer[0] = do()
+        except Exception as error:  # the others wait
+            answer[0] = located(error, rank=0)
+    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+    dist.broadcast_object_list(answer, src=first, group=process_group)
+    if isinstance(answer[0], CheckpointError):
+        raise answer[0]
+    found: T = answer[0]
+    return found
+
+
+def gather(value: T, process_group: Any = None) -> list[T]:
+    """The values of all ranks, in their order."""
+    if not many(process_group):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
+def many(process_group: Any) -> bool:
+    """Whether there is more than one rank."""
+    if process_group is False or not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size(process_group) > 1
+
+
+def has_cpu_backend(process_group: dist.ProcessGroup | None) -> bool:
+    """Whether the group can send what is in the memory of the host. torch tells it only as a text ("cpu:gloo,...")."""
+    return "cpu" in str(dist.get_backend_config(process_group))

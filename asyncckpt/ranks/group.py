@@ -1,0 +1,351 @@
+"""The group: the ranks that save together, and how their trainers come to one answer.
+
+One broadcast of ``torch.distributed``, at the first save, tells all ranks where the store is that the first rank's
+worker hosts. After that no collective is made: what the ranks have to agree upon goes through rounds over that store
+(see ``worker/rounds.py``), where every wait has a limit and an error names the rank it is about.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import secrets
+import socket
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
+from asyncckpt.ranks.collectives import has_cpu_backend
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.messages import Rendezvous, WriteRequest
+from asyncckpt.worker.resolve import resolve
+from asyncckpt.worker.rounds import Rounds, grace, round_name
+
+logger = logging.getLogger(__name__)
+
+_YES = "yes"
+_OWN_PATIENCE_S = 1.0
+# How long another rank looks for the store, which the first may just be bringing back.
+_PATIENCE_S = 10.0
+# How long the first rank may take to conclude a save that this one has failed, if it is just committing it; and storage
+# to tell what has become of it.
+_RESOLVE_S = 30.0
+# What trainers ask each other in a save, one after the other.
+KINDS = ("agree", "plan", "layout", "memory", "slot")
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Group:
+    """The ranks of ``process_group`` (None: of the whole job), or this process alone.
+
+    All ranks must make the same calls in the same order, as with any process group.
+    """
+
+    def __init__(self, config: Config, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        self._config = config
+        self._process_group = process_group
+        self._may_join = not alone and dist.is_available()
+        self._joined = joined = self._may_join and dist.is_initialized()
+        self.rank = dist.get_rank(process_group) if joined else 0
+        self.world_size = dist.get_world_size(process_group) if joined else 1
+        if self.rank < 0:
+            raise ValueError("this process is not in the process group it should save with")
+        self.token = uuid.uuid4().hex
+        self._secret = secrets.token_bytes(32)
+        self._rendezvous: Rendezvous | None = None
+        self._client: WorkerClient | None = None
+        # A trainer has two connections to the store, each made when it is first used. The training thread asks its
+        # questions over the first, one after the other, and a wait for an outcome occupies it. So the failure of a
+        # save, which another thread may learn of meanwhile, is told over the second. The first rank polls and never
+        # waits in the store: it has only the first.
+        self._questions: Rounds | None = None
+        self._failures: Rounds | None = None
+        # Over the first connection, too, for questions that do not wait for a store that is gone.
+        self._quick_questions: Rounds | None = None
+
+    def is_outdated(self) -> bool:
+        """Whether this was made for one process that has become one of many since."""
+        return self._may_join and not self._joined and dist.is_initialized() and dist.get_world_size() > 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one rank."""
+        return self.world_size == 1
+
+    def attempt(self, number: int) -> str:
+        """The name of save ``number`` on storage: the same on all ranks, and of no other save."""
+        return f"{self.token[:12]}-{number}"
+
+    def connect_worker(self, client: WorkerClient) -> None:
+        """Connect this rank's worker with those of the others. The first time this is a collective.
+
+        A worker that takes the place of a dead one finds the store at its old address, or, on the first rank, hosts it
+        there. Raises ``RankFailedError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+        """
+        if self.alone or client is self._client:
+            return
+        if self._rendezvous is None:
+            self._connect(self._exchange(client))
+        elif self.rank == 0:
+            client.host(self._rendezvous.port, self._config.start_timeout)
+        if self._rendezvous is not None:
+            client.join(self._rendezvous, self._config.start_timeout)
+        self._client = client
+
+    def report_no_worker(self, error: CheckpointError) -> None:
+        """This rank has no worker, because of ``error``. In the first rendezvous the others must not wait for it."""
+        if not self.alone and self._rendezvous is None:
+            self._connect(self._exchange(error))
+
+    def ask_all(self, kind: str, number: int, local: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]) -> U:
+        """Every rank brings a value, and the first rank makes of all values an answer for each.
+
+        Takes at most ``Config.timeout`` seconds.
+
+        Args:
+            kind: What is asked; one of ``KINDS`` in a save.
+            number: The number of the save, the same on all ranks.
+            local: Makes this rank's value.
+            decide: First rank: gets the values in the order of the ranks, returns the answers in that order.
+
+        Returns:
+            This rank's answer.
+
+        Raises:
+            CheckpointError: What ``local`` or ``decide`` raised, on any rank, is raised on all.
+            RankFailedError: A rank is gone.
+            SaveTimeoutError: A rank has brought no value in time.
+        """
+        if self._questions is None:
+            return decide([local()])[0]
+        name = round_name(kind, number)
+        if self.rank > 0:
+            answer: U = self._ask_first(self._questions, name, local)
+            return answer
+        rounds = self._questions
+        self._host_client().check_usable()
+        try:
+            own = local()
+            rounds.report(name, b"")
+            others = rounds.collect(name, self._config.timeout, also=round_name("save", number))[1:]
+            answers = decide([own, *map(unpack, others)])
+            each = {rank: pack(answer) for rank, answer in enumerate(answers) if rank > 0}
+        except Exception as error:
+            found = self._located(error)
+            if not self._is_loss_of_store(found):
+                rounds.conclude_failed(name, found)
+            raise found from error
+        rounds.conclude(name, b"", each)
+        _clear(rounds, kind, number)
+        return answers[0]
+
+    def follow_first(self, kind: str, number: int, decide: Callable[[], T]) -> T:
+        """The first rank decides, without waiting for the others, and they follow.
+
+        Args:
+            kind: What is decided; one of ``KINDS`` in a save.
+            number: The number of the save, the same on all ranks.
+            decide: First rank: makes the decision.
+
+        Returns:
+            The decision, the same on all ranks.
+        """
+        return decide() if self._questions is None else self._follow_first(self._questions, kind, number, decide)
+
+    def any_rank_says(self, number: int, mine: bool) -> bool:
+        """Whether any rank has said yes by now, the same answer for question ``number`` on all ranks.
+
+        No, while the worker that hosts the store is gone.
+        """
+        rounds = self._quick_questions
+        if rounds is None:
+            return mine
+        try:
+            if mine and self.rank > 0:
+                rounds.set_flag(_YES)
+            return self._follow_first(rounds, "any", number, lambda: mine or rounds.is_flag_set(_YES))
+        except CheckpointError as error:
+            logger.warning("the ranks could not be asked: %s", str(error))
+            return False
+
+    def report_failure(self, number: int, error: BaseException, *, begun: bool) -> None:
+        """Tell the other ranks that a save cannot be committed, because of this rank.
+
+        Args:
+            number: The number of the save.
+            error: Why.
+            begun: Whether this rank's worker knows of that save. If so, the first rank's worker concludes it; otherwise
+                nobody would.
+        """
+        found = self._located(error)
+        rounds = self._failures
+        if rounds is None:
+            return
+        name = round_name("save", number)
+        if self._is_loss_of_store(found):
+            if self.rank > 0:  # the first rank may ask again, over another store, and must not wait for this one
+                rounds.fail_soon(name, found, self._config.timeout)
+            return
+        try:
+            if self.rank == 0 and not begun:
+                for kind in (*KINDS, "save"):  # in whichever of them the others are waiting
+                    rounds.conclude_failed(round_name(kind, number), found)
+            else:
+                rounds.fail(name, found)
+        except CheckpointError as trouble:
+            logger.warning("the other ranks could not be told of a failure: %s", trouble)
+
+    def is_committed(self, request: WriteRequest, inode: int | None) -> bool:
+        """Whether a save is committed although this rank's worker, which had a part in it, is dead. If not, it never
+        will be. ``inode``: that of a single file.
+
+        It may be, if that part was reported. Ranks but the first ask the first, whose outcome is the same for all, and
+        have failed the save before they ask: so the answer comes at once, unless the first is just committing. Raises
+        ``SaveTimeoutError`` where neither the first rank nor storage answers.
+        """
+        if self.rank > 0 and self._rendezvous is not None:
+            # A connection of its own: failures of other saves must not wait behind this wait.
+            rounds = Rounds(self._rendezvous, _RESOLVE_S, _OWN_PATIENCE_S)
+            try:
+                return not isinstance(rounds.outcome(round_name("save", request.save_id), _RESOLVE_S), CheckpointError)
+            except CheckpointError as error:
+                logger.warning("rank 0 could not be asked how save %d has ended: %s", request.save_id, str(error))
+            finally:
+                rounds.close()
+        return resolve(request, _RESOLVE_S, inode)
+
+    def close(self) -> None:
+        """Drop the connections to the store."""
+        for rounds in filter(None, (self._questions, self._failures)):
+            rounds.close()
+
+    def _connect(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self.token = rendezvous.token
+        # The first rank's own worker hosts the store: if it is not there, it will not come by waiting.
+        patience = _OWN_PATIENCE_S if self.rank == 0 else _PATIENCE_S
+        limit = self._config.start_timeout
+        self._questions = Rounds(rendezvous, limit, patience)
+        self._quick_questions = Rounds(rendezvous, limit, 0.0, self._questions.connection)
+        self._failures = Rounds(rendezvous, limit, patience, self._questions.connection if self.rank == 0 else None)
+
+    def _ask_first(self, rounds: Rounds, name: str, local: Callable[[], object]) -> Any:
+        """Another rank: bring a value, and wait for the first rank's answer."""
+        try:
+            value = pack(local())
+        except Exception as error:
+            found = self._located(error)
+            rounds.fail(name, found)
+            raise found from error
+        begun = time.monotonic()
+        try:
+            rounds.report(name, value)
+        except WorkerDiedError:
+            if time.monotonic() - begun > _PATIENCE_S / 2:
+                raise
+            rounds.report(name, value)  # to the store of another worker: this one has not concluded anything
+        return _answer(rounds.outcome(name, self._config.timeout + grace(self._config.timeout), own=True))
+
+    def _follow_first(self, rounds: Rounds, kind: str, number: int, decide: Callable[[], T]) -> T:
+        name = round_name(kind, number)
+        if self.rank > 0:
+            answer: T = _answer(rounds.outcome(name, self._config.timeout, own=False))
+            return answer
+        decision = decide()
+        rounds.conclude(name, pack(decision))
+        _clear(rounds, kind, number)
+        return decision
+
+    def _exchange(self, client: WorkerClient | CheckpointError) -> Rendezvous:
+        """A collective: the first rank's worker hosts the store, and all learn where."""
+        offer: list[Any] = [client if isinstance(client, CheckpointError) else None]
+        if self.rank == 0 and isinstance(client, WorkerClient):
+            try:
+                port = client.host(0, self._config.start_timeout)
+                rendezvous = Rendezvous(self._address(), port, self.token, self._secret, 0, self.world_size)
+                offer[0] = (rendezvous, socket.gethostname())
+            except CheckpointError as error:
+                offer[0] = error
+        group, own = _with_cpu(self._process_group, self._config.timeout)
+        try:
+            dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0) if group else 0, group=group)
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"the rendezvous of the ranks failed: {str(error).splitlines()[0]}; one of them may have died",
+                rank=self.rank,
+            ) from error
+        finally:
+            if own:
+                dist.destroy_process_group(group)
+        if isinstance(offer[0], CheckpointError):
+            raise offer[0]
+        rendezvous, host = offer[0]
+        # A host's own name is not always known to itself.
+        address = "127.0.0.1" if host == socket.gethostname() else rendezvous.address
+        mine: Rendezvous = replace(rendezvous, rank=self.rank, address=address)
+        return mine
+
+    def _address(self) -> str:
+        if self._config.host is not None:
+            return self._config.host
+        if dist.get_rank() == 0 and "MASTER_ADDR" in os.environ:
+            return os.environ["MASTER_ADDR"]  # torchrun's name for the first rank's host, known to all
+        return socket.gethostname()
+
+    def _host_client(self) -> WorkerClient:
+        """First rank: the worker that hosts the store."""
+        if self._client is None:
+            raise RankFailedError("the ranks are not connected yet: please report this", rank=self.rank)
+        return self._client
+
+    def _is_loss_of_store(self, error: CheckpointError) -> bool:
+        """Whether there is nobody left who could be told of ``error``: all notice by themselves."""
+        if self.rank == 0:
+            return self._client is None or not self._client.alive
+        return isinstance(error, WorkerDiedError) and error.rank == 0
+
+    def _located(self, error: BaseException) -> CheckpointError:
+        return located(error, rank=self.rank, otherwise=RankFailedError)
+
+
+def _with_cpu(group: dist.ProcessGroup | None, timeout: float) -> tuple[dist.ProcessGroup | None, bool]:
+    """``group``, or, where it has no CPU backend, a new one of the same ranks; and whether it is new."""
+    if has_cpu_backend(group):
+        return group, False
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    new = dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
+    return new, True
+
+
+def _clear(rounds: Rounds, kind: str, number: int) -> None:
+    try:
+        rounds.clear(kind, number)
+    except CheckpointError as error:  # the others have their answer all the same
+        logger.warning("the store could not be cleared up: %s", str(error))
+
+
+def _answer(outcome: bytes | CheckpointError) -> Any:
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    return unpack(outcome)
+
+
+def pack(value: object) -> bytes:
+    """``value`` as it goes over the store, where it is sealed."""
+    return zlib.compress(pickle.dumps(value), 1)
+
+
+def unpack(data: bytes) -> Any:
+    """The value that ``pack`` made these bytes of."""
+    return pickle.loads(zlib.decompress(data))

@@ -1,0 +1,166 @@
+"""The handle of one save, and what is known of that save: its operation changes it, the handle reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+
+from asyncckpt.errors import SaveTimeoutError
+
+
+class SaveState:
+    """What is known of one save, from the call until it has ended.
+
+    Its tensors are first *queued* for copying (those of the host are copied then), then *staged*; in the end ``future``
+    is done.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], step: int | None) -> None:
+        self.path = Path(path)
+        self.step = step
+        self.begun = time.perf_counter()
+        self.timings: dict[str, float] = {}
+        self.future: Future[Path] = Future()
+        self.is_reported = False
+        """Somebody was told of its failure, or will be."""
+        self.queued, self.staged = threading.Event(), threading.Event()
+        self.fences: Sequence[Callable[[], None]] = ()
+
+    def copies_queued(self, fences: Sequence[Callable[[], None]]) -> None:
+        """The host's tensors are copied; those of devices are, beyond ``fences``."""
+        self.fences = fences
+        self.queued.set()
+
+    def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
+        """It has ended: committed, after ``timings`` (seconds of the worker), or failed with ``error``."""
+        if error is None:
+            self.timings.update(timings or {})
+            self.timings["durable_s"] = time.perf_counter() - self.begun
+        self.staged.set()
+        self.queued.set()
+        with contextlib.suppress(InvalidStateError):  # it may fail in the call and, a moment later, in the worker
+            if error is None:
+                self.future.set_result(self.path)
+            else:
+                self.future.set_exception(error)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong, if it has ended badly."""
+        return self.future.exception() if self.future.done() else None
+
+
+class Save:
+    """A save under way: first its tensors are staged, then, in the worker, it is written and committed."""
+
+    def __init__(self, state: SaveState) -> None:
+        self._state = state
+
+    @classmethod
+    def finished(
+        cls, path: str | os.PathLike[str], error: BaseException | None = None, *, step: int | None = None
+    ) -> Save:
+        """The handle of a save that has ended already.
+
+        Args:
+            path: Where it stands, or would.
+            error: What it failed with; None: it is complete. Nobody but the handle tells of it.
+            step: The training step it is of.
+        """
+        state = SaveState(path, step)
+        state.is_reported = True
+        state.end(error)
+        return cls(state)
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint, or the file, will stand."""
+        return self._state.path
+
+    @property
+    def step(self) -> int | None:
+        """The training step it is of; None where it has none."""
+        return self._state.step
+
+    @property
+    def future(self) -> Future[Path]:
+        """The same outcome, for code that waits on futures."""
+        return self._state.future
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is committed, complete and durable, and return its path.
+
+        Raises what went wrong with it, or ``SaveTimeoutError`` after ``timeout`` seconds (None: as long as it takes;
+        the death of the worker ends the wait in any case); then the save is still under way.
+        """
+        try:
+            return self.future.result(timeout)
+        except (TimeoutError, FutureTimeoutError) as error:
+            if self.future.done():  # it was the save itself that ran out of time
+                self._state.is_reported = True
+                raise
+            raise SaveTimeoutError(
+                f"not committed after {timeout:g} s; it is still under way", path=self.path, step=self.step
+            ) from error
+        except BaseException:
+            self._state.is_reported = True
+            raise
+
+    def done(self) -> bool:
+        """Whether it has ended: committed or failed."""
+        return self.future.done()
+
+    def staged(self) -> bool:
+        """Whether the tensors are copied, so that the caller may change them (or the save has failed)."""
+        return self._state.staged.is_set()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until ``staged()``. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
+        if not self._state.staged.wait(timeout):
+            raise SaveTimeoutError(f"not staged after {timeout:g} s", path=self.path, step=self.step)
+
+    def synchronize_staging(self, timeout: float | None = None) -> None:
+        """As ``wait_staged``, but on CUDA devices it is their current streams that wait, from here on, not the host.
+
+        The caller may change tensors of the host at once, and those of devices by what it queues after this. Raises
+        ``SaveTimeoutError`` where the copies are not even queued after ``timeout`` seconds.
+        """
+        if not self._state.queued.wait(timeout):
+            raise SaveTimeoutError(f"copies are not queued after {timeout:g} s", path=self.path, step=self.step)
+        if not self._state.fences:
+            self.wait_staged(timeout)
+        for fence in self._state.fences:
+            fence()
+
+    def mark_reported(self) -> None:
+        """A failure of this save is for whoever holds the handle: no later call of the engine raises it."""
+        self._state.is_reported = True
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds by phase, as far as it has come.
+
+        The trainer's: ``plan_s`` (seeing that the structure is as planned, or planning), ``slot_s`` (waiting for a free
+        slot), ``copy_s``, and ``stall_s``, all that the call of ``save`` took. The worker's: ``write_s``, ``commit_s``.
+        ``durable_s`` is from the call until the trainer learned of the commit.
+        """
+        return dict(self._state.timings)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong, if it has ended badly."""
+        return self._state.failure
+
+    def is_of(self, state: object) -> bool:
+        """Whether this is the handle of the save with that state."""
+        return state is self._state
+
+    def __repr__(self) -> str:
+        outcome = "under way" if not self.done() else "committed" if self.failure is None else "failed"
+        return f"<Save {self.path} {outcome}>"

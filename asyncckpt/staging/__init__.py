@@ -1,0 +1,1 @@
+"""From the trainer's tensors into shared memory: the copy that training waits for."""

@@ -1,0 +1,164 @@
+"""Slabs: runs of small tensors on a device that are brought over by one copy.
+
+A copy from a device to the host costs the host some 6 us whatever its size (the call, the checks, the launch), in which
+a PCIe link moves 150 KB (at 25 GB/s) to 300 KB (at 50 GB/s). So smaller tensors keep the link waiting. On the device
+itself ``torch._foreach_copy_`` copies 64 tensors and more with one launch, 0.1 us each, and all that it costs beside is
+some tenths of a microsecond a tensor. Hence a slab: tensors that stand next to each other in the image are first
+coalesced in a slab buffer, memory on the device that looks like that part of the image, and then copied out at once. By
+this reckoning 8,000 tensors of 50 kB are 50 ms of calls one by one; as 25 slabs they are some 4 ms of calls, hidden by
+the 8 ms of their bytes.
+
+The slab buffer has to have the bytes between the tensors too, the envelopes. They are fetched out of the slot itself,
+where they stand from the beginning: that is the other direction of the link, and one call more for a slab.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+import torch
+
+from asyncckpt.planning.structure import picker
+from asyncckpt.staging.destinations import SlotViews
+from asyncckpt.staging.devices import DeviceEvent
+
+logger = logging.getLogger(__name__)
+
+# Tensors of fewer bytes are coalesced; see above.
+_SMALL_BYTES = 256 << 10
+# What one slab covers at most: so much that its calls (some 50 us) are beneath its bytes (300 us), so little that two
+# slab buffers are no matter on any device.
+SLAB_BYTES = 16 << 20
+# Fewer tensors cost less one by one.
+_LEAST_TENSORS = 8
+
+# Through torch._foreach_copy_, elements go by way of the type that torch computes in, float for the halves, and come
+# out of that with another pattern of bits where they are not numbers; and it does not know every type. Those below are
+# copied as what they are, all others as integers.
+_COPIED_AS_THEY_ARE = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    }
+)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class SlabBuffer:
+    """Memory on a device for one slab after the other."""
+
+    memory: torch.Tensor
+    """``SLAB_BYTES`` bytes."""
+    free: DeviceEvent | None = None
+    """When what was last in it has been copied out."""
+
+
+class Slab:
+    """Tensors with consecutive numbers, and the part of the image from the first byte of the first to the last's last.
+
+    Nobody else may write there meanwhile: all the bytes between are written too, as they are.
+    """
+
+    def __init__(self, numbers: Sequence[int], views: SlotViews, buffer: SlabBuffer) -> None:
+        """Copies the tensors ``numbers`` into ``views`` by way of ``buffer``, which other slabs may use too."""
+        first, last = views.places[numbers[0]], views.places[numbers[-1]]
+        self.begin = first.payload_at
+        self.buffer = buffer
+        nbytes = last.payload_at + last.payload_bytes - self.begin
+        self._image = views.raw(self.begin, nbytes)
+        self._memory = buffer.memory[:nbytes]
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for number in numbers:
+            by_dtype.setdefault(views.specs[number].dtype, []).append(number)
+        self._groups = [_SameDtype(each, views, self._memory, self.begin) for each in by_dtype.values()]
+
+    def coalesce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make the slab buffer what the image is to be."""
+        with torch.inference_mode():
+            self._memory.copy_(self._image, non_blocking=True)
+            for group in self._groups:
+                group.copy(tensors)
+
+    def copy_out(self) -> None:
+        """Copy the slab buffer into the image."""
+        with torch.inference_mode():
+            self._image.copy_(self._memory, non_blocking=True)
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Both, one after the other."""
+        self.coalesce(tensors)
+        self.copy_out()
+
+
+class _SameDtype:
+    """The tensors of one dtype in a slab. Where they go is kept: to make a view costs more than to copy into it."""
+
+    def __init__(self, numbers: Sequence[int], views: SlotViews, memory: torch.Tensor, begin: int) -> None:
+        self._pick = picker(numbers)
+        dtype = views.specs[numbers[0]].dtype
+        self._integer = None if dtype in _COPIED_AS_THEY_ARE else _INTEGERS[dtype.itemsize]
+        self._into: list[torch.Tensor] = []
+        for number in numbers:
+            place = views.places[number]
+            raw = memory[place.payload_at - begin :][: place.payload_bytes]
+            self._into.append(raw.view(self._integer or dtype).view(views.specs[number].shape))
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        picked: tuple[torch.Tensor, ...] | list[torch.Tensor] = self._pick(tensors)
+        if self._integer is not None:
+            picked = [_as_integers(tensor, self._integer) for tensor in picked]
+        regular = list(map(torch.Tensor.is_contiguous, picked))
+        if all(regular):
+            torch._foreach_copy_(self._into, picked)
+            return
+        # One that is not would have the whole call copy one by one.
+        if any(regular):
+            torch._foreach_copy_(list(compress(self._into, regular)), list(compress(picked, regular)))
+        for into, tensor, is_regular in zip(self._into, picked, regular, strict=True):
+            if not is_regular:
+                into.copy_(tensor)
+
+
+def _as_integers(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.is_conj() or tensor.is_neg():  # a lazy sign has to be carried out on what it is a sign of
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.view(dtype)
+
+
+def group_by_slab(numbers: Sequence[int], views: SlotViews) -> Iterator[tuple[bool, list[int]]]:
+    """All of ``numbers``, in their order, in groups: with True those that make a slab.
+
+    A slab has no number between that is not of ``numbers``: its bytes would be somebody else's to write. Nor has it a
+    tensor of a megabyte or more, where a range of pinned memory may end, which no copy may cross.
+    """
+    group: list[int] = []
+    for number in numbers:
+        place = views.places[number]
+        joins = (
+            bool(group)
+            and number == group[-1] + 1
+            and place.payload_bytes < _SMALL_BYTES
+            and views.places[group[0]].payload_bytes < _SMALL_BYTES
+            and place.payload_at + place.payload_bytes - views.places[group[0]].payload_at <= SLAB_BYTES
+        )
+        if group and not joins:
+            yield len(group) >= _LEAST_TENSORS, group
+            group = []
+        group.append(number)
+    if group:
+        yield len(group) >= _LEAST_TENSORS, group
+
+
+def allocate_slab_buffers(device: torch.device) -> list[SlabBuffer]:
+    """Two, so that one is filled while the other is copied out; none where the device has no memory left for them."""
+    try:
+        return [SlabBuffer(torch.empty(SLAB_BYTES, dtype=torch.uint8, device=device)) for _ in range(2)]
+    except torch.OutOfMemoryError:
+        logger.warning(
+            "%s has no %d bytes left to coalesce small tensors in: they are copied one by one", device, 2 * SLAB_BYTES
+        )
+        return []

@@ -1,0 +1,204 @@
+"""Copies from a device into a slot: queued on side streams, behind what the compute stream was given before.
+
+Two streams a device. All that goes to the host goes through the first: slabs, then large tensors, both in the order of
+the image. The second coalesces small tensors in slab buffers on the device (see ``coalesce.py``), up to two ahead:
+
+    coalescing   fetch, coalesce 0 | fetch, coalesce 1 | wait until buffer 0 is free, fetch, coalesce 2 | ...
+    copying      wait for 0, copy it out | wait for 1, copy it out | ... | large | large | ...
+
+The slabs come first so that none waits for a large copy. Where all streams share one queue of the hardware
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron-LM has it) the training, too, would wait for what a slab waits for.
+
+Nobody waits on the host until all is queued, and then for events only, asleep, never for the device.
+
+The tensors must not be given back to the allocator while a side stream reads them: whoever queues holds on to them
+until the events are past. So ``Tensor.record_stream`` is not needed, which would keep their memory for longer. Memory
+that is taken here is taken on the stream that uses it; the allocator orders it there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+
+import torch
+
+from asyncckpt.staging import devices
+from asyncckpt.staging.coalesce import Slab, SlabBuffer, allocate_slab_buffers, group_by_slab
+from asyncckpt.staging.destinations import SlotViews
+from asyncckpt.staging.devices import DeviceEvent, DeviceKind
+from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, batches
+
+_device = attrgetter("device")
+
+# What is reported as arrived at once: 1 to 3 ms on the link, so that an event (some us) does not count, and the
+# worker's writes, far slower, begin early.
+_CHUNK_BYTES = 64 << 20
+
+ReadyEvents = dict[torch.device, DeviceEvent]
+"""For each device that has a kind: when what its current stream had been given by the time of the save is done."""
+
+Fence = Callable[[], None]
+"""Has the current stream of a device wait, from here on, until the tensors there are copied. The host goes on."""
+
+
+def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
+    """The events of the devices that ``tensors`` are on; called on the caller's own thread, whose streams are meant."""
+    if not any(kind.is_initialized() for kind in devices.KINDS.values()):
+        return {}
+    kinds = {device: devices.kind_of(device) for device in set(map(_device, tensors))}
+    return {device: kind.record(kind.current_stream(device)) for device, kind in kinds.items() if kind is not None}
+
+
+class DeviceCopy:
+    """The copies of those tensors of a plan that are on one device. Any thread may call."""
+
+    def __init__(self, device: torch.device, kind: DeviceKind, numbers: Sequence[int], views: SlotViews) -> None:
+        """Divide the tensors into units, and take the slab buffers that they need.
+
+        Args:
+            device: The device that the tensors are on.
+            kind: Its kind.
+            numbers: The numbers of the tensors, in ascending order.
+            views: Where they go. Written only between ``queue`` and the end of ``wait``.
+        """
+        self._device, self._kind = device, kind
+        self._streams = _side_streams(device, kind)
+        has_slabs = any(is_slab for is_slab, _ in group_by_slab(numbers, views))
+        self.units = device_units(numbers, views, self._streams.slab_buffers() if has_slabs else [])
+
+    def queue(self, tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> list[DeviceEvent]:
+        """Queue the copies; returns when each of the ``units`` is copied. If this raises, none is left under way."""
+        streams, record = self._streams, self._kind.record
+        copied: list[DeviceEvent] = []
+        with self._kind.use(self._device, streams.copying):
+            try:
+                streams.copying.wait_event(ready[self._device])
+                streams.coalescing.wait_event(ready[self._device])
+                for unit in self.units:
+                    if isinstance(unit, Slab):
+                        copied.append(streams.queue_slab(unit, tensors))
+                    else:
+                        unit.copy(tensors)
+                        copied.append(record(streams.copying))
+            except BaseException:
+                record(streams.coalescing).synchronize()
+                record(streams.copying).synchronize()
+                raise
+        return copied
+
+    def wait(self, copied: Sequence[DeviceEvent], done: Callable[[CopyUnit], object]) -> None:
+        """Wait for what ``queue`` returned, and tell ``done`` of each unit."""
+        with self._kind.use(self._device):
+            for unit, event in zip(self.units, copied, strict=True):
+                event.synchronize()
+                done(unit)
+
+    def fence(self, copied: Sequence[DeviceEvent]) -> Fence:
+        """The fence for what ``queue`` returned: the last copy is behind all others."""
+        return partial(_have_current_stream_wait, self._kind, self._device, copied[-1])
+
+
+class ChunkCopy:
+    """Some elements of a tensor that is too large for one unit."""
+
+    def __init__(self, number: int, first: int, elements: int, views: SlotViews) -> None:
+        """Copies part of a tensor.
+
+        Args:
+            number: The number of the tensor.
+            first: The first of its elements.
+            elements: How many.
+            views: Where they go.
+        """
+        place, spec = views.places[number], views.specs[number]
+        self.begin = place.payload_at + first * spec.dtype.itemsize
+        self._number, self._first, self._elements = number, first, elements
+        self._whole = views.tensor(number)
+        self._into = self._whole.view(-1)[first : first + elements]
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        tensor = tensors[self._number]
+        with torch.inference_mode():
+            # A conjugate that is only a flag is not left to copy_: it would carry it out on the host, at once, on
+            # bytes that are still to come. (torch._foreach_copy_ is never given one, by torch's dispatcher.)
+            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                self._into.copy_(tensor.view(-1)[self._first : self._first + self._elements], non_blocking=True)
+            elif self._first == 0:  # the whole tensor, some rows at a time, so that what is made of them is short-lived
+                rows = max(1, tensor.size(0) * self._elements // tensor.numel())
+                for into, some in zip(torch.split(self._whole, rows), torch.split(tensor, rows), strict=True):
+                    into.copy_(some.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
+
+
+def device_units(numbers: Sequence[int], views: SlotViews, buffers: Sequence[SlabBuffer]) -> list[CopyUnit]:
+    """The units of tensors on one device: slabs, then all others.
+
+    Args:
+        numbers: The numbers of the tensors, in ascending order.
+        views: Where they go.
+        buffers: The device's slab buffers; without any there are no slabs.
+    """
+    slabs: list[CopyUnit] = []
+    others: list[int] = []
+    for is_slab, group in group_by_slab(numbers, views):
+        if is_slab and buffers:
+            slabs.append(Slab(group, views, buffers[len(slabs) % len(buffers)]))
+        else:
+            others += group
+    units: list[CopyUnit] = []
+    for batch in batches(others, views.places, _CHUNK_BYTES):
+        nbytes, itemsize = views.places[batch[0]].payload_bytes, views.specs[batch[0]].dtype.itemsize
+        if nbytes <= _CHUNK_BYTES:
+            units.append(BatchCopy(batch, views, non_blocking=True))
+            continue
+        total, step = nbytes // itemsize, _CHUNK_BYTES // itemsize
+        units += [ChunkCopy(batch[0], first, min(step, total - first), views) for first in range(0, total, step)]
+    return slabs + units
+
+
+class _SideStreams:
+    """The side streams of one device and its slab buffers, which all copies of this process share."""
+
+    def __init__(self, device: torch.device, kind: DeviceKind) -> None:
+        self._device, self._kind = device, kind
+        self.copying, self.coalescing = kind.new_stream(device), kind.new_stream(device)
+        self._buffers: list[SlabBuffer] | None = None
+        self._lock = threading.Lock()
+
+    def slab_buffers(self) -> list[SlabBuffer]:
+        """The slab buffers, now that somebody needs them; none where the device has no memory left."""
+        with self._lock, self._kind.use(self._device, self.coalescing):
+            if self._buffers is None:
+                self._buffers = allocate_slab_buffers(self._device)
+            return self._buffers
+
+    def queue_slab(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> DeviceEvent:
+        """Queue it; returns when it is copied. ``copying`` is the current stream."""
+        with self._lock:
+            if slab.buffer.free is not None:
+                self.coalescing.wait_event(slab.buffer.free)
+            with self._kind.use(self._device, self.coalescing):
+                slab.coalesce(tensors)
+            self.copying.wait_event(self._kind.record(self.coalescing))
+            slab.copy_out()
+            slab.buffer.free = self._kind.record(self.copying)
+            return slab.buffer.free
+
+
+_all_side_streams: weakref.WeakValueDictionary[torch.device, _SideStreams] = weakref.WeakValueDictionary()
+_all_side_streams_lock = threading.Lock()
+
+
+def _side_streams(device: torch.device, kind: DeviceKind) -> _SideStreams:
+    with _all_side_streams_lock:
+        streams = _all_side_streams.get(device)
+        if streams is None:
+            streams = _all_side_streams[device] = _SideStreams(device, kind)
+        return streams
+
+
+def _have_current_stream_wait(kind: DeviceKind, device: torch.device, event: DeviceEvent) -> None:
+    kind.current_stream(device).wait_event(event)

@@ -1,0 +1,170 @@
+"""Copies out of the host's memory into a slot, cut into units that a few threads take one after the other.
+
+Small tensors are copied in batches, each by one call of torch that lets go of Python's lock; large ones by ``memcpy``,
+some bytes at a time. What is not contiguous goes through ``Tensor.copy_``, which knows every layout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import torch
+
+from asyncckpt.planning.layout import Place, TensorSpec
+from asyncckpt.planning.structure import picker
+from asyncckpt.shm.memcpy import memcpy
+from asyncckpt.staging.destinations import SlotViews
+
+# Tensors of fewer elements are copied in batches, 0.6 us each. From here on each copy would start threads of torch's
+# own (at::internal::GRAIN_SIZE), ours and those would fight, and a call of memcpy is the cheaper anyway.
+_GRAIN = 32768
+# Those dtypes that Tensor.copy_ has always known; the bytes of others are moved by memcpy.
+_COPYABLE = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+# What one call copies: so little that the threads end together, so much that the call is no matter.
+_BATCH_TENSORS = 1000
+_BATCH_BYTES = 16 << 20
+_MEMCPY_BYTES = 4 << 20
+_THREADS = max(1, min(4, os.cpu_count() or 1))
+
+
+class CopyUnit(Protocol):
+    """A unit of copying: what is copied by one call, and reported as copied at once."""
+
+    begin: int
+    """The first byte of the image that it writes."""
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy from ``tensors``, those of the plan, which may be others on every call."""
+
+
+class ByteCopy:
+    """Some bytes of a large tensor on the host."""
+
+    def __init__(self, number: int, offset: int, views: SlotViews) -> None:
+        """Copies from byte ``offset`` on of the tensor ``number`` into ``views``."""
+        place = views.places[number]
+        self.begin = place.payload_at + offset
+        self._number, self._offset, self._views = number, offset, views
+        self._nbytes = min(_MEMCPY_BYTES, place.payload_bytes - offset)
+        self._address = views.address(number) + offset
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        tensor = tensors[self._number]
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+            memcpy(self._address, tensor.data_ptr() + self._offset, self._nbytes)
+        elif self._offset == 0:  # the whole tensor; its other units do nothing
+            with torch.inference_mode():
+                self._views.tensor(self._number).copy_(tensor)
+
+
+class BatchCopy:
+    """Tensors that are copied by one call of torch, whatever device they are on."""
+
+    def __init__(self, numbers: Sequence[int], views: SlotViews, non_blocking: bool = False) -> None:
+        """Copies the tensors ``numbers`` into ``views``; if ``non_blocking``, the copies are only queued, on the
+        current stream of the device that the tensors are on.
+        """
+        self.begin = views.places[numbers[0]].payload_at
+        self._non_blocking = non_blocking
+        self._pick = picker(numbers)
+        self._into = list(map(views.tensor, numbers))
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.inference_mode():  # which spares each copy the way through autograd
+            torch._foreach_copy_(self._into, self._pick(tensors), non_blocking=self._non_blocking)
+
+
+def host_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
+    """The units of tensors on the CPU whose bytes are stored as they are."""
+    small = [number for number in numbers if _is_small(views.specs[number])]
+    large = [number for number in numbers if not _is_small(views.specs[number])]
+    units: list[CopyUnit] = [
+        ByteCopy(number, offset, views)
+        for number in large
+        for offset in range(0, views.places[number].payload_bytes, _MEMCPY_BYTES)
+    ]
+    return units + batch_units(small, views)
+
+
+def batch_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
+    """The units of tensors that torch copies, and awaits, whatever device they are on."""
+    return [BatchCopy(batch, views) for batch in batches(numbers, views.places, _BATCH_BYTES)]
+
+
+def batches(numbers: Sequence[int], places: Sequence[Place], most_bytes: int) -> Iterator[list[int]]:
+    """Tensors that are to be copied by one call each.
+
+    Args:
+        numbers: The numbers of the tensors, in the order in which they are to be copied.
+        places: Where each tensor of the plan stands.
+        most_bytes: The most bytes of one batch. A tensor that has more is a batch by itself.
+
+    Returns:
+        The numbers of each batch.
+    """
+    batch: list[int] = []
+    nbytes = 0
+    for number in numbers:
+        its = places[number].payload_bytes
+        if batch and (nbytes + its > most_bytes or len(batch) == _BATCH_TENSORS):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(number)
+        nbytes += its
+    if batch:
+        yield batch
+
+
+def copy_units(
+    units: Sequence[CopyUnit],
+    tensors: Sequence[torch.Tensor],
+    pool: ThreadPoolExecutor,
+    done: Callable[[CopyUnit], object],
+) -> None:
+    """Copy all ``units``, on this thread and on those of ``pool``, in about their order.
+
+    Args:
+        units: What is to be copied.
+        tensors: Those of the plan. No thread reads them any more when this returns or raises.
+        pool: Threads that take part.
+        done: Told of each unit when it is copied, by the thread that copied it.
+    """
+    left = deque(units)
+
+    def work() -> None:
+        while True:
+            try:
+                unit = left.popleft()
+            except IndexError:
+                return
+            unit.copy(tensors)
+            done(unit)
+
+    others: list[Future[None]] = []
+    try:
+        others += (pool.submit(work) for _ in range(min(_THREADS, len(units)) - 1))
+        work()
+    finally:
+        left.clear()
+        wait(others)  # nobody may be left copying from tensors that are the caller's again
+    for other in others:
+        other.result()
+
+
+def copy_pool() -> ThreadPoolExecutor:
+    """The threads that copy beside the caller's own."""
+    return ThreadPoolExecutor(max(1, _THREADS - 1), thread_name_prefix="asyncckpt-copy")
+
+
+def _is_small(spec: TensorSpec) -> bool:
+    return math.prod(spec.shape) < _GRAIN and spec.dtype in _COPYABLE

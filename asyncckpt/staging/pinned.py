@@ -1,0 +1,96 @@
+"""Staging memory that a device's driver knows as pinned, so that the device copies into it directly."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.staging import devices
+
+logger = logging.getLogger(__name__)
+
+
+class PinnedMemory:
+    """A segment registered with a driver, in ranges that no tensor crosses: a copy into two of them is refused.
+
+    What cannot be registered is copied through the driver's own buffers, which is slower but right; that is logged.
+    """
+
+    def __init__(self, segment: Segment, cuts: Sequence[int], device: torch.device) -> None:
+        """Register ``segment``, if the kind of ``device`` has such a thing.
+
+        Args:
+            segment: The memory. It stays mapped until ``close`` has been called.
+            cuts: The offsets in bytes between which a range may end; rounded down to pages.
+            device: Any that this process uses: the calls are made in its context, and open no other.
+
+        Raises:
+            CheckpointError: The driver takes the memory for other memory, so that copies would be lost.
+        """
+        self.addresses: list[int] = []
+        """Where the registered ranges begin."""
+        self._device = device
+        kind = devices.kind_of(device)
+        self._pinner = None if kind is None else kind.pinner
+        if self._pinner is None:
+            return
+        begin = refused = 0
+        started = time.perf_counter()
+        with devices.use(device):
+            try:
+                for end in _range_ends(cuts, segment.nbytes, self._pinner.limit):
+                    refused += 0 if self._register(self._pinner, segment.address + begin, end - begin) else end - begin
+                    begin = end
+            except BaseException:
+                self.close()
+                raise
+        if refused:
+            logger.warning(
+                "%d of %d bytes of staging memory are not pinned: copies are slower", refused, segment.nbytes
+            )
+        logger.info("pinned %d bytes in %.2f s", segment.nbytes - refused, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Take the registrations back; before the segment is unmapped."""
+        with devices.use(self._device):
+            while self._pinner is not None and self.addresses:
+                code = self._pinner.unregister(self.addresses.pop())
+                if code != 0:  # of a device that is lost, as a rule; then all its calls fail
+                    logger.warning("unpinning memory failed with %s error %d", self._device.type, code)
+
+    def _register(self, pinner: devices.Pinner, address: int, nbytes: int) -> bool:
+        code = pinner.register(address, nbytes)
+        if code == pinner.already_registered:
+            # Memory that was here was unmapped, and the driver was not told: the pages that it knows are no longer
+            # these, and a copy to here would end in those.
+            pinner.unregister(address)
+            code = pinner.register(address, nbytes)
+        if code == pinner.already_registered:
+            raise CheckpointError(
+                "the driver takes the staging memory for other memory, which was unmapped while it was pinned;"
+                " copies would be lost, so nothing is saved: look for who pins memory and does not take that back"
+            )
+        if code != 0:
+            logger.warning(
+                "pinning %d bytes of staging memory failed with %s error %d", nbytes, self._device.type, code
+            )
+            return False
+        self.addresses.append(address)
+        return True
+
+
+def _range_ends(cuts: Sequence[int], nbytes: int, limit: int) -> list[int]:
+    """Where ranges of at most ``limit`` bytes end, where ``cuts`` allow that, in whole pages, up to ``nbytes``."""
+    ends: list[int] = []
+    begin = last = 0
+    for cut in [*sorted(cut // PAGE * PAGE for cut in cuts), nbytes]:
+        if cut - begin > limit and last > begin:
+            ends.append(last)
+            begin = last
+        last = cut
+    return [*ends, nbytes]

@@ -1,0 +1,133 @@
+"""From the trainer's tensors into a slot: the one copy that training waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import compress
+from operator import attrgetter
+
+import torch
+
+from asyncckpt.planning.layout import DataLayout
+from asyncckpt.shm.segment import Segment
+from asyncckpt.staging import devices
+from asyncckpt.staging.destinations import SlotViews
+from asyncckpt.staging.device_copy import DeviceCopy, Fence, ReadyEvents
+from asyncckpt.staging.devices import DeviceEvent
+from asyncckpt.staging.host_copy import CopyUnit, batch_units, copy_units, host_units
+
+_device, _begin = attrgetter("device"), attrgetter("begin")
+
+
+class SlotStager:
+    """Copies the tensors of one plan into one slot. The tensors are new on every call; where they go is not."""
+
+    def __init__(self, layout: DataLayout, segment: Segment, offset: int, converted: Sequence[bool] = ()) -> None:
+        """Nothing is written before ``copy``.
+
+        Args:
+            layout: The layout of the image.
+            segment: The memory; it cannot be unmapped until ``close``.
+            offset: Where the slot begins in the segment, in bytes; its size is ``layout.nbytes``.
+            converted: Which tensors come from the host in another dtype than they are stored in. Empty: none.
+        """
+        # Of tensors that share their bytes the first is copied for all.
+        self._own = [
+            spec.alias is None and place.payload_bytes > 0
+            for spec, place in zip(layout.specs, layout.tensors, strict=True)
+        ]
+        self._all_own = all(self._own)
+        specs, places = list(compress(layout.specs, self._own)), list(compress(layout.tensors, self._own))
+        self._views: SlotViews | None = SlotViews(specs, places, segment, offset)
+        self._converted = list(compress(converted, self._own)) or [False] * len(specs)
+        self._nbytes = layout.nbytes
+        # How the work is divided depends on which devices the tensors are on, and is kept as long as they stay there.
+        self._devices: list[torch.device] = []
+        self._host: list[CopyUnit] = []
+        self._device_copies: list[DeviceCopy] = []
+
+    def copy(
+        self,
+        tensors: Sequence[torch.Tensor],
+        ready: ReadyEvents,
+        pool: ThreadPoolExecutor,
+        arrived: Callable[[int], None],
+        queued: Callable[[Sequence[Fence]], None],
+    ) -> None:
+        """Copy ``tensors`` into the slot, and return when that is done.
+
+        Args:
+            tensors: All of the plan, in the order of the layout. They must stay as they are until this returns or
+                raises.
+            ready: What the copies from each device wait for.
+            pool: Threads that take part.
+            arrived: Told, again and again and by any thread, how many bytes of the image, from its first on, are
+                there; but not if all tensors are the host's: a worker that writes those meanwhile wants the same
+                cores, and the copy took 15% longer for being durable 10% sooner.
+            queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
+        """
+        mine = tensors if self._all_own else list(compress(tensors, self._own))
+        if ready or self._device_copies or not self._devices:  # else all were on the host, and are
+            self._divide(list(map(_device, mine)))
+        units = [*self._host, *(unit for each in self._device_copies for unit in each.units)]
+        done: Callable[[CopyUnit], object] = (
+            _CopiedPrefix(units, self._nbytes, arrived).add if self._device_copies else lambda _: None
+        )
+        # The devices' copies are queued first and run while the host does its own.
+        under_way: list[tuple[DeviceCopy, list[DeviceEvent]]] = []
+        try:
+            for each in self._device_copies:
+                under_way.append((each, each.queue(mine, ready)))
+            copy_units(self._host, mine, pool, done)
+            queued([each.fence(copied) for each, copied in under_way])
+        finally:
+            with ExitStack() as all_of_them:
+                for each, copied in under_way:
+                    all_of_them.callback(each.wait, copied, done)
+
+    def close(self) -> None:
+        """Let go of the memory, whoever still holds on to this (the traceback of an error does)."""
+        self._views, self._devices, self._host, self._device_copies = None, [], [], []
+
+    def _divide(self, now_on: list[torch.device]) -> None:
+        """Divide the work for tensors that are on these devices."""
+        if now_on == self._devices or self._views is None:
+            return
+        numbers: dict[torch.device, list[int]] = {}
+        for number, device in enumerate(now_on):
+            numbers.setdefault(device, []).append(number)
+        self._host, self._device_copies = [], []
+        for device, its in numbers.items():
+            kind = devices.kind_of(device)
+            if kind is not None:
+                self._device_copies.append(DeviceCopy(device, kind, its, self._views))
+                continue
+            plain = [number for number in its if device.type == "cpu" and not self._converted[number]]
+            others = [number for number in its if device.type != "cpu" or self._converted[number]]
+            self._host += host_units(plain, self._views) + batch_units(others, self._views)
+        self._host.sort(key=_begin)
+        self._devices = now_on
+
+
+class _CopiedPrefix:
+    """How much of an image is copied: all of it up to the first byte of the first unit that is not."""
+
+    def __init__(self, units: Sequence[CopyUnit], nbytes: int, tell: Callable[[int], None]) -> None:
+        ordered = sorted(units, key=_begin)
+        self._number = {unit: number for number, unit in enumerate(ordered)}
+        self._begins = [*map(_begin, ordered), nbytes]
+        self._missing = [True] * len(ordered)
+        self._first = 0
+        self._tell = tell
+        self._lock = threading.Lock()
+
+    def add(self, unit: CopyUnit) -> None:
+        """``unit`` is copied."""
+        with self._lock:
+            self._missing[self._number[unit]] = False
+            while self._first < len(self._missing) and not self._missing[self._first]:
+                self._first += 1
+            self._tell(self._begins[self._first])

@@ -1,0 +1,169 @@
+"""The supervisor of workers: it starts one, has it take over from a dead trainer's, and starts another with a limit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from asyncckpt.config import Config
+from asyncckpt.errors import ClosedError, JobTakenError, WorkerDiedError
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.endpoint import endpoint_name
+from asyncckpt.worker.process import WorkerOptions, detached_workers
+from asyncckpt.worker.takeover import Takeover
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Keeps one worker running for a trainer, from the first call of ``running`` on."""
+
+    def __init__(
+        self,
+        config: Config,
+        job: str | None,
+        on_takeover: Callable[[Takeover], object],
+        on_death: Callable[[], object],
+        hand_over: Callable[[WorkerClient, Takeover | None], object],
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: What the workers are to be like, and how many may die in a row.
+            job: A text by which a trainer finds the worker of the one before it; None: the worker leaves with its
+                trainer, and nobody finds it.
+            on_takeover: Told, once, of a worker that a trainer before this one has left.
+            on_death: Told that the worker has died, before another is started: its memory is nobody's.
+            hand_over: Gives a new worker the memory that outlived the one before it, and that of a predecessor.
+        """
+        self._config = config
+        self._job = job
+        self._on_takeover, self._on_death, self._hand_over = on_takeover, on_death, hand_over
+        self._predecessor: Takeover | None = None
+        self._has_looked = self._closed = False
+        self._deaths = 0  # of workers, since a save was committed
+        self._restart_at = 0.0
+        self.client: WorkerClient | None = None
+        """The worker, once there is one; it may have died."""
+
+    def running(self, rank: int) -> WorkerClient:
+        """The worker of ``rank``; a new one where there is none yet, or it has died.
+
+        Raises ``WorkerDiedError`` where none starts, or too many have died in a row; ``JobTakenError``,
+        ``SaveTimeoutError``.
+        """
+        self.check_usable()
+        if self.client is not None and not self.client.alive:
+            self._on_death()
+            self.client.close(self._config.timeout)
+            self.client = None
+            self._record_death()
+        if self.client is None:
+            self._check_limit(rank)
+            self.find_predecessor(rank)
+            try:
+                self.client = self._start(rank)
+            except WorkerDiedError:
+                self._record_death()
+                raise
+        return self.client
+
+    def find_predecessor(self, rank: int) -> None:
+        """Look, once, for the worker that the trainer before this one has left; ``on_takeover`` is told of it.
+
+        Raises ``JobTakenError`` where that trainer lives, ``SaveTimeoutError`` where its worker does not answer.
+        """
+        if self._job is None or self._has_looked or self.client is not None:
+            return
+        self._predecessor = Takeover.find(endpoint_name(self._job, rank), self._config.timeout, detached_workers())
+        self._has_looked = True
+        if self._predecessor is not None:
+            self._on_takeover(self._predecessor)
+
+    def record_commit(self) -> None:
+        """A save is committed: workers do not die in a row."""
+        self._deaths = 0
+
+    def check_usable(self) -> None:
+        """Raise ``ClosedError`` once this is closed, and in a fork of the process that the worker was started by."""
+        if self._closed:
+            raise ClosedError("this checkpointer is closed; make a new one")
+        if self.client is not None:
+            self.client.check_owner()
+
+    def leave(self, *, linger: bool) -> None:
+        """End the worker when it has written what it has; with ``linger`` it stays as if this process had died.
+
+        Raises ``SaveTimeoutError`` where it is still writing after ``Config.timeout`` seconds.
+        """
+        self._closed = True
+        if self.client is not None and linger:
+            self.client.detach(self._config.timeout)
+        elif self.client is not None:
+            self.client.close(self._config.timeout)
+
+    def close(self) -> None:
+        """Let go of a predecessor's memory that no worker has taken over."""
+        if self._predecessor is not None:
+            self._predecessor.close()
+            self._predecessor = None
+
+    def _check_limit(self, rank: int) -> None:
+        if self._deaths > self._config.worker_restarts:
+            raise WorkerDiedError(
+                f"the worker has died {self._deaths} times in a row, and no other is started (see"
+                f" Config.worker_restarts); look at what is in the log, then make a new checkpointer",
+                rank=rank,
+            )
+        if (left := self._restart_at - time.monotonic()) > 0:
+            raise WorkerDiedError(
+                f"the worker has died {self._deaths} times in a row, and another is started in {left:.1f} s", rank=rank
+            )
+
+    def _record_death(self) -> None:
+        """The next may be started at once, but not one after the other."""
+        self._deaths += 1
+        if self._deaths > 1:
+            self._restart_at = time.monotonic() + self._config.restart_pause * 2 ** (self._deaths - 2)
+
+    def _start(self, rank: int) -> WorkerClient:
+        config, timeout = self._config, self._config.timeout
+        endpoint = None if self._job is None else endpoint_name(self._job, rank)
+        client = WorkerClient(
+            WorkerOptions(
+                direct_io=config.direct_io,
+                io_threads=config.io_threads,
+                nice=config.nice,
+                io_class=config.io_class,
+                start_timeout=config.start_timeout,
+                linger=config.linger,
+                endpoint=endpoint,
+            )
+        )
+        try:
+            # First the memory: until this one has it, the worker before it must stay.
+            self._hand_over(client, self._predecessor)
+            if self._predecessor is not None:
+                self._predecessor.retire(timeout)
+                self._predecessor = None
+            _take_endpoint(client, endpoint, timeout)
+        except BaseException:
+            client.close(timeout)
+            raise
+        return client
+
+
+def _take_endpoint(client: WorkerClient, endpoint: str | None, timeout: float) -> None:
+    """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            client.listen(timeout)
+            return
+        except JobTakenError:
+            if endpoint is None or time.monotonic() > deadline:
+                raise
+        if (left := Takeover.find(endpoint, timeout, detached_workers())) is not None:
+            with left:
+                left.retire(timeout)

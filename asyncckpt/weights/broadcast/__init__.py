@@ -1,0 +1,1 @@
+"""Weights to other hosts, over a ``torch.distributed`` group."""

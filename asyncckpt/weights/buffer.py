@@ -1,0 +1,214 @@
+"""The weight buffer: a publisher's memory for weights of one structure, a segment a slot, each a file by itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.shm.published_slots import PublishedSlots
+from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
+from asyncckpt.staging.destinations import SlotViews
+from asyncckpt.staging.device_copy import ready_events
+from asyncckpt.staging.devices import kind_of
+from asyncckpt.staging.pinned import PinnedMemory
+from asyncckpt.staging.slot_copy import SlotStager
+from asyncckpt.weights.plan import WeightPlan
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.messages import WeightsLayout
+
+logger = logging.getLogger(__name__)
+
+
+class WeightBuffer:
+    """Slots for images of one layout. A worker holds the memory too, and shows it to readers.
+
+    A slot is claimed, copied into, and published.
+    """
+
+    def __init__(self, control: Segment, images: Sequence[Segment]) -> None:
+        """``control`` has the header page, ``images`` are the slots. ``hand_over`` comes first then."""
+        self._published = PublishedSlots(control, len(images))
+        self._control = control
+        self._slots = [_Slot(image) for image in images]
+        self._number = 0
+        self._full = False
+
+    @classmethod
+    def allocate(cls, client: WorkerClient, timeout: float) -> WeightBuffer:
+        """An empty one. Raises ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``."""
+        number, control = client.allocate(HEADER_BYTES, timeout)
+        buffer = cls(control, [])
+        buffer._number = number
+        return buffer
+
+    def hand_over(self, client: WorkerClient, timeout: float) -> None:
+        """Have another worker hold the memory. Raises ``WorkerDiedError``, ``SaveTimeoutError``."""
+        self._number = client.adopt(self._control, (), timeout)
+        for slot in self._slots:
+            slot.number = client.adopt(slot.segment, (), timeout)
+        self._describe(client, timeout)
+
+    def is_for(self, plan: WeightPlan) -> bool:
+        """Whether images of ``plan`` belong here."""
+        header = plan.layout.header
+        return not self._slots or self._slots[0].segment.view[: len(header)] == header
+
+    def published(self) -> dict[PublishedVersion, int]:
+        """What is published, and in which slot, the oldest first."""
+        return self._published.publications()
+
+    def claim(self, plan: WeightPlan, client: WorkerClient, most: int, timeout: float) -> int | None:
+        """Take a slot to copy into. The newest version stays where it is.
+
+        Args:
+            plan: How it is laid out.
+            client: The worker that allocates a new slot.
+            most: How many slots there may be; a new one is made while there are fewer, and memory for it.
+            timeout: Seconds that the worker may take.
+
+        Returns:
+            The slot: nobody reads it, and nothing is published there any more. None where all others are being read.
+
+        Raises:
+            OutOfMemoryError: There is no memory for even one slot.
+            WorkerDiedError, SaveTimeoutError: The worker does not answer.
+        """
+        slot = self._published.claim_unpublished()
+        if slot is None:
+            slot = self._grow(plan, client, most, timeout)
+        return self._published.claim_oldest() if slot is None else slot
+
+    def fill(self, plan: WeightPlan, client: WorkerClient, most: int, timeout: float) -> None:
+        """Take the memory of all slots now; arguments and errors as those of ``claim``."""
+        while (slot := self._grow(plan, client, most, timeout)) is not None:
+            self._published.offer(slot)
+
+    def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], pool: ThreadPoolExecutor) -> None:
+        """Copy into a claimed slot, and return when that is done.
+
+        Args:
+            slot: A claimed slot.
+            plan: How they are laid out.
+            tensors: All of the plan, in the order of its layout. They must not change meanwhile.
+            pool: Its threads take part.
+        """
+        ready = ready_events(tensors)
+        if ready and any(plan.converted):
+            # On the device first, one by one: a copy of all of them may not fit there.
+            for number, tensor in enumerate(tensors):
+                self.views(slot, plan, tensor.device)[number].copy_(tensor)
+            return
+        for device in ready:
+            self._slots[slot].pin(device)
+        self._slots[slot].stager_of(plan).copy(tensors, ready, pool, lambda _: None, lambda _: None)
+
+    def views(self, slot: int, plan: WeightPlan, source: torch.device | None = None) -> Sequence[torch.Tensor]:
+        """The places of all tensors in a claimed slot, to be written to.
+
+        Args:
+            slot: A claimed slot.
+            plan: The layout.
+            source: The device that will be copied from: its driver is told of the memory (pinned).
+
+        Returns:
+            Tensors over the slot, in the order of the layout.
+        """
+        if source is not None and kind_of(source) is not None:
+            self._slots[slot].pin(source)
+        return self._slots[slot].views_of(plan)
+
+    def publish(self, slot: int, version: PublishedVersion) -> None:
+        """Let readers see what was copied into a claimed ``slot``."""
+        self._published.publish(slot, version)
+
+    def give_back(self, client: WorkerClient) -> None:
+        """Have readers find nothing here any more, and the worker forget it. A reader keeps what it has leased."""
+        self._published.withdraw_all()
+        for number in (self._number, *(slot.number for slot in self._slots)):
+            client.release(number)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the memory, which the worker and readers may keep."""
+        self._published.close()
+        for slot in self._slots:
+            slot.close()
+        self._control.close()
+
+    def _grow(self, plan: WeightPlan, client: WorkerClient, most: int, timeout: float) -> int | None:
+        """One slot more, claimed; None where there are ``most``, or there is no memory for it."""
+        slot = len(self._slots)
+        if slot >= most or self._full:
+            return None
+        try:
+            number, segment = client.allocate(plan.layout.nbytes, timeout)
+        except OutOfMemoryError as error:
+            if not slot:
+                raise
+            logger.warning("memory for %d versions instead of %d: %s", slot, most, error)
+            self._full = True
+            return None
+        try:
+            segment.touch()
+            segment.view[: len(plan.layout.header)] = plan.layout.header
+        except BaseException:
+            segment.close()
+            client.release(number)
+            raise
+        self._slots.append(_Slot(segment, number))
+        self._published.count += 1
+        self._published.claim(slot)
+        self._describe(client, timeout)
+        return slot
+
+    def _describe(self, client: WorkerClient, timeout: float) -> None:
+        client.describe(self._number, WeightsLayout(tuple(slot.number for slot in self._slots)), timeout)
+
+
+class _Slot:
+    """One image's memory, and the ways to copy there, which are found out by the first copy."""
+
+    def __init__(self, segment: Segment, number: int = 0) -> None:
+        self.segment = segment
+        self.number = number
+        self._plan: WeightPlan | None = None
+        self._stager: SlotStager | None = None
+        self._views: list[torch.Tensor] | None = None
+        self._pinned: PinnedMemory | None = None
+
+    def stager_of(self, plan: WeightPlan) -> SlotStager:
+        self._use(plan)
+        if self._stager is None:
+            self._stager = SlotStager(plan.layout.places, self.segment, 0, plan.converted)
+        return self._stager
+
+    def views_of(self, plan: WeightPlan) -> Sequence[torch.Tensor]:
+        self._use(plan)
+        if self._views is None:
+            places = plan.layout.places
+            views = SlotViews(places.specs, places.tensors, self.segment, 0)
+            self._views = list(map(views.tensor, range(len(places.specs))))
+        return self._views
+
+    def pin(self, device: torch.device) -> None:
+        if self._pinned is None:
+            # In one piece: the tensors lie close together, and none may cross a cut.
+            self._pinned = PinnedMemory(self.segment, [], device)
+
+    def close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+        if self._stager is not None:
+            self._stager.close()
+        self._views = None
+        self.segment.close()
+
+    def _use(self, plan: WeightPlan) -> None:
+        """Plans of one layout differ in what dtypes the tensors come in."""
+        if plan is not self._plan:
+            self._plan, self._stager, self._views = plan, None, None

@@ -1,0 +1,232 @@
+"""Leases: what one rank has published, mapped here for reading, and leases on its slots."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.shm.published_slots import ReadableSlots
+from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.weights.layout import TensorEntry, read_entries, read_index
+from asyncckpt.worker.messages import CheckpointLayout, PublishedSegment
+from asyncckpt.worker.reader_client import ReaderClient
+
+
+class Lease:
+    """One slot, as it was published: it stays so until the last tensor of it is gone, and this is given back."""
+
+    def __init__(self, fd: int, entries: Mapping[str, TensorEntry], segment: Segment, begin: int, nbytes: int) -> None:
+        """Take over a lease.
+
+        Args:
+            fd: Its descriptor, which is closed in the end.
+            entries: The tensors of the slot, by name.
+            segment: The memory, mapped for reading.
+            begin: The first byte of the slot in it.
+            nbytes: The size of the slot in bytes.
+        """
+        self.entries = entries
+        self.segment = segment
+        self.is_file = nbytes == segment.nbytes
+        memory = readable_memory(segment, begin, nbytes)
+        self._lease = weakref.finalize(memory, os.close, fd)
+        self._memory: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
+        self._as: dict[torch.dtype, torch.Tensor] = {}
+
+    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor of ``entry``, in place. To write to it is a segmentation fault."""
+        memory = self._memory
+        if memory is None:
+            raise ValueError("this lease was given back")
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # whatever the default is
+        like = self._as.get(entry.dtype)
+        if like is None:
+            size = entry.dtype.itemsize
+            like = self._as[entry.dtype] = memory[: memory.numel() // size * size].view(entry.dtype)
+        strides = [1]
+        for length in entry.shape[:0:-1]:
+            strides.insert(0, strides[0] * length)
+        return like.as_strided(entry.shape, strides[: len(entry.shape)], entry.begin // entry.dtype.itemsize)
+
+    def give_back(self) -> bool:
+        """Whether that ends the lease at once; if not, some tensor is still in use, and the last one ends it."""
+        self._memory = None
+        self._as.clear()
+        return not self._lease.alive
+
+
+def readable_memory(segment: Segment, begin: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+    """Memory that torch takes for a tensor, though it is mapped for reading alone.
+
+    Torch wants numpy's arrays, and the mapping itself, to be writable. Each tensor holds on to this, and this to the
+    mapping.
+
+    Args:
+        segment: Where it is.
+        begin: Its first byte there.
+        nbytes: How many bytes.
+    """
+    mapping = np.frombuffer(segment.view, dtype=np.uint8)
+    memory = (ctypes.c_uint8 * nbytes).from_address(mapping.ctypes.data + begin)
+    memory.mapping = mapping  # type: ignore[attr-defined]
+    return memory
+
+
+class MappedSegment:
+    """A published segment, mapped here.
+
+    Its worker may be gone: the memory is there, and the trainer may go on to publish in it.
+    """
+
+    def __init__(self, published: PublishedSegment, client: ReaderClient) -> None:
+        self.number = published.segment
+        self.client = client
+        self._segment = client.open_segment(published.segment)
+        self._layout = published.layout
+        self._slots = ReadableSlots(self._segment, len(published.layout.slots))
+        self._images: dict[int, Segment] = {}
+        self._entries: dict[str, TensorEntry] | None = None
+        """The same in all slots."""
+
+    def update(self, published: PublishedSegment) -> None:
+        """It may have more slots than before."""
+        self._layout = published.layout
+        self._slots.count = len(published.layout.slots)
+
+    def published(self) -> dict[PublishedVersion, int]:
+        """What is published, and in which slot."""
+        return self._slots.publications()
+
+    def lease(self, slot: int, version: PublishedVersion) -> Lease | None:
+        """None where the slot has something else by now.
+
+        Raises ``EOFError`` or ``OSError`` where it was never mapped here, and the worker has left.
+        """
+        fd = self._slots.lease(slot, version)
+        if fd is None:
+            return None
+        try:
+            return self._leased(fd, slot)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Let go of the memory; where tensors are left it stays until they are gone."""
+        self._slots.close()
+        for segment in (self._segment, *self._images.values()):
+            segment.close()
+
+    def _leased(self, fd: int, slot: int) -> Lease:
+        layout = self._layout
+        if isinstance(layout, CheckpointLayout):
+            if self._entries is None:
+                head = self._segment.view[layout.index_head.offset :][: layout.index_head.nbytes]
+                self._entries = {entry.name: entry for entry in read_index(head)}
+            return Lease(fd, self._entries, self._segment, layout.slots[slot], layout.data_bytes)
+        if slot not in self._images:
+            self._images[slot] = self.client.open_segment(layout.slots[slot])
+        image = self._images[slot]
+        if self._entries is None:
+            self._entries = {entry.name: entry for entry in read_entries(image.view)}
+        return Lease(fd, self._entries, image, 0, image.nbytes)
+
+
+@dataclass(frozen=True)
+class ReadableSlot:
+    """Where something is published."""
+
+    segment: MappedSegment
+    slot: int
+
+
+class RankPublications:
+    """All that one rank has published, as far as it can be read here.
+
+    When its worker leaves, what is mapped stays readable, until another worker has that endpoint and something
+    published. A fork talks to the worker by a connection of its own.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._client: ReaderClient | None = None
+        self._owner = os.getpid()
+        self._segments: list[MappedSegment] = []
+
+    def refresh(self, timeout: float) -> None:
+        """Ask the worker what there is. Raises ``SaveTimeoutError`` if it has no answer in ``timeout`` seconds."""
+        if self._owner != os.getpid():
+            self._leave()  # two processes that ask by one connection get each other's answers
+            self._owner = os.getpid()
+        for _ in range(2):  # it may have left, and another one have come
+            if self._client is None:
+                self._client = ReaderClient.connect(self._endpoint)
+            if self._client is None:
+                return
+            self._client.timeout = timeout
+            try:
+                self._update(self._client.published(), self._client)
+                return
+            except SaveTimeoutError:
+                self._leave()  # a late answer must not be taken for that to the next question
+                raise
+            except (EOFError, OSError):
+                self._leave()
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether a worker answers, or one has before it left what is mapped here."""
+        return self._client is not None or bool(self._segments)
+
+    def all(self) -> dict[PublishedVersion, ReadableSlot]:
+        """What is published now, and where; new segments are those of the last ``refresh``."""
+        return {
+            version: ReadableSlot(segment, slot)
+            for segment in self._segments
+            for version, slot in segment.published().items()
+        }
+
+    def lease(self, version: PublishedVersion, there: ReadableSlot) -> Lease | None:
+        """None where it is not there any more."""
+        try:
+            return there.segment.lease(there.slot, version)
+        except (EOFError, OSError):
+            self._leave()
+            return None
+
+    def close(self) -> None:
+        """Let go of all."""
+        self._leave()
+        while self._segments:
+            self._segments.pop().close()
+
+    def _update(self, published: tuple[PublishedSegment, ...], client: ReaderClient) -> None:
+        """Map what is new, and let go of what is not there any more."""
+        if not published and all(each.client is not client for each in self._segments):
+            return  # nothing yet: what is left of the worker before this one still serves
+        known = {each.number: each for each in self._segments if each.client is client}
+        for each in published:
+            if each.segment in known:
+                known[each.segment].update(each)
+            else:
+                known[each.segment] = MappedSegment(each, client)
+                self._segments.append(known[each.segment])
+        kept = [known[each.segment] for each in published]
+        gone = [segment for segment in self._segments if segment not in kept]
+        self._segments = kept
+        for segment in gone:
+            segment.close()
+
+    def _leave(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None

@@ -1,0 +1,1 @@
+"""Parameters that are kept off the device, and brought back for a sync."""

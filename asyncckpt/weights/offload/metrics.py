@@ -1,0 +1,76 @@
+"""The metrics of a sync of weights: seconds of its phases, and bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from asyncckpt.publication import Publication
+from asyncckpt.staging.devices import synchronize_used
+
+Phase = Literal["load", "wait", "plan", "stage", "publish", "transfer", "apply", "sync", "offload", "total"]
+
+
+@dataclass
+class SyncMetrics:
+    """Seconds of each phase of one sync, and what it moved.
+
+    A phase that did not take place has exactly 0.0; one that took place several times has the sum. Each is measured
+    with ``measure``, and so ends when the device has finished, not when the last of its work is queued.
+    """
+
+    load_s: float = 0.0
+    """Bringing offloaded parameters to the device."""
+    wait_s: float = 0.0
+    """Waiting for others: for a free slot, for a receiver."""
+    plan_s: float = 0.0
+    """Laying out the weights; 0.0 as long as the layout of an earlier sync still fits."""
+    stage_s: float = 0.0
+    """Copying them into shared memory."""
+    publish_s: float = 0.0
+    """Announcing the version."""
+    transfer_s: float = 0.0
+    """Sending them to other hosts."""
+    apply_s: float = 0.0
+    """Bringing them into the inference engine."""
+    sync_s: float = 0.0
+    """All that is between load and offload: the phases from ``wait_s`` to ``apply_s``, and what is in none of them."""
+    offload_s: float = 0.0
+    """Giving the device's memory back."""
+    total_s: float = 0.0
+    bytes_staged: int = 0
+    bytes_sent: int = 0
+    version: int | None = None
+    """That of the weights, if they have one."""
+    result: Any = field(default=None, repr=False)
+    """What ``sync`` returned, see ``sync_with_offload``."""
+
+    @contextlib.contextmanager
+    def measure(self, phase: Phase) -> Iterator[None]:
+        """Add the time that the body takes to a phase: from when devices are done with what came before, until they are
+        done with this.
+        """
+        name = f"{phase}_s"
+        before: float = getattr(self, name)
+        synchronize_used()
+        began = time.perf_counter()
+        try:
+            yield
+            synchronize_used()
+        finally:  # if it failed, the time until then
+            setattr(self, name, before + time.perf_counter() - began)
+
+    def count(self, publication: Publication) -> None:
+        """Add what a ``publish`` measured of itself."""
+        for name, seconds in publication.timings.items():
+            setattr(self, name, getattr(self, name) + seconds)
+        self.bytes_staged += publication.nbytes
+        self.version = publication.version
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """All numbers, for a logger: ``as_dict("timing_s/")`` has ``"timing_s/load_s"``. No version if it has none."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "result"}
+        return {prefix + name: value for name, value in values.items() if value is not None}

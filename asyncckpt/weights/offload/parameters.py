@@ -1,0 +1,194 @@
+"""Offloaded parameters: those of a module, off their device and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from asyncckpt.errors import CheckpointError, OffloadedError
+from asyncckpt.staging.devices import synchronize_used, use
+from asyncckpt.weights.offload.host_memory import HostMemory
+
+_T = TypeVar("_T")
+_State = tuple[StorageWeakRef, tuple[int, ...]]
+"""Tells what a storage had in it from anything that any has in it later, and does not hold on to its memory."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A storage, and how often torch has seen each tensor in it change."""
+
+    storage: torch.UntypedStorage
+    versions: tuple[int, ...]
+
+    @property
+    def state(self) -> _State:
+        return StorageWeakRef(self.storage), self.versions  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What a storage has in it, in the memory of the host."""
+
+    part: _Part
+    place: torch.Tensor
+    copied: bool
+    """Or it was there already."""
+
+
+class OffloadedParameters:
+    """The parameters and buffers of a module that are on ``device``, which can be brought to the host and back.
+
+    It is the storages that are emptied and filled; no tensor is replaced or moved. Whatever has them still has them:
+    optimizers, views, tied parameters, the flat buffers of FSDP and Megatron-LM (which would keep a tensor's old
+    memory if it were given other ``.data``), the hooks of DDP (which autograd drops when a tensor changes device).
+    A ``DTensor`` is offloaded as its local shard. Gradients stay where they are.
+
+    The price: while they are offloaded, a tensor says that it is on the device, and has no memory there. Nothing may
+    compute with it; that would end the process. A call of the module, of one in it, or of ``state_dict`` raises
+    ``OffloadedError``; the step of an optimizer does not, nor what reads a tensor by itself. And no graph of autograd
+    that is yet to go backward may need them: offload between two steps.
+
+    The host's memory is taken by the first ``offload`` and used again by later ones, as long as the storages keep
+    their sizes; it is given back with this object. An offloaded module keeps this object.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | str, *, threads: int = 4) -> None:
+        """``device`` with no index means all of its kind. Moves nothing yet."""
+        self.loaded = True
+        """Whether they are on the device."""
+        self._module = module
+        self._device = torch.device(device)
+        self._threads = threads
+        self._memory: HostMemory | None = None
+        self._copies: list[_Copy] = []  # while they are offloaded
+        self._known: Sequence[_State | None] = []  # what is in the places of the memory, while they are loaded
+        self._guards = contextlib.ExitStack()
+
+    def offload(self, *, unchanged: bool = False) -> int:
+        """Bring them to the host, and give the memory of the device back to torch's allocator. Returns bytes copied.
+
+        ``unchanged``: nothing has changed them since ``load``; what is at the host already is not copied again. It
+        has to be said, because torch counts only changes that it sees: not those through ``.data``, nor those by
+        kernels and collectives of others. Those it sees are copied in any case.
+
+        If they are offloaded, nothing happens. If this raises, they all are on the device.
+        """
+        if not self.loaded:
+            return 0
+        parts = self._parts()
+        for part in parts:
+            if not part.storage.resizable():
+                raise CheckpointError("some parameters are in memory that torch cannot give back, such as numpy's")
+        known: Sequence[_State | None] = self._known if unchanged else []
+        self._known = []  # until all are copied, nothing is
+        sizes = [part.storage.nbytes() for part in parts]
+        if self._memory is None or self._memory.sizes != sizes:
+            known = []
+            self._memory = None  # before more is taken
+            self._memory = HostMemory(sizes, parts[0].storage.device if parts else None)
+        known = known or [None] * len(parts)
+        self._copies = self._in_parallel(_to_host, parts, self._memory.places, known)
+        self.loaded = False
+        self._guard()
+        self._empty()
+        return sum(copy.place.nbytes for copy in self._copies if copy.copied)
+
+    def load(self) -> int:
+        """Bring them back to the device. Returns bytes copied.
+
+        If they are on the device, nothing happens. If this raises, as when memory is short there, they all are
+        offloaded still.
+        """
+        if self.loaded:
+            return 0
+        try:
+            for copy in self._copies:  # on the caller's thread: torch's allocator gives memory to its current stream
+                copy.part.storage.resize_(copy.place.nbytes)
+            nbytes = sum(self._in_parallel(_to_device, self._copies))
+        except BaseException:
+            self._empty()
+            raise
+        self._guards.close()
+        self._known = [copy.part.state for copy in self._copies]
+        self.loaded = True
+        self._copies = []
+        return nbytes
+
+    def _empty(self) -> None:
+        for copy in self._copies:
+            copy.part.storage.resize_(0)
+
+    def _parts(self) -> list[_Part]:
+        """Each storage once, in the order of the module."""
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward with no backward leaves whole parameters in the place of shards
+        found: dict[int, tuple[torch.UntypedStorage, list[int]]] = {}
+        for tensor in chain(self._module.parameters(), self._module.buffers()):
+            for plain in _plain(tensor):
+                storage = plain.untyped_storage()
+                if _is_on(self._device, plain) and storage.nbytes():
+                    _, versions = found.setdefault(storage._cdata, (storage, []))
+                    versions += (0 if each.is_inference() else each._version for each in (tensor, plain))
+        return [_Part(storage, tuple(versions)) for storage, versions in found.values()]
+
+    def _guard(self) -> None:
+        """Have calls of the module raise, before hooks of others, such as FSDP's, that gather its parameters."""
+        for module in self._module.modules():
+            self._guards.enter_context(module.register_forward_pre_hook(self._refuse, prepend=True))
+            self._guards.enter_context(module.register_state_dict_pre_hook(self._refuse))  # type: ignore[no-untyped-call]
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise OffloadedError("the parameters of this module are offloaded: load them first")
+
+    def _in_parallel(self, task: Callable[..., _T], *arguments: Iterable[object]) -> list[_T]:
+        """What each task returned, in their order. No copy is under way when this ends, however it ends."""
+        synchronize_used()  # the threads have streams of their own, which wait for none that the caller uses
+        try:
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="asyncckpt-offload") as pool:
+                return list(pool.map(task, *arguments))
+        finally:
+            synchronize_used()
+
+
+def _to_host(part: _Part, place: torch.Tensor, known: _State | None) -> _Copy:
+    """``known`` is what is in ``place``, if that is to be relied on."""
+    if part.state == known:
+        return _Copy(part, place, copied=False)
+    with use(part.storage.device), torch.inference_mode():
+        place.copy_(_bytes(part.storage), non_blocking=True)
+    return _Copy(part, place, copied=True)
+
+
+def _to_device(copy: _Copy) -> int:
+    with use(copy.part.storage.device), torch.inference_mode():
+        return _bytes(copy.part.storage).copy_(copy.place, non_blocking=True).nbytes
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+
+
+def _plain(tensor: object) -> Iterator[torch.Tensor]:
+    """The tensors that a ``DTensor``, or another wrapper, has its data in; any other is one itself."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:  # a device mesh is among them, in newer torch
+            yield from _plain(getattr(tensor, name))
+    elif isinstance(tensor, torch.Tensor):
+        yield tensor

@@ -1,0 +1,113 @@
+"""Published slots: which slots of a segment readers may look at, and which of them the trainer may write to again.
+
+What is published stands in the header page (``slots.py``), who reads it in locks on the segment's file (``leases.py``).
+The trainer *claims* a slot, which fails while it is being read, and only then takes back what is published there; it
+*offers* the slot again when it has published something else. A reader looks what is published, takes its lease, and
+looks again. So what a reader sees under its lease stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+
+from asyncckpt.shm.leases import Claims, lease
+from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slots import PublishedVersion, SlotTable
+
+
+class PublishedSlots:
+    """The trainer's part, for checkpoints and for weights. ``count`` slots are used; the owner may change that."""
+
+    def __init__(self, segment: Segment, count: int) -> None:
+        """``segment`` has the header page; the images may be in others."""
+        self.count = count
+        self._segment = segment
+        self._table = SlotTable(segment.view)
+        # Where nothing is published there is no reader, and no lock is needed: many are never published in.
+        self._claims = Claims(segment) if self._table.publications(count) else None
+
+    def publications(self) -> dict[PublishedVersion, int]:
+        """What is published, and in which slot, the oldest first."""
+        return dict(sorted(self._table.publications(self.count).items()))
+
+    def claim(self, slot: int) -> bool:
+        """Whether nobody reads ``slot``. If so, nobody can until it is published again: nothing is any more."""
+        if self._claims is not None and not self._claims.claim(slot):
+            return False
+        self._table.withdraw(slot)
+        return True
+
+    def claim_unpublished(self) -> int | None:
+        """A slot with nothing published in it, claimed; None where each has something, or is being read."""
+        published = set(self.publications().values())
+        return next((slot for slot in range(self.count) if slot not in published and self.claim(slot)), None)
+
+    def claim_oldest(self) -> int | None:
+        """The slot of the oldest version that nobody reads, claimed; None where all are being read.
+
+        The newest version stays where it is, unless it is the only one.
+        """
+        slots = list(self.publications().values())
+        return next(filter(self.claim, slots[:-1] or slots), None)
+
+    def publish(self, slot: int, version: PublishedVersion) -> None:
+        """Let readers see ``version`` in a ``slot`` that was claimed."""
+        self._table.publish(slot, version)
+        self.offer(slot)
+
+    def publish_unless_last(self, slot: int, version: PublishedVersion) -> bool:
+        """As ``publish``, if one of the other slots can be claimed then.
+
+        Returns False, and publishes nothing, where readers have all others, so that none would be left that they cannot
+        keep; or where they have this one already, as another version.
+        """
+        others = [other for other in self.publications().values() if other != slot]
+        if not self._locks().claim(slot) or (len(others) == self.count - 1 and not any(map(self.claim, others))):
+            return False
+        self.publish(slot, version)
+        return True
+
+    def offer(self, slot: int) -> None:
+        """End the claim on ``slot``."""
+        self._locks().offer(slot)
+
+    def withdraw_all(self) -> None:
+        """Nobody shall find anything here any more. The slots are not claimed: nothing may be written there."""
+        for slot in range(self.count):
+            self._table.withdraw(slot)
+
+    def close(self) -> None:
+        """Let go of the header page, and give all claims back."""
+        self._table.close()
+        if self._claims is not None:
+            self._claims.close()
+
+    def _locks(self) -> Claims:
+        if self._claims is None:
+            self._claims = Claims(self._segment)
+        return self._claims
+
+
+class ReadableSlots:
+    """A reader's part, for ``count`` slots of a segment that is mapped for reading; the owner may change ``count``."""
+
+    def __init__(self, segment: Segment, count: int) -> None:
+        self.count = count
+        self._segment = segment
+        self._table = SlotTable(segment.view)
+
+    def publications(self) -> dict[PublishedVersion, int]:
+        """What is published, and in which slot."""
+        return self._table.publications(self.count)
+
+    def lease(self, slot: int, version: PublishedVersion) -> int | None:
+        """A descriptor that keeps ``version`` in ``slot`` until it is closed; None where it is not there any more."""
+        fd = lease(self._segment.fileno(), slot)
+        if fd is not None and self._table.published(slot) != version:
+            os.close(fd)
+            return None
+        return fd
+
+    def close(self) -> None:
+        """Let go of the header page. Leases last."""
+        self._table.close()

@@ -1,0 +1,132 @@
+"""What a save does when no slot is free, and what overlaps it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.states import small_state, zeros_like
+
+import asyncckpt
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import (
+    SaveDroppedError,
+)
+from asyncckpt.staging.slot_copy import SlotStager
+
+
+def _running(checkpointer: Checkpointer, root: Path) -> None:
+    """Wait until the worker has begun to write the first save."""
+    for _ in range(2000):
+        if list(root.glob(".*.partial")):
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("the worker does not begin")
+
+
+def test_busy_wait(root: Path, gate: Path) -> None:
+    with Checkpointer(root, Config(slots=1)) as checkpointer:
+        checkpointer.save(1, small_state())
+        timer = threading.Timer(0.2, gate.touch)
+        timer.start()
+        save = checkpointer.save(2, small_state())
+        assert gate.exists() and save.timings["slot_s"] > 0.01
+        checkpointer.wait(60)
+        timer.join()
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_busy_skip(root: Path, gate: Path) -> None:
+    with Checkpointer(root, Config(slots=1, when_busy="skip")) as checkpointer:
+        checkpointer.save(1, small_state())
+        skipped = checkpointer.save(2, small_state())
+        with pytest.raises(SaveDroppedError, match="skipped"):
+            skipped.result(1)
+        gate.touch()
+        checkpointer.wait(60)
+        assert checkpointer.steps() == [1]
+
+
+def test_busy_latest(root: Path, gate: Path) -> None:
+    with Checkpointer(root, Config(slots=2, when_busy="latest")) as checkpointer:
+        state = small_state()
+        saves = [checkpointer.save(1, state)]
+        _running(checkpointer, root)
+        for step in (2, 3, 4):
+            state["step"] = step
+            saves.append(checkpointer.save(step, state))
+        gate.touch()
+        checkpointer.wait(60)
+        assert checkpointer.steps() == [1, 4]
+        for save in saves[1:3]:
+            with pytest.raises(SaveDroppedError, match="newer save"):
+                save.result(1)
+        checkpointer.load(into := zeros_like(state))
+        assert into["step"] == 4
+
+
+# Copies that overlap with training.
+
+
+def test_overlap_waits_before_the_optimizer_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_copy = threading.Event()
+    copy = SlotStager.copy
+
+    def slow(self: Any, *args: Any, **options: Any) -> None:
+        assert may_copy.wait(30)
+        copy(self, *args, **options)
+
+    parameter = torch.nn.Parameter(torch.full((1000,), 1.0))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    with Checkpointer(root, Config(overlap=True)) as checkpointer:
+        checkpointer.prepare({"p": parameter})
+        checkpointer.guard(optimizer)
+        monkeypatch.setattr(SlotStager, "copy", slow)
+        save = checkpointer.save(1, {"p": parameter})
+        assert not save.staged()
+        parameter.grad = torch.ones_like(parameter)
+        timer = threading.Timer(0.1, may_copy.set)
+        timer.start()
+        optimizer.step()
+        assert save.staged()
+        timer.join()
+        save.result(60)
+        checkpointer.load(into := {"p": torch.zeros(1000)})
+        assert (into["p"] == 1).all() and (parameter == 0).all()
+
+
+def test_a_failed_overlapped_copy_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(root, Config(overlap=True)) as checkpointer:
+        checkpointer.prepare(state := small_state())
+
+        def broken(*_: Any, **__: Any) -> None:
+            raise RuntimeError("the device is lost")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotStager, "copy", broken)
+            save = checkpointer.save(1, state)
+            save.wait_staged(10)
+            with pytest.raises(asyncckpt.CheckpointError, match="the device is lost"):
+                save.result(10)
+        checkpointer.save(2, state).result(60)
+        assert checkpointer.steps() == [2]
+
+
+def test_a_failed_copy_loses_no_slot(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(root, Config(slots=1)) as checkpointer:
+        checkpointer.prepare(state := small_state())
+
+        def broken(*_: Any, **__: Any) -> None:
+            raise RuntimeError("the device is lost")
+
+        for step in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(SlotStager, "copy", broken)
+                with pytest.raises(asyncckpt.CheckpointError, match="the device is lost"):
+                    checkpointer.save(step, state)
+        checkpointer.save(9, state).result(60)
+        assert checkpointer.steps() == [9]

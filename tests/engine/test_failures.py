@@ -1,0 +1,303 @@
+"""What a training notices of saves that fail, and how it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from support.states import same, small_state, zeros_like
+from support.workers import FAULTY, Faulty
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import ClosedError, SaveTimeoutError, StorageError, WorkerDiedError
+from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage.names import attempt_path
+
+
+def test_the_next_call_raises_what_nobody_was_told(root: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("write:eio")
+    with Checkpointer(root) as checkpointer:
+        save = checkpointer.save(1, small_state())
+        while not save.done():
+            time.sleep(0.01)
+        with pytest.raises(StorageError, match="step 1"):
+            checkpointer.save(2, small_state())
+        checkpointer.save(2, small_state()).result(60)
+        assert checkpointer.failures == 2 and checkpointer.steps() == [2]
+
+
+def test_or_a_warning_is_enough(root: Path, faulty_worker: Faulty, caplog: pytest.LogCaptureFixture) -> None:
+    faulty_worker("write:eio")
+    checkpointer = Checkpointer(root, Config(failure="warn"))
+    save = checkpointer.save(1, small_state())
+    while not save.done():
+        time.sleep(0.01)
+    checkpointer.save(2, small_state()).result(60)
+    twice = checkpointer.save(2, small_state())  # which is there already
+    assert twice.done() and twice.staged() and twice.failure is not None
+    with pytest.raises(StorageError, match="step 1"):
+        save.result()  # who asks is told
+    checkpointer.wait(60)
+    checkpointer.close()
+    with pytest.raises(ClosedError):
+        checkpointer.save(3, small_state())
+    assert checkpointer.failures == 2 and checkpointer.steps() == [2]
+    assert "saving failed" in caplog.text and "not saved, and training goes on" in caplog.text
+
+
+def test_a_worker_that_dies_in_the_call_is_passed_over_too(root: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("begin:kill")
+    with Checkpointer(root, Config(failure="warn")) as checkpointer:
+        save = checkpointer.save(1, small_state())
+        with pytest.raises(WorkerDiedError, match="SIGKILL"):
+            save.result(60)
+        faulty_worker("")
+        checkpointer.save(2, small_state()).result(60)
+        assert checkpointer.failures == 1
+
+
+def test_workers_that_die_one_after_the_other(root: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("write:kill")
+    with Checkpointer(root, Config(worker_restarts=2, restart_pause=0.3)) as checkpointer:
+
+        def fails(step: int) -> str:
+            with pytest.raises(WorkerDiedError) as caught:
+                checkpointer.save(step, small_state()).result(60)
+            return str(caught.value)
+
+        assert "SIGKILL" in fails(1)
+        assert "SIGKILL" in fails(2)  # the next save starts a new one at once
+        assert "another is started in 0." in fails(3)
+        time.sleep(0.31)
+        assert "SIGKILL" in fails(4)
+        assert "3 times in a row" in fails(5)
+    faulty_worker("")
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+
+
+def test_a_commit_is_a_new_start(root: Path) -> None:
+    with Checkpointer(root, Config(worker_restarts=1, restart_pause=60)) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(step, small_state()).result(60)
+            worker = checkpointer._engine.worker
+            assert worker is not None
+            os.kill(worker.pid, signal.SIGKILL)
+            worker._listener.join(10)
+        assert checkpointer.steps() == [1, 2, 3, 4]
+
+
+def test_the_memory_of_a_dead_worker_is_used_again(root: Path) -> None:
+    with Checkpointer(root) as checkpointer:
+        state = small_state()
+        inodes = set()
+        for step in (1, 2):
+            checkpointer.save(step, state).result(60)
+            (known,) = checkpointer._engine._buffers.known
+            worker = checkpointer._engine.worker
+            assert known.buffer is not None and worker is not None
+            inodes.add(os.fstat(known.buffer.segment.fileno()).st_ino)
+            os.kill(worker.pid, signal.SIGKILL)
+            worker._listener.join(10)
+        assert len(inodes) == 1
+        checkpointer.load(into := zeros_like(state), 2)
+        assert same(into, state)
+
+
+def test_storage_that_stalls_stops_nobody(
+    root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("write:hold")
+    with Checkpointer(root, Config(commit_timeout=2.0)) as checkpointer:
+        begun = time.monotonic()
+        save = checkpointer.save(1, small_state())
+        with pytest.raises(SaveTimeoutError, match="step 1") as caught:
+            save.result(60)
+        assert time.monotonic() - begun < 10 and caught.value.rank == 0
+        (tmp_path / "gate").touch()
+        checkpointer.save(2, small_state()).result(60)
+        assert checkpointer.steps() == [2]
+        deadline = time.monotonic() + 10
+        while list(root.glob(".*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not list(root.glob(".*"))
+
+
+@pytest.mark.parametrize("fault", ["begin:stop", "write:stop", "finalize:stop", "finalize:hold"])
+def test_what_was_told_as_failed_is_never_saved(
+    root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Its worker is only slow, and goes on when nobody waits for it any more."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker(fault)
+    with Checkpointer(root, Config(commit_timeout=1.0)) as checkpointer:
+        save = checkpointer.save(1, small_state())
+        worker = checkpointer._engine.worker
+        assert worker is not None
+        with pytest.raises(SaveTimeoutError, match="step 1"):
+            save.result(60)
+        (tmp_path / "gate").touch()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGCONT)
+    # It has been closed, and with it the worker has ended: whatever it was to do is done.
+    assert checkpointer.steps() == [] and not list(root.glob("*"))
+
+
+@pytest.mark.parametrize("fault", ["finalized:stop", "finalized:hold"])
+def test_what_was_saved_is_told_as_saved(
+    root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker(fault)
+    with Checkpointer(root, Config(commit_timeout=1.0)) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        assert checkpointer.steps() == [1] and checkpointer.failures == 0
+        faulty_worker("")
+        checkpointer.save(2, small_state()).result(60)
+
+
+STUCK = '''
+import os, signal, sys, torch
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.worker import process as worker_process
+real = worker_process.command
+code = """
+import runpy, sys
+from asyncckpt.worker import writer
+assert writer._STUCK_S > 1.0
+writer._STUCK_S = 1.0
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+worker_process.command = lambda: [real()[0], "-c", code, sys.argv[2], "write:hold"]
+checkpointer = Checkpointer(sys.argv[1], Config(commit_timeout=0.5))
+checkpointer.save(1, {"w": torch.ones(1000)})
+print(checkpointer._engine.worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+def test_a_write_that_never_returns_keeps_no_process(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    script = FAULTY
+    trainer = subprocess.run(
+        [sys.executable, "-c", STUCK, str(root), script], stdout=subprocess.PIPE, timeout=60, cwd="/", check=False
+    )
+    assert trainer.returncode == -signal.SIGKILL
+    try:
+        worker = psutil.Process(int(trainer.stdout))
+    except psutil.NoSuchProcess:
+        return
+    deadline = time.monotonic() + 30
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_file_system_that_vanishes(
+    root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that is on it, in the middle of a save; and then it is back, empty."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("finalize:hold")
+    with Checkpointer(root) as checkpointer:
+        save = checkpointer.save(1, state := small_state())
+        while not (tmp_path / "gate.reached").exists():
+            time.sleep(0.005)
+        shutil.rmtree(root)
+        (tmp_path / "gate").touch()
+        with pytest.raises(StorageError, match="step 1"):
+            save.result(60)
+        checkpointer.save(2, state).result(60)
+        assert checkpointer.load(zeros_like(state)) == 2
+
+
+def test_no_space_for_it_is_seen_before_writing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match="needs .* and the file system has"):
+        storage_for(str(root)).begin_checkpoint(str(root / "a"), "attempt", 1 << 60)
+    assert not list(root.iterdir())
+
+
+def test_what_a_killed_worker_left_is_removed(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Known by its owner, by the lock that nobody holds, and by its age."""
+    root.mkdir()
+    hour_ago = time.time() - 3600
+    held = storage_for(str(root)).begin_checkpoint(str(root / "step-00000001"), "0123456789ab-1", 1)
+    folders = {
+        "dead": Path(attempt_path(str(root / "step-00000002"), "0123456789ab-2")),
+        "trash": root / ".step-00000003.asyncckpt-trash",
+        "young": Path(attempt_path(str(root / "step-00000004"), "0123456789ab-4")),
+        "other": root / ".other-program",
+        "download": root / ".download.partial",
+        "bin": root / ".trash",
+        "precious": root / ".precious.0123456789ab-6.partial",
+    }
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "__0_0.distcp").write_bytes(b"x" * 100)
+        if folder == folders["precious"]:
+            (folder / "mine.txt").touch()
+            os.utime(folder / "mine.txt", (hour_ago, hour_ago))
+        if folder != folders["young"]:
+            os.utime(folder / "__0_0.distcp", (hour_ago, hour_ago))
+        os.utime(folder, (hour_ago, hour_ago))
+    os.utime(held.path, (hour_ago, hour_ago))
+    if os.geteuid() == 0:
+        folders["stranger's"] = Path(attempt_path(str(root / "step-00000005"), "0123456789ab-5"))
+        folders["stranger's"].mkdir()
+        os.chown(folders["stranger's"], 65534, 65534)
+        os.utime(folders["stranger's"], (hour_ago, hour_ago))
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(6, {"w": torch.ones(3)}).result(60)
+    left = {name for name, folder in folders.items() if folder.exists()}
+    assert left == set(folders) - {"dead", "trash"}
+    assert Path(held.path).exists()
+    held.discard()
+
+
+def test_one_that_was_being_replaced_gets_its_name_back(root: Path) -> None:
+    """Where names cannot be exchanged, the worker may be killed when neither the old nor the new one has it."""
+    state = {"w": torch.ones(3), "step": 1}
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state).result(60)
+    old = root / ".step-00000001.0123456789ab-1.asyncckpt-old"
+    (root / "step-00000001").rename(old)
+    hour_ago = time.time() - 3600
+    for each in (*old.iterdir(), old):
+        os.utime(each, (hour_ago, hour_ago))
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(2, state).result(60)
+        assert checkpointer.steps() == [1, 2]
+        checkpointer.load(state, 1)
+
+
+def test_the_first_error_is_the_one_that_is_raised(root: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("write:eio")
+    with pytest.raises(RuntimeError, match="as trainings do"), Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state())
+        raise RuntimeError("as trainings do")
+
+
+def test_leaving_by_an_error_loses_nothing(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with pytest.raises(RuntimeError, match="as trainings do"), Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state := small_state())
+        raise RuntimeError("as trainings do")
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(into := zeros_like(state)) == 1 and same(into, state)
+    assert "loaded step 1 from memory" in caplog.text

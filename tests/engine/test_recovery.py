@@ -1,0 +1,373 @@
+"""A trainer dies, and another is started in its place: from memory, or else from storage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support.ranks import alone, say, serve
+from support.workers import FAULTY, Faulty
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointNotFoundError, JobTakenError, StorageError
+from asyncckpt.loading.verify import verify
+from asyncckpt.staging import slot_copy as staging
+from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.endpoint import connect, endpoint_name
+from asyncckpt.worker.steps import complete_steps
+from asyncckpt.worker.takeover import Takeover
+
+NUMBERS = 3_000_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trainers() -> Iterator[None]:
+    yield from serve()
+
+
+def _train(root: str, last: int, death: str, fault: str, linger: float) -> None:
+    if fault:
+        real = worker_process.command()
+        script = FAULTY
+        worker_process.command = lambda: [real[0], script, fault]
+    checkpointer = Checkpointer(root, Config(linger=linger))
+    state = empty()
+    for step in range(1, last + 1):
+        state["w"].fill_(step)
+        state["step"] = step
+        if death == "staging" and step == last:
+            staging.SlotStager.copy = _half_a_copy  # type: ignore[method-assign]
+        save = checkpointer.save(step, state)
+        if death != "staged" or step < last:
+            with contextlib.suppress(StorageError):
+                save.result(60)
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    say(worker.pid)
+    if death == "raise":
+        with checkpointer:
+            raise RuntimeError("the training has failed")
+    if death == "close":
+        checkpointer.close()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _half_a_copy(self: Any, tensors: Any, *args: Any, **options: Any) -> None:
+    tensors[0][len(tensors[0]) // 2 :] = 99.0
+    real_copy(self, tensors, *args, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+real_copy = staging.SlotStager.copy
+
+
+def train(root: Path, last: int, death: str = "kill", fault: str = "", linger: float = 600.0) -> psutil.Process | None:
+    """Save the steps up to ``last``, then die. Returns the worker, if it is still there."""
+    code, worker = alone(_train, str(root), last, death, fault, linger)
+    assert code == {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
+    try:
+        return psutil.Process(worker) if worker is not None else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def has_left(worker: psutil.Process | None, within: float = 30.0) -> bool:
+    """Whether it ends; whether somebody takes note of that (a zombie) is for the system."""
+    assert worker is not None
+    deadline = time.monotonic() + within
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def empty() -> dict[str, Any]:
+    return {"w": torch.zeros(NUMBERS), "step": 0}
+
+
+def is_of(state: dict[str, Any], step: int) -> bool:
+    return state["step"] == step and torch.equal(state["w"], torch.full((NUMBERS,), float(step)))
+
+
+def source(checkpointer: Checkpointer) -> str:
+    assert checkpointer.loaded is not None
+    return checkpointer.loaded.source
+
+
+@pytest.mark.parametrize("death", ["kill", "raise", "staged"])
+def test_the_next_trainer_loads_from_memory(root: Path, death: str) -> None:
+    worker = train(root, 2, death)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2
+        assert source(checkpointer) == "memory" and is_of(state, 2)
+        assert checkpointer.load(state := empty(), 1) == 1
+        assert source(checkpointer) == "memory" and is_of(state, 1)
+        assert checkpointer.load(state := empty(), memory=False) == 2
+        assert source(checkpointer) == "storage" and is_of(state, 2)
+        # The memory is taken over, and the worker that held it leaves.
+        checkpointer.prepare(state)
+        assert has_left(worker)
+        assert checkpointer.load(state := empty()) == 2 and source(checkpointer) == "memory" and is_of(state, 2)
+        state["w"].fill_(3)
+        state["step"] = 3
+        checkpointer.save(3, state).result(60)
+        assert checkpointer.load(state := empty()) == 3 and is_of(state, 3)
+        assert source(checkpointer) == "storage"
+    assert complete_steps(str(root)) == [1, 2, 3]
+
+
+def test_no_storage_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(root, 2)
+    monkeypatch.setattr(os, "preadv", None)
+    for file in root.glob("*/__0*"):
+        file.write_bytes(b"")
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+
+
+def test_the_memory_is_used_again(root: Path) -> None:
+    train(root, 2)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.load(state := empty())
+        takeover = checkpointer._engine._supervisor._predecessor
+        assert takeover is not None
+        inode = os.fstat(next(iter(takeover.segments.values())).fileno()).st_ino
+        checkpointer.save(3, state).result(60)
+        (known,) = checkpointer._engine._buffers.known
+        assert known.buffer is not None and os.fstat(known.buffer.segment.fileno()).st_ino == inode
+
+
+def test_one_that_crashes_again_before_it_saves_loses_nothing(root: Path) -> None:
+    """The newest image stays in the memory that was taken over, until there is a newer one."""
+    train(root, 2)
+    for _ in range(2):
+        checkpointer = Checkpointer(root)
+        checkpointer.load(state := empty())
+        checkpointer.prepare(state)
+        checkpointer._close(linger=True)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "memory"
+
+
+def test_another_structure_does_not_fit(root: Path) -> None:
+    worker = train(root, 2)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(3, {"v": torch.ones(NUMBERS), "step": 3}).result(60)
+        assert has_left(worker)
+        checkpointer.load(into := {"v": torch.zeros(NUMBERS), "step": 0})
+        assert into["step"] == 3 and bool(torch.as_tensor(into["v"]).all())
+
+
+def test_nor_is_it_kept_where_its_memory_is_needed(root: Path) -> None:
+    """What was held gave way to another structure; then there is nothing to load from but storage."""
+    train(root, 2)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() == 2
+        checkpointer.prepare({"v": torch.ones(NUMBERS)})
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "storage"
+
+
+def test_half_staged_it_is_not_there(root: Path) -> None:
+    train(root, 3, "staging")
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_what_storage_refused_is_in_memory(root: Path) -> None:
+    """The disk was full when the trainer died: what it had staged is loaded all the same, and can be saved."""
+    train(root, 2, fault="create:enospc:5")  # each save makes four files
+    assert complete_steps(str(root)) == [1]
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "memory"
+        checkpointer.save(2, state).result(60)
+    assert complete_steps(str(root)) == [1, 2]
+
+
+def test_while_the_worker_still_writes_nobody_waits(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    train(root, 1, "staged", "write:hold")
+    with Checkpointer(root, Config(timeout=0.5)) as checkpointer:
+        assert checkpointer.latest() == 1 and checkpointer.steps() == []
+        assert checkpointer.load(state := empty()) == 1 and is_of(state, 1)
+        assert source(checkpointer) == "memory" and checkpointer.steps() == []
+        # Nor is that worker waited for without end: what it holds is safe.
+        checkpointer.prepare(state)
+        assert "is killed" in caplog.text and checkpointer.steps() == []
+        checkpointer.save(1, state).result(60)
+        assert checkpointer.load(state, memory=False) == 1 and is_of(state, 1)
+
+
+def test_what_was_removed_is_not_loaded(root: Path) -> None:
+    train(root, 2)
+    for step in (1, 2):
+        for file in (folder := root / f"step-{step:08d}").iterdir():
+            file.unlink()
+        folder.rmdir()
+    with Checkpointer(root) as checkpointer, pytest.raises(CheckpointNotFoundError):
+        checkpointer.load(empty())
+
+
+def test_a_lingering_worker_leaves_where_its_memory_is_needed(
+    root: Path, tmp_path: Path, faulty_worker: Faulty
+) -> None:
+    """But not for what is nowhere else."""
+    lost = tmp_path / "lost"
+    train(root, 1)
+    train(lost, 1, fault="sync:eio")
+    faulty_worker("start:poor")
+    with Checkpointer(tmp_path / "other", Config(slots=1)) as checkpointer:
+        checkpointer.save(1, empty()).result(60)
+    faulty_worker("")
+    for where, expected in ((root, "storage"), (lost, "memory")):
+        with Checkpointer(where) as checkpointer:
+            assert checkpointer.load(state := empty()) == 1 and is_of(state, 1)
+            assert source(checkpointer) == expected
+
+
+def test_damage_in_memory_is_found(root: Path) -> None:
+    """As by a trainer that writes where it should not, and dies of it."""
+    train(root, 2)
+    takeover = Takeover.find(endpoint_name(f"{os.path.realpath(root)}\n", 0), 30)
+    assert takeover is not None
+    with takeover:
+        for held in takeover.images:
+            place = held.layout.slots[held.request.slot] + held.layout.data_bytes // 2
+            takeover.segments[held.request.segment].view[place] ^= 1
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "storage"
+
+
+def test_two_at_a_time(root: Path, tmp_path: Path) -> None:
+    with Checkpointer(root) as first, Checkpointer(root) as second:
+        first.save(1, empty()).result(60)
+        with pytest.raises(JobTakenError, match=str(os.getpid())):
+            second.save(2, empty())
+        assert second.load(empty()) == 1  # to load is no claim
+        with Checkpointer(root, Config(job_id="other")) as other:
+            other.save(2, empty()).result(60)
+    with Checkpointer(root) as third:
+        third.save(3, empty()).result(60)
+
+
+def test_it_lingers_and_leaves_without_a_trace(root: Path, runtime: Path) -> None:
+    worker = train(root, 1, linger=0.5)
+    assert has_left(worker) and not list(runtime.iterdir())
+    with Checkpointer(root) as checkpointer:
+        checkpointer.load(empty())
+        assert source(checkpointer) == "storage"
+
+
+def test_sigterm_sends_it_away_once_it_only_lingers(root: Path, tmp_path: Path, runtime: Path) -> None:
+    worker = train(root, 1)
+    assert worker is not None
+    deadline = time.monotonic() + 30
+    while not has_left(worker, 0.05) and time.monotonic() < deadline:
+        worker.terminate()
+    assert not list(runtime.iterdir())
+    assert not verify(str(root / "step-00000001")).damages
+
+
+def test_one_that_closes_leaves_nothing(root: Path, runtime: Path) -> None:
+    train(root, 1, "close")
+    assert not list(runtime.iterdir())
+
+
+def test_the_endpoint_is_for_this_user(root: Path, runtime: Path) -> None:
+    train(root, 1)
+    assert runtime.stat().st_mode & 0o777 == 0o700
+    name = endpoint_name(f"{os.path.realpath(root)}\n", 0)
+    assert (runtime / f"{name}.lock").stat().st_mode & 0o777 == 0o600
+    if os.geteuid() != 0:
+        return
+    # Even where the folder's permissions do not keep a stranger out, the worker does.
+    runtime.chmod(0o777)
+    ours = Path(tempfile.gettempdir())
+    for parent in [parent for parent in runtime.parents if ours in parent.parents]:
+        parent.chmod(0o755)
+    code = f"""
+import os, socket
+os.setuid(65534)
+client = socket.socket(socket.AF_UNIX)
+folder = os.open({str(runtime)!r}, os.O_RDONLY)
+try:
+    client.connect(f"/proc/self/fd/{{folder}}/{name}.sock")
+    client.settimeout(10)
+    print("kept out" if client.recv(1) == b"" else "let in")
+except PermissionError:
+    print("kept out")
+"""
+    stranger = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert stranger.stdout == "kept out\n"
+    assert connect(name) is None  # nor is a folder trusted that others may write to
+    runtime.chmod(0o700)
+
+
+def test_without_a_runtime_folder_it_saves_all_the_same(
+    root: Path, runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.mkdir(mode=0o755)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, empty()).result(60)
+    assert "will not find it" in caplog.text and str(runtime) in caplog.text
+    runtime.chmod(0o700)
+
+
+def _take_over(root: str, when: str) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    owner, name = {
+        "before the memory is adopted": (WorkerClient, "adopt"),
+        "before the worker is told to leave": (Takeover, "retire"),
+        "before the other has its endpoint": (WorkerClient, "listen"),
+        "before it has staged": (WorkerClient, "begin"),
+    }[when]
+    setattr(owner, name, die)
+    checkpointer = Checkpointer(root)
+    assert checkpointer.load(state := empty()) == 2
+    checkpointer.save(3, state)
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before the memory is adopted",
+        "before the worker is told to leave",
+        "before the other has its endpoint",
+        "before it has staged",
+    ],
+)
+def test_at_any_instant_somebody_holds_it(root: Path, when: str) -> None:
+    """A trainer that takes over, and is killed on the way."""
+    train(root, 2)
+    assert alone(_take_over, str(root), when)[0] == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while True:
+        with Checkpointer(root) as checkpointer:
+            assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+            if source(checkpointer) == "memory":
+                return
+        assert time.monotonic() < deadline  # the new worker takes the endpoint as soon as the old one is gone
+        time.sleep(0.05)

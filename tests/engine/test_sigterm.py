@@ -1,0 +1,98 @@
+"""A last save when the launcher says that time is up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import Job, say, serve
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.loading.verify import verify
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+TRAINER = """
+import sys, time, torch
+from asyncckpt import Checkpointer
+state = {"w": torch.zeros(1000), "step": 0}
+with Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.watch_sigterm()
+    print("training", flush=True)
+    while not checkpointer.terminating():
+        state["step"] += 1
+        state["w"].fill_(state["step"])
+        time.sleep(0.01)
+    checkpointer.save(state["step"], state)
+print(state["step"])
+"""
+
+
+def test_it_saves_first(root: Path) -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(root)], stdout=subprocess.PIPE, text=True, cwd="/")
+    try:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "training\n"
+        trainer.terminate()
+        step = int(trainer.communicate(timeout=60)[0])
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert trainer.returncode == 0
+    with Checkpointer(root) as checkpointer:
+        into = {"w": torch.zeros(1000), "step": 0}
+        assert checkpointer.load(into) == step == into["step"]
+        assert not verify(str(root / f"step-{step:08d}")).damages
+
+
+def test_the_signal_is_given_back(root: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.watch_sigterm()
+        checkpointer.watch_sigterm()
+        assert not checkpointer.terminating()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpointer.terminating() and checkpointer.terminating()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def _train(root: str, signalled: int) -> tuple[int, float]:
+    """Rank ``signalled`` alone gets the signal; all have to end at the same step, or the last save hangs."""
+    times = []
+    with Checkpointer(root) as checkpointer:
+        checkpointer.watch_sigterm()
+        step = 0
+        say(os.getpid())
+        while True:
+            begun = time.perf_counter()
+            ended = checkpointer.terminating()
+            times.append(time.perf_counter() - begun)
+            if ended:
+                break
+            step += 1
+            dist.barrier()
+            if step == 20 and dist.get_rank() == signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+        checkpointer.save(step, {"w": torch.full((1000,), float(step))}).result(30)
+    return step, sorted(times)[len(times) // 2]
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_all_ranks_end_at_the_same_step(tmp_path: Path, signalled: int) -> None:
+    root = tmp_path / "root"
+    ended = Job(2, _train, str(root), signalled, folder=tmp_path).wait()
+    assert not any(end.error for end in ended), ended
+    (step, _), (other, _) = (end.result for end in ended)
+    assert step == other >= 20
+    assert not verify(str(root / f"step-{step:08d}")).damages

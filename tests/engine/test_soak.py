@@ -1,0 +1,67 @@
+"""Nothing grows with the number of saves, and few descriptors do for many tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+
+MIB = 1 << 20
+
+
+def test_steady_over_200_saves(root: Path) -> None:
+    state = {f"layer {number}": torch.randn(20_000) for number in range(100)} | {"step": torch.zeros(1)}
+    values = {f"value {number}": float(number) for number in range(100)}
+    with Checkpointer(root, Config(keep_last=2)) as checkpointer:
+        trainer = psutil.Process()
+        figures = []
+        for step in range(200):
+            values["value 7"] = step / 7
+            checkpointer.save(step, {**state, **values})
+            if step in (20, 199):
+                checkpointer.wait(60)
+                time.sleep(0.5)  # old checkpoints are removed after a save has been told
+                client = checkpointer._engine.worker
+                assert client is not None
+                worker = psutil.Process(client.pid)
+                memory = worker.memory_info()
+                figures.append(
+                    {
+                        "trainer files": trainer.num_fds(),
+                        "trainer threads": trainer.num_threads(),
+                        "worker files": worker.num_fds(),
+                        "worker threads": worker.num_threads(),
+                        "shared": len([entry for entry in worker.memory_maps() if "memfd" in entry.path]),
+                        "private": memory.rss - memory.shared,
+                    }
+                )
+        assert len(checkpointer.steps()) <= 3
+    early, late = figures
+    private = early.pop("private"), late.pop("private")
+    assert early == late
+    assert private[1] - private[0] < 4 * MIB and private[1] < 60 * MIB
+
+
+MANY = """
+import resource, sys, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from asyncckpt.checkpointer import Checkpointer
+state = {f"tensor {number}": torch.full((number % 7,), float(number)) for number in range(20_000)}
+with Checkpointer(sys.argv[1]) as checkpointer:
+    for step in range(3):
+        checkpointer.save(step, state).result(60)
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    checkpointer.load(into)
+    assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
+"""
+
+
+def test_20_000_tensors_under_256_descriptors(root: Path) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", MANY, str(root)], check=True, timeout=100, cwd="/")

@@ -1,0 +1,167 @@
+"""Checkpoint folders by nvrx's names: what is in them, and what a failure leaves."""
+
+from __future__ import annotations
+
+import functools
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.nvrx_saves import is_there, plan
+from support.ranks import alone, run, say, serve
+from support.segments import mapped_segments
+from support.states import small_state, stock_load
+from support.workers import Faulty
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from asyncckpt.integrations import nvrx
+from asyncckpt.loading.verify import verify
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+def test_a_save_joins_what_is_in_its_folder(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    (tmp_path / "common.pt").write_text("of the caller")
+    finalized: list[int] = []
+    for number in range(3):
+        state = small_state()
+        done = functools.partial(finalized.append, number)
+        assert queue.schedule_async_request(plan(state, tmp_path, done)) == number
+        assert queue.get_num_unfinalized_calls() == 1 and finalized == list(range(number))
+        assert queue.maybe_finalize_async_calls(blocking=True) == [number]
+        assert is_there(state, tmp_path) and not verify(str(tmp_path)).damages
+    assert finalized == [0, 1, 2] and (tmp_path / "common.pt").read_text() == "of the caller"
+    assert [path.name for path in tmp_path.parent.iterdir() if "partial" in path.name] == []
+
+
+def test_the_newest_metadata_is_read(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    """Also where a reader has read what was there before; upstream it keeps that."""
+    for names in ("a", "ab", "c"):
+        queue.schedule_async_request(plan({name: torch.ones(3) for name in names}, tmp_path))
+        queue.maybe_finalize_async_calls(blocking=True)
+        reader = nvrx.CachedMetadataFileSystemReader(tmp_path)
+        assert set(reader.read_metadata().state_dict_metadata) == set(names)
+        assert reader.read_metadata() is nvrx.CachedMetadataFileSystemReader(tmp_path).read_metadata()
+    nvrx.CachedMetadataFileSystemReader.clear_metadata_cache()
+    assert not nvrx.CachedMetadataFileSystemReader._cache
+
+
+def test_it_does_not_overwrite_unless_it_may(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    (tmp_path / "common.pt").touch()
+    for works in (True, False):
+        writer = nvrx.FileSystemWriterAsync(tmp_path, overwrite=False)
+        planned = nvrx.save_state_dict_async_plan({"w": torch.full((3,), float(works))}, writer)
+        if works:
+            nvrx.save_state_dict_async_finalize(*planned)
+        else:
+            with pytest.raises(CheckpointException, match="a checkpoint never replaces another by accident"):
+                nvrx.save_state_dict_async_finalize(*planned)
+    assert is_there({"w": torch.ones(3)}, tmp_path)
+
+
+def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    for option in ({"separation_hint": "model"}, {"use_msc": True}):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            nvrx.FileSystemWriterAsync(tmp_path, **option)
+    with pytest.raises(ValueError, match="io_priority"):
+        nvrx.AsyncCallsQueue(io_priority=4)
+
+
+def _some_have_nothing(root: str) -> None:
+    rank = dist.get_rank()
+    queue = nvrx.AsyncCallsQueue(cpu_shm_mode=True)
+    for number in range(4):
+        queue.schedule_async_request(
+            plan({"w": torch.full((5,), float(number))} if rank == 1 else {}, f"{root}/{number}")
+        )
+        while number % 2 and queue.get_num_unfinalized_calls():
+            queue.maybe_finalize_async_calls(blocking=False, no_dist=False)
+    # What else the ranks do meanwhile is no business of the queue, and the other way round.
+    dist.barrier()
+    queue.close()
+    for number in range(4):
+        into = {"w": torch.zeros(5)}
+        stock_load(into, f"{root}/{number}")
+        assert into["w"][0] == number
+
+
+def test_w2_and_w4_a_rank_with_nothing_to_write(tmp_path: Path) -> None:
+    run(2, _some_have_nothing, str(tmp_path), folder=tmp_path)
+
+
+def _moved(root: str) -> None:
+    """The same names, shapes and types in the job; what changes is which rank has which."""
+    whole = torch.arange(8.0).reshape(4, 2)
+    queue = nvrx.AsyncCallsQueue()
+    for number in range(4):
+        mine = dist.get_rank() if number < 2 else 1 - dist.get_rank()
+        local = whole[2 * mine : 2 * mine + 2] + number
+        queue.schedule_async_request(plan({f"part{mine}": local.clone()}, f"{root}/{number}"))
+    queue.close()
+    for number in range(4):
+        into = {"part0": torch.zeros(2, 2), "part1": torch.zeros(2, 2)}
+        stock_load(into, f"{root}/{number}")
+        assert torch.equal(torch.cat([into["part0"], into["part1"]]), whole + number)
+
+
+def _other_offsets(root: str) -> None:
+    queue = nvrx.AsyncCallsQueue()
+    mesh = init_device_mesh("cpu", (2,))
+    turned = DeviceMesh("cpu", [1, 0])
+    for number, each in enumerate([mesh, mesh, turned, turned, mesh]):
+        (mine,) = each.get_coordinate() or [0]
+        local = torch.arange(4.0) + 4 * mine + number
+        state = {"w": DTensor.from_local(local, each, [Shard(0)])}
+        queue.schedule_async_request(plan(state, f"{root}/{number}"))
+    queue.close()
+    for number in range(5):
+        into = {"w": torch.zeros(8)}
+        stock_load(into, f"{root}/{number}")
+        assert torch.equal(into["w"], torch.arange(8.0) + number), number
+
+
+def test_w5_other_offsets_are_another_structure(tmp_path: Path) -> None:
+    run(2, _moved, str(tmp_path / "moved"), folder=tmp_path)
+    run(2, _other_offsets, str(tmp_path / "offsets"), folder=tmp_path)
+
+
+def test_w8_memory_is_taken_once(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    state = {f"w{number}": torch.zeros(1 << 16) for number in range(8)}
+    sizes = []
+    for number in range(3):
+        queue.schedule_async_request(plan(state, tmp_path / str(number)))
+        queue.maybe_finalize_async_calls(blocking=True)
+        sizes.append(mapped_segments())
+    assert sizes[0] == sizes[1] == sizes[2] and len(sizes[0]) == 1
+    assert sum(sizes[0].values()) < 2.5 * sum(tensor.nbytes for tensor in state.values())  # two images, and little else
+
+
+def _many_tensors(root: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    state = {f"w{number}": torch.full((10,), float(number)) for number in range(2000)}
+    queue = nvrx.AsyncCallsQueue(cpu_shm_mode=True)
+    queue.schedule_async_request(plan(state, root))
+    queue.close()
+    say(is_there(state, root))
+
+
+def test_w9_many_tensors_need_few_descriptors(tmp_path: Path) -> None:
+    assert alone(_many_tensors, str(tmp_path / "it")) == (0, True)
+
+
+def test_w16_what_failed_is_nowhere(queue: nvrx.AsyncCallsQueue, tmp_path: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("sync:eio")
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it/common.pt").touch()
+    queue.schedule_async_request(plan(small_state(), tmp_path / "it"))
+    with pytest.raises(CheckpointException):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["it", "common.pt"]

@@ -1,0 +1,131 @@
+"""Functions of the user's own, which a helper process runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from support.nvrx_saves import OtherRequest, processes
+from support.ranks import alone, run, serve
+from torch.distributed.checkpoint.api import CheckpointException
+
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.integrations import nvrx
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+def test_any_function_runs_in_a_helper(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    """A closure too; the tensors among its arguments are those of the moment of the call."""
+    path, finalized = str(tmp_path / "file"), []
+    whole = torch.arange(1000.0)
+    view = whole[10:20].requires_grad_()
+
+    def write(first: torch.Tensor, second: dict[str, Any], *, pid: int) -> None:
+        assert os.getpid() != pid and first.untyped_storage().data_ptr() == second["view"].untyped_storage().data_ptr()
+        torch.save([first, second["view"], second["model"].state_dict()], path)
+
+    model = torch.nn.Linear(3, 4)
+    expected = model.weight.detach().clone()
+    arguments = [whole, None]
+    preload = lambda: {"view": view, "model": model}  # noqa: E731
+    request = OtherRequest(write, arguments, [lambda: finalized.append(1)], {"pid": os.getpid()}, preload)
+    queue.schedule_async_request(request)  # type: ignore[arg-type]
+    with torch.no_grad():
+        whole.zero_()
+        model.weight.zero_()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0] and finalized == [1]
+    first, second, weights = torch.load(path)
+    assert torch.equal(first, torch.arange(1000.0)) and second.requires_grad and second[0] == 10
+    assert torch.equal(weights["weight"], expected)
+
+
+def test_nothing_to_do_is_done(queue: nvrx.AsyncCallsQueue) -> None:
+    finalized: list[int] = []
+    queue.schedule_async_request(nvrx.AsyncRequest(None, (), [lambda: finalized.append(1)]))
+    assert queue.maybe_finalize_async_calls() == [0] and finalized == [1]
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise() -> None:
+    raise OSError("as the test wants")
+
+
+@pytest.mark.parametrize(("function", "words"), [(_die, "killed by SIGKILL"), (_raise, "OSError: as the test wants")])
+def test_a_function_that_fails(queue: nvrx.AsyncCallsQueue, function: Callable[[], None], words: str) -> None:
+    """Upstream the next call of anything would wait for ever."""
+    finalized: list[int] = []
+    queue.schedule_async_request(nvrx.AsyncRequest(function, (), [lambda: finalized.append(1)]))
+    with pytest.raises(CheckpointException) as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    (error,) = [failure[0] for failure in caught.value.failures.values()]
+    assert words in str(error) and not finalized
+    queue.schedule_async_request(nvrx.AsyncRequest(os.getpid, (), [lambda: finalized.append(2)]))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1] and finalized == [2]
+
+
+def test_what_does_not_pickle_is_refused_at_once(queue: nvrx.AsyncCallsQueue) -> None:
+    with pytest.raises(UnsavableStateError, match="cannot be pickled"):
+        queue.schedule_async_request(nvrx.AsyncRequest(print, ((number for number in range(3)),), []))
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_preloading_that_fails_is_raised_at_once(queue: nvrx.AsyncCallsQueue) -> None:
+    with pytest.raises(OSError, match="as the test wants"):
+        queue.schedule_async_request(nvrx.AsyncRequest(print, (1, 2), [], preload_fn=_raise))
+
+
+def _leaves_a_function_running(path: str) -> None:
+    def write() -> None:
+        for _ in range(2000):
+            if not psutil.pid_exists(trainer) or psutil.Process(trainer).status() == psutil.STATUS_ZOMBIE:
+                break
+        open(path, "w").close()
+
+    trainer = os.getpid()
+    nvrx.AsyncCallsQueue().schedule_async_request(nvrx.AsyncRequest(write, (), []))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_trainer_leaves_nobody_behind(tmp_path: Path) -> None:
+    """What it had asked for is done all the same."""
+    path = tmp_path / "file"
+    assert alone(_leaves_a_function_running, str(path))[0] == -signal.SIGKILL
+    for process in processes("asyncckpt.integrations.nvrx"):
+        process.wait(30)
+    assert path.exists()
+
+
+def _functions_on_ranks(bad: int) -> str:
+    def fail(rank: int) -> None:
+        if rank == bad:
+            raise ValueError("as the test wants")
+
+    queue = nvrx.AsyncCallsQueue()
+    queue.schedule_async_request(nvrx.AsyncRequest(fail, (dist.get_rank(),), [dist.barrier]))
+    try:
+        while not queue.maybe_finalize_async_calls(blocking=False, no_dist=False):
+            pass
+    except CheckpointException as error:
+        return str(list(error.failures))
+    finally:
+        queue.close()
+    return "done"
+
+
+@pytest.mark.parametrize(("bad", "outcome"), [(1, "[1]"), (2, "done")])
+def test_functions_end_on_all_ranks_alike(tmp_path: Path, bad: int, outcome: str) -> None:
+    assert run(2, _functions_on_ranks, bad, folder=tmp_path) == [outcome] * 2

@@ -1,0 +1,197 @@
+"""nvrx's queue on our engine, and none of the faults known of nvrx's own.
+
+The numbers of the faults (``w1`` ...) are those of a study of nvrx 0.7.0; W6 and W10 are about its speed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from support.nvrx_saves import OtherRequest, is_there, plan, processes
+from support.ranks import alone, faulty, run, serve
+from support.states import small_state, stock_load
+from support.workers import Faulty
+from torch.distributed.checkpoint.api import CheckpointException
+
+from asyncckpt.errors import WorkerDiedError
+from asyncckpt.integrations import nvrx
+from asyncckpt.integrations.nvrx import runtime
+from asyncckpt.loading.verify import verify
+from asyncckpt.worker import process as worker_process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+def test_several_under_way_are_finalized_in_order(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    states = [small_state() for _ in range(5)]
+    for number, state in enumerate(states):
+        queue.schedule_async_request(plan(state, tmp_path / str(number)))
+    assert queue.maybe_finalize_async_calls(blocking=True) == list(range(5))
+    assert all(is_there(state, tmp_path / str(number)) for number, state in enumerate(states))
+
+
+def test_it_can_be_done_at_once(tmp_path: Path) -> None:
+    plan(state := small_state(), tmp_path).execute_sync()
+    assert is_there(state, tmp_path)
+
+
+def test_priorities_reach_the_worker(tmp_path: Path) -> None:
+    nvrx.AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=17, io_priority=3, cpu_shm_mode=True)
+    try:
+        (worker,) = processes("asyncckpt.worker")
+        assert worker.nice() == 17 and worker.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
+    finally:
+        runtime.close()
+        runtime.configure(None)
+
+
+def test_w1_a_killed_worker_is_an_error(queue: nvrx.AsyncCallsQueue, tmp_path: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("write:kill")
+    queue.schedule_async_request(plan(state := small_state(), tmp_path / "1"))
+    with pytest.raises(CheckpointException) as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert isinstance(caught.value.failures[0][0], WorkerDiedError) and not (tmp_path / "1/.metadata").exists()
+    faulty_worker("")
+    queue.schedule_async_request(plan(state, tmp_path / "2"))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1] and is_there(state, tmp_path / "2")
+
+
+def test_w3_and_w13_queues_do_not_know_of_each_other(tmp_path: Path) -> None:
+    first, second = nvrx.AsyncCallsQueue(cpu_shm_mode=True), nvrx.AsyncCallsQueue(cpu_shm_mode=False)
+    state = {"w": torch.zeros(1 << 20)}
+    for number, queue in enumerate([first, second, first, second, first]):
+        state["w"].fill_(number)
+        queue.schedule_async_request(plan(state, tmp_path / str(number)))
+    second.close()
+    state["w"].fill_(5)
+    first.schedule_async_request(plan(state, tmp_path / "5"))
+    first.close()
+    for number in range(6):
+        assert is_there({"w": torch.full((1 << 20,), float(number))}, tmp_path / str(number))
+
+
+def test_w7_nothing_is_left_of_what_was_aborted(
+    queue: nvrx.AsyncCallsQueue, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("finalize:hold")
+    queue.schedule_async_request(plan({"a": torch.ones(3)}, tmp_path / "a"))
+    nvrx.abort_nvrx_checkpoint()
+    assert queue.get_num_unfinalized_calls() == 0 and not list(tmp_path.glob(".a*"))
+    faulty_worker("")
+    state = {"b": torch.zeros(4)}
+    queue.schedule_async_request(plan(state, tmp_path / "b"))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0] and is_there(state, tmp_path / "b")
+    assert not (tmp_path / "a/.metadata").exists()
+
+
+def _raise() -> None:
+    raise OSError("as the test wants")
+
+
+def test_w10_and_w14_no_device_is_asked_for_anything(
+    queue: nvrx.AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("synchronize", "current_device", "device_count", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, _raise)
+    queue.schedule_async_request(plan(state := small_state(), tmp_path))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0] and is_there(state, tmp_path)
+
+
+def _save_and_be_killed(root: str) -> None:
+    nvrx.AsyncCallsQueue().schedule_async_request(plan({"w": torch.ones(1 << 20)}, root))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_w11_a_killed_trainers_save_is_written(tmp_path: Path) -> None:
+    """And its worker leaves, as the fixture sees."""
+    root = tmp_path / "it"
+    assert alone(_save_and_be_killed, str(root))[0] == -signal.SIGKILL
+    for process in processes("asyncckpt.worker"):
+        process.wait(30)
+    assert is_there({"w": torch.ones(1 << 20)}, root) and not verify(str(root)).damages
+
+
+def test_w12_tensors_may_be_changed_after_the_call(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    state = {"w": torch.zeros(1 << 20)}
+    saved = nvrx.TorchAsyncCheckpoint()
+    queue.schedule_async_request(plan(state, tmp_path / "folder"))
+    saved.async_save(state, tmp_path / "file.pt")
+    queue.schedule_async_request(nvrx.AsyncRequest(torch.save, (state, tmp_path / "other.pt"), []))
+    state["w"].fill_(7)
+    queue.maybe_finalize_async_calls(blocking=True)
+    saved.finalize_async_save(blocking=True, terminate=True)
+    assert is_there({"w": torch.zeros(1 << 20)}, tmp_path / "folder")
+    assert not torch.load(tmp_path / "file.pt")["w"].any() and not torch.load(tmp_path / "other.pt")["w"].any()
+
+
+def test_w15_there_is_one_process_and_it_is_small(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    queue.schedule_async_request(plan({"w": torch.ones(1 << 20)}, tmp_path))
+    (worker,) = set(psutil.Process().children(recursive=True)) - before
+    assert worker.memory_full_info().uss < 60 << 20
+    assert nvrx.get_write_results_queue(mp_mode="fork") is None  # type: ignore[func-returns-value]
+
+
+def test_w17_a_request_of_another_class_is_served(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    request = plan(state := small_state(), tmp_path)
+    queue.schedule_async_request(OtherRequest(*request[:5]))  # type: ignore[arg-type]
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0] and is_there(state, tmp_path)
+
+
+def _a_worker_dies(root: str, bad: int) -> str:
+    real = worker_process.command
+    if dist.get_rank() == bad:
+        faulty("write:kill")
+    queue = nvrx.AsyncCallsQueue()
+    queue.schedule_async_request(plan({f"w{dist.get_rank()}": torch.ones(1000)}, f"{root}/1"))
+    polls, outcome = 0, "saved"
+    try:
+        while queue.get_num_unfinalized_calls():
+            polls += 1
+            queue.maybe_finalize_async_calls(blocking=False)
+    except CheckpointException as error:
+        outcome = f"{list(error.failures)} {type(error.failures[bad][0]).__name__}"
+    # They learned of it at the same call, and go on in step.
+    worker_process.command = real
+    queue.schedule_async_request(plan(state := {f"w{dist.get_rank()}": torch.ones(1000)}, f"{root}/2"))
+    while queue.get_num_unfinalized_calls():
+        polls += 1
+        queue.maybe_finalize_async_calls(blocking=False)
+    queue.close()
+    assert is_there(state, f"{root}/2")
+    return f"{outcome} {polls}"
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_all_ranks_learn_of_a_killed_worker(tmp_path: Path, bad: int) -> None:
+    one, other = run(2, _a_worker_dies, str(tmp_path / "it"), bad, folder=tmp_path)
+    assert one == other and one.startswith(f"[{bad}] WorkerDiedError ")
+
+
+def _warm_before_they_meet(root: str) -> None:
+    """As Megatron-LM does: its worker is started before ``torch.distributed`` is initialised."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    nvrx.AsyncCallsQueue.warmup_persistent_caller(rank, cpu_shm_mode=True)
+    dist.init_process_group("gloo", init_method=f"file://{root}.meeting", rank=rank, world_size=world)
+    queue = nvrx.AsyncCallsQueue(cpu_shm_mode=True)
+    queue.schedule_async_request(plan({f"w{rank}": torch.full((10,), float(rank))}, root))
+    queue.close()
+    into = {"w0": torch.ones(10), "w1": torch.zeros(10)}
+    stock_load(into, root)
+    assert not into["w0"].any() and into["w1"].all()
+
+
+def test_warmed_up_before_the_ranks_meet(tmp_path: Path) -> None:
+    run(2, _warm_before_they_meet, str(tmp_path / "it"), folder=tmp_path)

@@ -1,0 +1,262 @@
+"""The checkpoint engine for verl, driven by verl's own manager and worker classes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.peers import VERL, python
+from support.states import same
+from support.verl_workers import Crew, WorkerGroup, crew, is_version, load, manager, weights
+from support.workers import send_away
+
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+
+NEWEST = VERL[-1]
+
+Scenario = Callable[[Crew], None]
+
+
+@pytest.fixture
+def hosts(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Runtime folders of two hosts, as it were."""
+    other = tmp_path / "other"
+    yield [str(runtime), str(other)]
+    monkeypatch.setenv(FOLDER_VARIABLE, str(other))
+    send_away(other)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(runtime))
+
+
+HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+
+def play(scenario: Scenario, release: str, hosts: list[str]) -> None:
+    """Has a process that finds this release of verl play the ``scenario``, which ends with an error if one is there."""
+    code = f"import sys; sys.path[:0] = {HERE!r}; import test_verl; test_verl.main()"
+    python(code, release, arguments=(scenario.__name__, *hosts))
+
+
+def main() -> None:
+    """In that process."""
+    scenario: Scenario = globals()[sys.argv[1]]
+    with crew(sys.argv[2:]) as workers:
+        scenario(workers)
+
+
+@pytest.mark.parametrize("release", VERL)
+def test_syncs_of_two_hosts(release: str, hosts: list[str]) -> None:
+    play(syncs_of_two_hosts, release, hosts)
+
+
+def syncs_of_two_hosts(workers: Crew) -> None:
+    master, actor = workers.master(), workers.actor()
+    rollouts = [workers.rollout(host) for host in (0, 1, 1)]
+    sync = manager([master, actor], rollouts)
+    assert issubclass(sync.backend_cls, load().CheckpointEngineWithCache)
+    for version in (1, 2):
+        metrics = sync.update_weights(global_steps=version)
+        assert metrics is None or metrics["checkpoint_engine/version"] == version  # of newer releases
+        assert master.call("how_many") == actor.call("how_many") == len(list(weights(0)))
+        for rollout in rollouts:
+            assert is_version(rollout.call("got"), version)
+            assert rollout.call("options")["global_steps"] == version
+            assert rollout.call("options").get("wire_format", "named_tensors") == "named_tensors"
+    # Those who come late take what is there, and keep it for as long as they have it.
+    late = [workers.rollout(host) for host in (0, 1)]
+    for rollout in late:
+        assert rollout.call("pull_weights") == 2
+        assert is_version(rollout.call("got"), 2)
+        assert rollout.call("pull_weights", version=1) == 1
+    for version in (3, 4, 4, 5):
+        sync.update_weights(global_steps=version)
+    for rollout in late:
+        assert is_version(rollout.call("got"), 1)
+    # They are in the next one, which says of no version which it is.
+    sync.add_replicas(manager([], late).replicas)
+    sync.update_weights()
+    for rollout in (*rollouts, *late):
+        assert is_version(rollout.call("got"), 0)
+        assert rollout.call("version") == 6
+
+
+def test_rollouts_die(hosts: list[str]) -> None:
+    play(rollouts_die, NEWEST, hosts)
+
+
+def rollouts_die(workers: Crew) -> None:
+    master = workers.master(timeout=20)
+    here, reader, relay, other = (workers.rollout(host, timeout=20) for host in (0, 0, 1, 1))
+    manager([master], [here, reader, relay, other]).update_weights(global_steps=1)
+    reader.call("kill_at", "embedding")
+    with pytest.raises(EOFError):
+        manager([master], [here, reader, relay, other]).update_weights(global_steps=2)
+    for version in range(3, 8):  # its lease is gone
+        manager([master], [here, relay, other]).update_weights(global_steps=version)
+    relay.call("kill_at_relay")
+    begun = time.monotonic()
+    with pytest.raises(Exception, match=r"died|gone|lost|closed"):
+        manager([master], [here, relay, other]).update_weights(global_steps=8)
+    assert time.monotonic() - begun < 15
+    assert other.call("pull_weights") == 7
+    assert is_version(other.call("got"), 7)
+    manager([master], [here, other]).update_weights(global_steps=9)
+    for rollout in (here, other, workers.rollout(1)):
+        rollout.call("pull_weights")
+        assert is_version(rollout.call("got"), 9)
+
+
+def test_trainer_is_started_again(hosts: list[str]) -> None:
+    play(trainer_is_started_again, NEWEST, hosts)
+
+
+def trainer_is_started_again(workers: Crew) -> None:
+    first = workers.master()
+    rollouts = [workers.rollout(host) for host in (0, 1)]
+    for version in (6, 7):
+        manager([first], rollouts).update_weights(global_steps=version)
+    first.call("kill_at", "embedding")
+    begun = time.monotonic()
+    with pytest.raises((EOFError, CheckpointError)):
+        manager([first], rollouts).update_weights(global_steps=8)
+    assert time.monotonic() - begun < 15
+    for rollout in rollouts:
+        assert rollout.call("pull_weights") == 7
+        assert is_version(rollout.call("got"), 7)
+    # It resumes from an older checkpoint, and goes on from there.
+    second = workers.master()
+    for version in (4, 5):
+        manager([second], rollouts).update_weights(global_steps=version)
+        for rollout in (*rollouts, workers.rollout(0)):
+            assert rollout.call("pull_weights") == version
+            assert is_version(rollout.call("got"), version)
+    with pytest.raises(VersionError):
+        manager([second], rollouts).update_weights(global_steps=3)
+    manager([second], rollouts).update_weights(global_steps=6)
+    assert is_version(rollouts[1].call("got"), 6)
+
+
+def test_errors_are_of_all(hosts: list[str]) -> None:
+    play(errors_are_of_all, NEWEST, hosts)
+
+
+def errors_are_of_all(workers: Crew) -> None:
+    master = workers.master(roll_back=True)
+    rollouts = [workers.rollout(host) for host in (0, 1, 1)]
+    sync = manager([master], rollouts)
+    sync.update_weights(global_steps=5)
+    master.call("fail_at", "embedding")
+    with pytest.raises(ValueError, match="no such weight"):
+        sync.update_weights(global_steps=6)
+    master.call("fail_at", None)
+    for rollout in rollouts:
+        assert rollout.call("pull_weights") == 5
+        assert is_version(rollout.call("got"), 5)
+    sync.update_weights(global_steps=3)  # it may go back
+    # What comes is not what a rollout was told.
+    sync.build_process_group(WorkerGroup(rollouts))
+    master.ask("update_weights", global_steps=7)
+    for rollout in rollouts:
+        with pytest.raises(RankFailedError, match="version 8 was to come, and version 7"):
+            rollout.call("update_weights", global_steps=8)
+    sync.update_weights(global_steps=9)
+    assert all(is_version(rollout.call("got"), 9) for rollout in rollouts)
+
+
+def test_a_relay_fails(hosts: list[str]) -> None:
+    play(a_relay_fails, NEWEST, hosts)
+
+
+def a_relay_fails(workers: Crew) -> None:
+    master = workers.master()
+    here, relay, other = (workers.rollout(host) for host in (0, 1, 1))
+    sync = manager([master], [here, relay, other])
+    sync.update_weights(global_steps=1)
+    for version, has_begun in ((2, False), (4, True)):
+        relay.call("fail_at_relay", has_begun)
+        begun = time.monotonic()
+        with pytest.raises(CheckpointError, match="no memory|stopped taking"):
+            sync.update_weights(global_steps=version)
+        assert time.monotonic() - begun < 20  # and not their timeout, of twice that
+        sync.update_weights(global_steps=version + 1)
+        assert all(is_version(rollout.call("got"), version + 1) for rollout in (here, relay, other))
+
+
+def test_a_relay_that_is_left_out(hosts: list[str]) -> None:
+    play(a_relay_that_is_left_out, NEWEST, hosts)
+
+
+def a_relay_that_is_left_out(workers: Crew) -> None:
+    master = workers.master()
+    left_out, other, third = (workers.rollout(1) for _ in range(3))
+    manager([master], [left_out, other, third]).update_weights(global_steps=1)
+    for version in (2, 3):
+        manager([master], [other, third]).update_weights(global_steps=version)
+        for rollout in (other, third):
+            assert rollout.call("pull_weights") == version
+            assert is_version(rollout.call("got"), version)
+    left_out.end()
+    manager([master], [other, third]).update_weights(global_steps=4)
+    late = workers.rollout(1)
+    assert late.call("pull_weights") == 4
+    assert is_version(late.call("got"), 4)
+
+
+def test_bypass_cpu(hosts: list[str]) -> None:
+    play(bypass_cpu, NEWEST, hosts)
+
+
+def bypass_cpu(workers: Crew) -> None:
+    master = workers.master(bypass_cpu=True, timeout=20)
+    rollouts = [workers.rollout(host, bypass_cpu=True, timeout=20) for host in (0, 0, 1)]
+    for version in (1, 2):
+        manager([master], rollouts).update_weights(global_steps=version)
+        assert all(is_version(rollout.call("got"), version) for rollout in rollouts)
+    with pytest.raises(CheckpointNotFoundError, match="bypass_cpu"):
+        rollouts[0].call("pull_weights")
+    rollouts[1].call("kill_at", "embedding")
+    begun = time.monotonic()
+    with pytest.raises((EOFError, CheckpointError)):
+        manager([master], rollouts).update_weights(global_steps=3)
+    assert time.monotonic() - begun < 15
+    assert master.call("how_many") == len(list(weights(0)))  # other actors make them with it
+    del rollouts[1]
+    manager([master], rollouts).update_weights(global_steps=4)
+    assert all(is_version(rollout.call("got"), 4) for rollout in rollouts)
+
+
+def test_dtype(hosts: list[str]) -> None:
+    play(dtype, NEWEST, hosts)
+
+
+def dtype(workers: Crew) -> None:
+    master, rollouts = workers.master(rollout_dtype="bfloat16"), [workers.rollout(0), workers.rollout(1)]
+    manager([master], rollouts).update_weights(global_steps=1)
+    wanted = {name: each.bfloat16() if each.is_floating_point() else each for name, each in weights(1)}
+    for rollout in rollouts:
+        got = rollout.call("got")
+        assert got["count"].dtype == torch.int64
+        assert same(dict(sorted(got.items())), dict(sorted(wanted.items())))
+
+
+def test_all_of_verl(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With Ray; where a whole verl is installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("ray", "verl")):
+        pytest.skip("verl and Ray are not installed")
+    script = Path(__file__).parents[1] / "support" / "verl_ray.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path_factory.mktemp("ray"))],
+        env=os.environ | {"PYTHONPATH": str(script.parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all weights are as they were sent" in done.stdout

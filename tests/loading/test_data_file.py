@@ -1,0 +1,179 @@
+"""What of a file is read, how, and to where."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.loading import data_file
+from asyncckpt.loading.data_file import RUN_BYTES, StoredFile, read_pool
+from asyncckpt.loading.direct_load import draft
+from asyncckpt.loading.load import load
+from asyncckpt.loading.read_requests import ReadRequests
+from asyncckpt.loading.source import StorageSource
+from asyncckpt.shm.segment import PAGE
+from asyncckpt.worker.index import Index, Item, spans
+from asyncckpt.worker.manifest import checksum
+
+LARGE = 5 << 20  # elements
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reading") / "checkpoint"
+    small = {f"small {number}": torch.full((2500,), float(number)) for number in range(2000)}
+    with Engine() as engine:
+        engine.save(path, {"large": torch.arange(float(LARGE)), **small}).result(60)
+    return path
+
+
+@pytest.fixture
+def nbytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each read of a data file."""
+    counts: list[int] = []
+    real = os.preadv
+
+    def preadv(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        counts.append(real(fd, views, offset))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return counts
+
+
+def test_a_partial_load_reads_what_it_needs(checkpoint: Path, nbytes_read: list[int]) -> None:
+    names = [f"small {number}" for number in range(100, 140)]
+    load(state := {name: torch.zeros(2500) for name in names}, str(checkpoint))
+    assert all((state[name] == float(name.split()[1])).all() for name in names)
+    stored = 40 * (2500 * 4 + 2048)  # each with its envelope
+    assert 40 * 10_000 <= sum(nbytes_read) <= stored + 2 * PAGE * len(nbytes_read)
+
+
+def test_all_is_read_once_and_a_piece_at_a_time(checkpoint: Path, nbytes_read: list[int]) -> None:
+    state = {"large": torch.zeros(LARGE), **{f"small {number}": torch.zeros(2500) for number in range(2000)}}
+    load(state, str(checkpoint))
+    assert torch.equal(state["large"], torch.arange(float(LARGE)))
+    assert all((state[f"small {number}"] == number).all() for number in range(2000))
+    size = (checkpoint / "__0_0.distcp").stat().st_size
+    assert sum(nbytes_read) <= size + 2 * PAGE * len(nbytes_read)
+    if state["large"].data_ptr() % 512:  # the least that a device may ask for, to be read in place
+        assert max(nbytes_read) <= RUN_BYTES + 2 * PAGE
+
+
+@pytest.fixture
+def aligned() -> torch.Tensor:
+    """On a page."""
+    return torch.frombuffer(mmap.mmap(-1, LARGE * 4), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("how", ["as the device says", "allowed", "refused"])
+def test_aligned_memory_is_read_in_place(
+    how: str, checkpoint: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+    read_in_place: list[bool] = []
+
+    def preadv(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if how == "refused" and len(views) > 1:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        read_in_place.append(len(views) > 1)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    if how != "as the device says":
+        monkeypatch.setattr(data_file, "memory_alignment", lambda fd: 512)
+    load({"large": aligned}, str(checkpoint))
+    assert torch.equal(aligned, torch.arange(float(LARGE)))
+    assert how != "refused" or not any(read_in_place)
+
+
+def test_tensors_that_are_tied_only_where_they_are_loaded(
+    tmp_path: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads write to the same memory: what is checked must be elsewhere."""
+    monkeypatch.setattr(data_file, "memory_alignment", lambda fd: 512)
+    with Engine() as engine:
+        engine.save(tmp_path / "untied", {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}).result(60)
+    for _ in range(5):
+        load({"a": aligned, "b": aligned}, str(tmp_path / "untied"))
+
+
+def test_direct_reads_that_are_refused_only_when_they_are_made(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def preadv(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    load(state := {"large": torch.zeros(LARGE)}, str(checkpoint))
+    assert torch.equal(state["large"], torch.arange(float(LARGE)))
+
+
+def test_an_index_that_means_harm(tmp_path: Path) -> None:
+    """Of a tensor it says more bytes than its dtype and shape have, all checksums in order."""
+    with Engine() as engine:
+        engine.save(tmp_path / "c", {"w": torch.ones(16)}).result(60)
+    folder = str(tmp_path / "c")
+    index = Index.parse((tmp_path / "c" / "__0_0.index.json").read_bytes(), folder)
+    index.items[:] = [item._replace(payload_bytes=item.payload_bytes + 512) for item in index.items]
+    memory = torch.zeros(4096)
+    held = ExitStack()
+    with held, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Index, "parse", lambda *_: index)
+        assert draft({"w": memory[:16]}, StorageSource(folder), folder, held) is None
+
+
+def test_damage_in_what_was_read_in_place(
+    checkpoint: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_file, "memory_alignment", lambda fd: 512)
+    with open(checkpoint / "__0_0.distcp", "r+b") as file:
+        for at in (5000, 10 << 20, LARGE * 4):
+            file.seek(at)
+            whole = file.read(1)
+            file.seek(at)
+            file.write(bytes([whole[0] ^ 1]))
+            file.flush()
+            with pytest.raises(DamagedCheckpointError, match="'large'"):
+                load({"large": aligned}, str(checkpoint))
+            file.seek(at)
+            file.write(whole)
+            file.flush()
+
+
+def test_requests_in_any_order_and_the_same_bytes_twice(tmp_path: Path) -> None:
+    rows = 400
+    stored = torch.arange(rows * 1000, dtype=torch.int32).view(rows, 1000)
+    data = bytes(PAGE) + stored.numpy().tobytes()
+    data += bytes(-len(data) % PAGE)
+    (tmp_path / "data").write_bytes(data)
+    items = [
+        Item(str(row), "tensor", "int32", [1000], [0], PAGE + row * 4000, 4000, PAGE + row * 4000, 4000)
+        for row in range(rows)
+    ]
+    bounds = spans((item.at for item in items), len(data))
+    sums = [checksum(data[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    file = StoredFile(str(tmp_path / "data"), Index("data", len(data), items, sums))
+    requests = ReadRequests()
+    into = [(row, torch.zeros(1000, dtype=torch.int32)) for row in [*reversed(range(rows)), *range(0, rows, 3), 7, 7]]
+    empty = torch.zeros(0, dtype=torch.int32)
+    for row, tensor in into:
+        requests.whole(tensor, items[row])
+    requests.whole(empty, items[5]._replace(shape=[0], payload_bytes=0))
+    with closing(file), read_pool() as pool:
+        assert not list(requests.read(file, pool, verify=True))
+    assert all(torch.equal(tensor, stored[row]) for row, tensor in into)

@@ -1,0 +1,250 @@
+"""Loading directly and loading by DCP come to the same: the same values, warnings and errors."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, UserDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.states import same, zeros_like
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import CheckpointError
+from asyncckpt.loading import dcp_reader
+from asyncckpt.loading import direct_load as direct
+from asyncckpt.loading import load as reader
+from asyncckpt.loading.source import StorageSource
+
+Make = Callable[[], dict[str, Any]]
+
+
+class Kept:
+    """A ``Stateful`` value."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(300)
+        self.steps = 0
+        self.calls: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls.append("state_dict")
+        return {"weight": self.weight, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append("load_state_dict")
+        assert state["weight"] is self.weight
+        self.steps = state["steps"]
+
+    def __repr__(self) -> str:
+        return f"{self.weight.tolist()} {self.steps} {self.calls}"
+
+
+class Stranger:
+    pass
+
+
+TIED = torch.randn(500)
+
+
+def _saved() -> dict[str, Any]:
+    kept = Kept()
+    kept.weight = torch.arange(300.0)
+    kept.steps = 3
+    return {
+        "model": OrderedDict(
+            {
+                "small": torch.randn(7, 5),
+                "large": torch.randn(700_000),
+                "scalar": torch.tensor(3.0),
+                "empty": torch.empty(0, 3),
+                "bf16": torch.randn(33).bfloat16(),
+                "complex": torch.randn(6, 4, dtype=torch.complex64),
+                "sparse": torch.eye(3).to_sparse(),
+            }
+        ),
+        "list": [torch.randn(3), {"x": 1}, [2, torch.randn(4)]],
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(9), "step": 4}}, "lr": 0.1},
+        "tied": TIED,
+        "tied too": TIED,
+        "kept": kept,
+        "plain list": [1, 2],
+        "tuple": (1, "a"),
+        "none": None,
+        "stranger": Stranger(),
+        "step": 7,
+    }
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("direct") / "checkpoint"
+    with Engine() as engine:
+        engine.save(path, _saved()).result(60)
+    return path
+
+
+def model(*names: str) -> dict[str, Any]:
+    return {"model": {name: zeros_like(_saved()["model"][name]) for name in names}}
+
+
+def _untied() -> dict[str, Any]:
+    return {"tied": torch.zeros(500), "tied too": torch.zeros(500)}
+
+
+def _same_memory() -> dict[str, Any]:
+    return {"tied": (tensor := torch.zeros(500)), "tied too": tensor}
+
+
+def _parameters() -> dict[str, Any]:
+    return {"model": {"small": torch.nn.Parameter(torch.zeros(7, 5)), "bf16": torch.zeros(33, dtype=torch.bfloat16)}}
+
+
+def _values() -> dict[str, Any]:
+    return {key: None for key in ("plain list", "tuple", "none", "step")} | {"optimizer": {"lr": 9}}
+
+
+def _forms() -> dict[str, Any]:
+    base = torch.zeros(5, 14)
+    return {"model": {"small": base.t()[::2], "complex": torch.zeros(6, 4, dtype=torch.complex64).conj()}}
+
+
+def _numbered() -> dict[str, Any]:
+    return {"optimizer": {"state": {0: {"exp_avg": torch.zeros(9), "step": 0}}, "lr": 0}}
+
+
+DIRECT: dict[str, Make] = {
+    "model": lambda: model("small", "large", "scalar", "empty", "bf16", "complex"),
+    "parameters": _parameters,
+    "forms": _forms,
+    "values": _values,
+    "lists": lambda: {"list": [torch.zeros(3), {"x": 0}, [0, torch.zeros(4)]]},
+    "numbered": _numbered,
+    "untied": _untied,
+    "tied": _same_memory,
+    "stateful": lambda: {"kept": Kept(), "step": 0},
+    "part of a list": lambda: {"list": [torch.zeros(3)]},
+    "nothing": dict,
+    "ordered": lambda: OrderedDict(step=0, none=3),
+    "untrusted": lambda: {"step": 0, "stranger": None},
+}
+BY_DCP: dict[str, Make] = {
+    "missing": lambda: {"step": 0, "other": 3, "model": {"more": torch.zeros(3)}},
+    "shape": lambda: {"tied": torch.zeros(3)},
+    "dtype": lambda: {"tied": torch.zeros(500, dtype=torch.float64)},
+    "sparse": lambda: model("sparse"),
+    "a tensor for a value": lambda: {"step": torch.zeros(1)},
+    "a value for a tensor": lambda: {"tied": 3},
+    "another mapping": lambda: {"model": UserDict(small=torch.zeros(7, 5))},
+    "twice": lambda: {"optimizer": {"lr": 0}, "optimizer.lr": 1},
+}
+REFUSED = {"untrusted", "missing", "shape", "a value for a tensor", "another mapping", "twice"}
+WARNED = {"model", "parameters", "forms", "values", "part of a list", "sparse"}
+
+
+def outcome(
+    make: Make, path: Path, caplog: pytest.LogCaptureFixture, **options: Any
+) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """The state, the error and the log of one load."""
+    caplog.clear()
+    state = make()
+    kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    error: list[Any] = []
+    try:
+        reader.load(state, str(path), **options)
+    except BaseException as raised:
+        causes = getattr(raised, "failures", {})
+        text = "" if causes else str(raised)
+        error = [type(raised), text, *(type(cause[0]) for cause in causes.values())]
+    assert all(state[key] is value for key, value in kept.items() if key != "step")  # in place
+    return (
+        state,
+        error,
+        [(record.levelno, record.getMessage()) for record in caplog.records if record.name.startswith("asyncckpt")],
+    )
+
+
+def both(
+    make: Make, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[bool, Any, list[Any], list[Any]]:
+    """Whether it was loaded directly, and what came of it, the same as by DCP."""
+    went: list[bool] = []
+
+    def draft(*args: Any) -> direct.DirectLoad | None:
+        drafted = direct.draft(*args)
+        went.append(drafted is not None)
+        return drafted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "draft", draft)
+        mine = outcome(make, path, caplog, **options)
+        patch.setattr(reader, "draft", lambda *_: None)
+        dcps = outcome(make, path, caplog, **options)
+    assert same(mine[0], dcps[0]), (mine[0], dcps[0])
+    assert mine[1:] == dcps[1:]
+    return went == [True], *mine
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("case", [*DIRECT, *BY_DCP])
+def test_the_same_comes_of_it(
+    case: str, verify: bool, checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING)
+    directly, state, error, log = both(
+        (DIRECT | BY_DCP)[case], checkpoint, caplog, monkeypatch, verify=verify, weights_only=True
+    )
+    assert directly == (case in DIRECT)
+    assert bool(error) == (case in REFUSED)
+    assert bool(log) == (case in WARNED)
+    if case == "model":
+        assert torch.equal(state["model"]["scalar"], torch.tensor(3.0))
+        assert "7 values" not in str(log) and "'model.sparse'" in str(log)
+
+
+def test_what_was_pickled_may_fail_to_unpickle(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(globals(), "Stranger")
+    directly, _, error, _ = both(lambda: {"stranger": None}, checkpoint, caplog, monkeypatch, weights_only=False)
+    assert directly and error
+
+
+@pytest.mark.parametrize("name", ["model.large", "model.small", "step"])
+def test_damage_is_the_same(
+    name: str, checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (item,) = [item for index in StorageSource(str(checkpoint)).indexes() for item in index.items if item.name == name]
+    whole = (checkpoint / "__0_0.distcp").read_bytes()
+    bad = bytearray(whole)
+    bad[item.payload_at + item.payload_bytes // 2] ^= 4
+    (checkpoint / "__0_0.distcp").write_bytes(bad)
+
+    def make() -> dict[str, Any]:
+        return DIRECT["model"]() | {"step": 0}
+
+    try:
+        with monkeypatch.context() as patch:
+            for draft in (direct.draft, lambda *_: None):
+                patch.setattr(reader, "draft", draft)
+                state, error, _ = outcome(make, checkpoint, caplog)
+                assert error and issubclass(error[0], CheckpointError) and repr(name) in error[1]
+                assert state["step"] == 0  # no value is replaced before all bytes around it are known to be good
+    finally:
+        (checkpoint / "__0_0.distcp").write_bytes(whole)
+
+
+def test_a_planner_of_the_users_own_is_asked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "draft", None)
+    reader.load(state := {"tied": torch.zeros(500)}, str(checkpoint), planner=DefaultLoadPlanner())
+    assert torch.equal(state["tied"], TIED)
+
+
+def test_metadata_is_not_unpickled(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_reader, "load_metadata", None)
+    reader.load(state := DIRECT["model"](), str(checkpoint))
+    assert state["model"]["scalar"] == 3

@@ -1,0 +1,178 @@
+"""A checkpoint cannot run code, and a stranger cannot get in."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.states import same, small_state, zeros_like
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from asyncckpt import cli
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import UntrustedValueError
+from asyncckpt.loading import load as reader
+from asyncckpt.loading.load import load
+from asyncckpt.loading.verify import verify
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum
+
+METADATA = "torch.distributed.checkpoint.metadata"
+
+
+class Attack:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.proof),)
+
+
+def _forge_metadata(folder: Path, data: bytes) -> None:
+    """With all checksums right, as somebody does who may write there."""
+    (folder / METADATA_NAME).write_bytes(data)
+    name = folder / MANIFEST_NAME
+    manifest = Manifest.parse(name.read_bytes(), str(name))
+    files = {**manifest.files, METADATA_NAME: {"bytes": len(data), "xxh3": f"{checksum(data):016x}"}}
+    name.write_bytes(dataclasses.replace(manifest, files=files).encode())
+
+
+@pytest.fixture
+def by_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads go through DCP, for which its ``.metadata`` is unpickled."""
+    monkeypatch.setattr(reader, "draft", lambda *_: None)
+
+
+def test_metadata_is_left_alone_where_it_is_not_needed(tmp_path: Path) -> None:
+    folder, proof = tmp_path / "a", tmp_path / "proof"
+    with Engine() as engine:
+        engine.save(folder, state := small_state()).result(60)
+    _forge_metadata(folder, pickle.dumps(Attack(proof)))
+    load(into := zeros_like(state), str(folder))
+    assert same(into, state) and not proof.exists()
+
+
+def test_metadata_runs_nothing(tmp_path: Path, by_dcp: None) -> None:
+    folder, proof = tmp_path / "a", tmp_path / "proof"
+    with Engine() as engine:
+        engine.save(folder, state := small_state()).result(60)
+    _forge_metadata(folder, pickle.dumps(Attack(proof)))
+    assert not verify(str(folder)).damages
+    assert cli.main(["ls", str(tmp_path)]) == 0 and cli.main(["inspect", str(folder)]) == 0
+    with pytest.raises(UntrustedValueError, match=r"metadata.*mkdir"):
+        load(zeros_like(state), str(folder))
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os.system", "torch.serialization.load", "builtins.eval", "torch.load", f"{METADATA}.dataclass", f"{METADATA}.os"],
+)
+def test_nor_by_names_that_sound_harmless(tmp_path: Path, by_dcp: None, name: str) -> None:
+    folder = tmp_path / "a"
+    with Engine() as engine:
+        engine.save(folder, state := small_state()).result(60)
+    module, _, attribute = name.rpartition(".")
+    _forge_metadata(folder, f"c{module}\n{attribute}\n.".encode())
+    with pytest.raises(UntrustedValueError, match=name):
+        load(zeros_like(state), str(folder))
+    # A dotted name would lead out of a module that is trusted.
+    _forge_metadata(folder, b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x06os.sys\x93.")
+    with pytest.raises(UntrustedValueError):
+        load(zeros_like(state), str(folder))
+
+
+def test_nor_does_it_change_classes(tmp_path: Path, by_dcp: None) -> None:
+    """With the opcode that sets the state of an object, on a class: so a dataclass could be made to run text."""
+    folder = tmp_path / "a"
+    with Engine() as engine:
+        engine.save(folder, state := small_state()).result(60)
+    forged = (
+        b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x14BytesStorageMetadata\x93"
+        b"(N}\x8c\x04evil\x8c\x04textstb."
+    )
+    _forge_metadata(folder, forged)
+    with pytest.raises(UntrustedValueError, match="changes the classes"):
+        load(zeros_like(state), str(folder))
+    assert not hasattr(BytesStorageMetadata, "evil")
+
+
+def test_a_value_runs_nothing(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    with Engine() as engine:
+        engine.save(tmp_path / "a", {"innocent": Attack(proof)}).result(60)
+    with pytest.raises(UntrustedValueError, match="'innocent'"):
+        load({"innocent": None}, str(tmp_path / "a"))
+    assert not proof.exists()
+    load({"innocent": None}, str(tmp_path / "a"), weights_only=False)
+    assert proof.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_what_stock_dcp_wrote_runs_nothing_either(tmp_path: Path) -> None:
+    folder, proof = tmp_path / "a", tmp_path / "proof"
+    state_dict_saver.save(state := small_state(), checkpoint_id=folder)
+    load(into := zeros_like(state), str(folder))
+    assert same(into, state)
+    state_dict_saver.save({"innocent": Attack(proof)}, checkpoint_id=tmp_path / "b")
+    with pytest.raises(UntrustedValueError, match="'innocent'"):
+        load({"innocent": None}, str(tmp_path / "b"))
+    (folder / METADATA_NAME).write_bytes(pickle.dumps(Attack(proof)))
+    with pytest.raises(UntrustedValueError, match="mkdir"):
+        load(into, str(folder))
+    assert not proof.exists()
+
+
+@dataclasses.dataclass
+class Harmless:
+    number: int
+
+
+def test_classes_that_are_allowed(tmp_path: Path) -> None:
+    with Engine() as engine:
+        engine.save(tmp_path / "a", {"mine": Harmless(3)}).result(60)
+    with torch.serialization.safe_globals([Harmless]):
+        load(into := {"mine": None}, str(tmp_path / "a"))
+    assert into == {"mine": Harmless(3)}
+
+
+def test_usual_states_are_harmless(root: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "others": (1, 2.5, "text", b"bytes", b"", None, True, [1, {"a": {2}}, 1j, range(3), slice(1, 2)]),
+        "random": random.getstate(),
+        "generator": numpy.random.default_rng(3).bit_generator.state,
+    }
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state).result(60)
+        into = zeros_like(state)
+        checkpointer.load(into)
+    assert same(into["model"], state["model"]) and into["generator"] == state["generator"]
+    assert into["others"] == state["others"] and into["random"] == state["random"]
+
+
+def test_files_are_as_the_umask_says(root: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with Checkpointer(root) as checkpointer:
+            path = checkpointer.save(1, small_state()).result(60)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o077 == 0
+    assert all(file.stat().st_mode & 0o077 == 0 for file in path.iterdir())

@@ -1,0 +1,116 @@
+"""How a state is planned, and when it is planned anew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.states import same, small_state, zeros_like
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning import plan
+
+
+@pytest.fixture
+def checkpointer(root: Path) -> Iterator[Checkpointer]:
+    with Checkpointer(root) as checkpointer:
+        yield checkpointer
+
+
+def test_a_changed_structure_is_planned_anew(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+
+    def counting(*args: Any) -> plan.CheckpointPlan:
+        planned.append(1)
+        return plan.make_plan(*args)
+
+    monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plan", counting)
+    base: dict[str, Any] = {"a": torch.ones(4, 6), "b": {"c": torch.zeros(3), "n": 1}, "list": [1, 2]}
+    changes: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"a": torch.randn(4, 6)}, False),
+        ({"list": [1, 3]}, False),
+        ({"b": {"c": torch.ones(3), "n": "text"}}, False),
+        ({"a": torch.ones(6, 4)}, True),
+        ({"a": torch.ones(24)}, True),
+        ({"a": torch.ones(4, 6, dtype=torch.float64)}, True),
+        ({"a": torch.ones(4, 6).to_sparse()}, True),
+        ({"a": 5}, True),
+        ({"list": [1, torch.ones(2)]}, True),
+        ({"list": "x" * 5000}, True),
+        ({"b": {"c": torch.zeros(3), "n": 1, "more": 2}}, True),
+        ({"extra": torch.zeros(0, 3)}, True),
+        ({"extra": torch.zeros(0, 4)}, True),
+    ]
+    for step, (change, anew) in enumerate(changes):
+        state = {**base, **change}
+        planned.clear()
+        checkpointer.save(step, state).result(60)
+        assert bool(planned) == anew, change
+        into = zeros_like(state)
+        checkpointer.load(into, step)
+        assert same(into, state), change
+
+
+def test_structures_alternate(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [{f"{name} weight": torch.randn(50)} for name in ("model", "average")]
+    for step in range(2):
+        checkpointer.save(step, states[step])
+    monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plan", None)  # from here on nothing may be planned
+    for step in range(2, 8):
+        states[step % 2][next(iter(states[step % 2]))].fill_(step)
+        checkpointer.save(step, states[step % 2])
+    checkpointer.wait(60)
+    for step in range(2, 8):
+        into = zeros_like(states[step % 2])
+        checkpointer.load(into, step)
+        assert next(iter(into.values()))[0] == step
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "tensor": torch.full((3,), float(self.count))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["tensor"][0] == state_dict["count"]
+        self.count = state_dict["count"]
+
+
+def test_stateful_values(checkpointer: Checkpointer) -> None:
+    counter, model = Counter(), torch.nn.Linear(3, 2)
+    for step in (1, 2):
+        counter.count = step * 10
+        checkpointer.save(step, {"counter": counter, "model": model})
+    checkpointer.wait(60)
+    weight = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    counter.count = 0
+    checkpointer.load({"counter": counter, "model": model})
+    assert counter.count == 20 and torch.equal(model.weight, weight)
+
+
+def test_a_state_that_cannot_be_saved(checkpointer: Checkpointer) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"a": torch.ones(2), "hook": lambda: None}, "'hook'.*cannot be pickled"),
+        ({"lock": threading.Lock()}, "'lock'.*cannot be pickled"),
+        ({"meta": torch.ones(2, device="meta")}, "'meta' is on the meta device"),
+        ({"a": {"b": 1}, "a.b": 2}, "a.b"),
+    ]
+    for state, text in bad:
+        with pytest.raises(UnsavableStateError, match=text):
+            checkpointer.save(1, state)
+    state = {"a": torch.ones(2), "value": 1}
+    checkpointer.save(1, state).result(60)
+    with pytest.raises(UnsavableStateError, match="'value'"):
+        checkpointer.save(2, {**state, "value": threading.Lock()})
+    checkpointer.save(999, small_state()).result(60)
+    assert checkpointer.steps() == [1, 999]

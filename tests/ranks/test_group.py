@@ -1,0 +1,203 @@
+"""Many ranks: what a save costs them, what they agree upon, and what all are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.ranks import CONSTANT, QUICK, Job, faulty, gated, run, say, serve
+from support.states import equal, replicas
+
+from asyncckpt import Checkpointer, Config
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import CheckpointError, SaveDroppedError
+from asyncckpt.loading.verify import verify
+from asyncckpt.worker.store_connection import StoreConnection
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+class Counter:
+    """Counts the calls of all collectives, and of what goes over the store."""
+
+    def __init__(self) -> None:
+        self.collectives: list[str] = []
+        self.rounds: list[str] = []
+        names = [name for name in dir(dist) if name.startswith(("all_", "broadcast", "gather", "scatter", "reduce"))]
+        for name in [*names, "barrier", "monitored_barrier", "send", "recv", "new_group"]:
+            if callable(getattr(dist, name)):
+                setattr(dist, name, self._counted(getattr(dist, name), self.collectives, name))
+        StoreConnection.call = self._counted(StoreConnection.call, self.rounds, "round")  # type: ignore[method-assign]
+
+    @staticmethod
+    def _counted(function: Callable[..., Any], into: list[str], name: str) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            into.append(name)
+            return function(*args, **kwargs)
+
+        return count
+
+
+def _count(root: str, config: Config) -> tuple[list[str], list[str]]:
+    state = replicas()
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.prepare(state)
+        counter = Counter()
+        for step in range(1, 5):
+            state["step"] = step
+            checkpointer.save(step, state).result(60)
+    return counter.collectives, counter.rounds
+
+
+def test_later_saves_make_no_collective(tmp_path: Path) -> None:
+    for collectives, rounds in run(2, _count, str(tmp_path / "one"), CONSTANT, folder=tmp_path):
+        assert collectives == [] and rounds == []  # nothing is asked, and no byte of a plan is sent
+    for collectives, rounds in run(2, _count, str(tmp_path / "two"), QUICK, folder=tmp_path):
+        assert collectives == [] and len(rounds) > 0
+
+
+def _stop_when_staged(root: str) -> None:
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.prepare(replicas())
+        dist.barrier()
+        checkpointer.save(1, replicas())
+        say(os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_no_trainer_takes_part_in_a_commit(tmp_path: Path) -> None:
+    job = Job(2, _stop_when_staged, str(tmp_path / "root"), folder=tmp_path)
+    pids = [job.hear(rank) for rank in range(2)]
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "root/step-00000001").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not verify(str(tmp_path / "root/step-00000001")).damages
+    for pid in pids:
+        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "T":
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGCONT)
+    assert all(end.error is None for end in job.wait())
+
+
+def _die_when_staged(root: str) -> None:
+    checkpointer = Checkpointer(root, QUICK)
+    checkpointer.prepare(replicas())
+    dist.barrier()
+    checkpointer.save(1, replicas())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_all_trainers_die_and_what_was_staged_is_saved(tmp_path: Path) -> None:
+    ended = Job(2, _die_when_staged, str(tmp_path / "root"), folder=tmp_path).wait()
+    assert all(end.killed for end in ended)
+    into = replicas(5)
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        assert checkpointer.load(into) == 1
+    assert equal(into, replicas())
+
+
+def _in_order(root: str) -> list[float]:
+    if dist.get_rank() == 1:
+        faulty("write:hold")
+    times: dict[Any, float] = {}
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.prepare(replicas())
+        saves = [checkpointer.save(step, replicas(step)) for step in range(2)]
+        for save in saves:
+            save.future.add_done_callback(lambda _, save=save: times.setdefault(save.step, time.monotonic()))  # type: ignore[misc]
+        if dist.get_rank() == 1:
+            assert not any(save.done() for save in saves)
+            Path(os.environ["ASYNCCKPT_TEST_GATE"]).touch()
+        for save in reversed(saves):
+            save.result(60)
+    return [times[0], times[1]]
+
+
+def test_overlapping_saves_commit_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = tmp_path / "gate"
+    for first, second in run(2, gated, _in_order, str(gate), str(tmp_path / "root"), folder=tmp_path):
+        assert first <= second
+
+
+# When all slots are busy.
+
+
+def _busy(root: str, policy: str, slow: int) -> tuple[list[str], list[int]]:
+    if dist.get_rank() == slow:
+        faulty("write:hold")
+    config = Config(slots=2, when_busy=policy, timeout=20, commit_timeout=20)  # type: ignore[arg-type]
+    ends = []
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.prepare(replicas())
+        saves = [checkpointer.save(step, replicas(step)) for step in range(4 if policy == "skip" else 3)]
+        dist.barrier()
+        Path(os.environ["ASYNCCKPT_TEST_GATE"]).touch()
+        for save in saves:
+            try:
+                save.result(60)
+                ends.append("saved")
+            except SaveDroppedError:
+                ends.append("dropped")
+        steps = checkpointer.steps()
+    return ends, steps
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("policy", ["skip", "latest"])
+def test_the_policy_is_the_same_on_all_ranks(tmp_path: Path, policy: str, slow: int) -> None:
+    gate = str(tmp_path / "gate")
+    first, second = run(2, gated, _busy, gate, str(tmp_path / "root"), policy, slow, folder=tmp_path)
+    assert first == second
+    ends, steps = first
+    if policy == "skip":
+        assert ends == ["saved", "saved", "dropped", "dropped"]
+    else:
+        assert ends == ["saved", "dropped", "saved"]
+    assert steps == [step for step, end in enumerate(ends) if end == "saved"]
+
+
+# When it fails.
+
+
+def _fails_to_plan(root: str, bad: int) -> tuple[str, int | None]:
+    with Checkpointer(root, QUICK) as checkpointer:
+        for state in (replicas(), replicas(1)):
+            if dist.get_rank() == bad:
+                state = state | {"generator": (number for number in range(3))}
+            with pytest.raises(CheckpointError) as caught:
+                checkpointer.save(1, state)
+        checkpointer.save(2, replicas()).result(60)
+    return type(caught.value).__name__, caught.value.rank
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_what_one_rank_cannot_save_all_are_told(tmp_path: Path, bad: int) -> None:
+    ended = run(2, _fails_to_plan, str(tmp_path / "root"), bad, folder=tmp_path)
+    assert {kind for kind, _ in ended} == {"UnsavableStateError"}
+    assert all(rank == bad for number, (_, rank) in enumerate(ended) if number != bad)
+
+
+def _not_shared(root: str) -> tuple[str, int | None]:
+    engine = Engine(QUICK)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save(f"{root}/{dist.get_rank()}/here", replicas()).result(60)
+    with pytest.raises(CheckpointError):
+        engine.wait()
+        raise caught.value
+    engine.close()
+    return str(caught.value), caught.value.rank
+
+
+def test_a_folder_that_is_not_shared_is_an_error_that_says_so(tmp_path: Path) -> None:
+    for text, rank in run(2, _not_shared, str(tmp_path / "root"), folder=tmp_path):
+        assert "file system that all nodes share" in text and rank == 1
+    assert not list(tmp_path.glob("root/*/*")) and not list(tmp_path.glob("root/*/.*"))

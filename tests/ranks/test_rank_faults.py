@@ -1,0 +1,283 @@
+"""The fault matrix: in every phase of a save, on the first rank or another, everything that can happen to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from support.ranks import LIMIT_S, Job, faulty, say, serve
+from support.states import equal, replicas
+
+from asyncckpt import Checkpointer, Config
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
+from asyncckpt.loading.verify import verify
+from asyncckpt.planning import plan
+from asyncckpt.staging import slot_copy as staging
+from asyncckpt.worker import process as worker_process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+# Short for what stalls, as it has to run into them. Nothing else may need them.
+SHORT_S = 3.0
+LONG_S = 20.0
+START_S = 10.0
+PATIENCE_S = 10.0
+
+TRAINERS = {"plan": (plan.Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}
+WORKERS = {"exception": "eio", "kill worker": "kill", "kill trainer": "orphan", "stall": "stop"}
+
+
+def _fail_in_trainer(checkpointer: Checkpointer, phase: str, fault: str) -> None:
+    """The next call of that phase fails, on this rank."""
+    owner, name = TRAINERS[phase]
+    real = getattr(owner, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, real)
+        if fault == "exception":
+            raise OSError("as the test wants")
+        if fault == "kill worker":
+            worker = checkpointer._engine.worker
+            assert worker is not None
+            os.kill(worker.pid, signal.SIGKILL)
+            worker._listener.join(10)
+        if fault == "kill trainer":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "stall":
+            time.sleep(1.6 * SHORT_S)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, failing)
+
+
+def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str, int | None, float, bool]:
+    """How the second save ends: its error and the rank in it, after what seconds, and whether the next one works."""
+    mine = dist.get_rank() == bad
+    if mine and phase not in TRAINERS:
+        # The first save is good; counted are writes of the data alone, and on the first rank there are small files too.
+        nth = {"write": 6 if bad == 0 else 4, "report": 2, "finalize": 2}[phase]
+        lost = fault == "exception" and (phase == "report" or (phase == "finalize" and bad == 1))
+        faulty(f"{phase}:{'lose' if lost else WORKERS[fault]}:{nth}")
+    limit = SHORT_S if fault == "stall" else LONG_S
+    checkpointer = Checkpointer(root, Config(timeout=limit, commit_timeout=limit, start_timeout=START_S))
+    checkpointer.save(1, replicas(1)).result(30)
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    if mine and phase in TRAINERS:
+        _fail_in_trainer(checkpointer, phase, fault)
+    state = replicas(2, 25 if phase == "plan" else 24)  # another structure is planned anew
+    begun = time.monotonic()
+    kind, rank = "saved", None
+    try:
+        checkpointer.save(2, state).result(30)
+    except CheckpointError as error:
+        kind, rank = type(error).__name__, error.rank
+    took = time.monotonic() - begun
+    if fault == "stall" and mine and phase not in TRAINERS:
+        with contextlib.suppress(ProcessLookupError):  # as its trainer has killed it
+            os.kill(worker.pid, signal.SIGCONT)
+    works = False
+    if fault in ("exception", "kill worker"):
+        dist.barrier()
+        checkpointer.save(3, replicas(3)).result(30)
+        works = True
+    try:
+        checkpointer.close()
+    except CheckpointError as error:
+        assert fault == "stall" or isinstance(error, SaveTimeoutError), error  # noqa: PT017
+    return kind, rank, took, works
+
+
+@pytest.mark.parametrize("fault", ["exception", "kill worker", "kill trainer", "stall"])
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("phase", ["plan", "stage", "write", "report", "finalize"])
+def test_matrix(tmp_path: Path, phase: str, bad: int, fault: str) -> None:
+    root = tmp_path / "root"
+    ended = Job(2, _save_with_a_fault, str(root), phase, bad, fault, folder=tmp_path).wait()
+    other = ended[1 - bad]
+    assert other.error is None and not other.killed, other.error
+    kind, rank, took, works = other.result
+    if fault == "kill trainer":
+        assert ended[bad].killed
+    else:
+        assert ended[bad].error is None, ended[bad].error
+        assert (ended[bad].result[0] == "saved") == (kind == "saved")  # all or none
+        assert works or fault == "stall"
+    # A stalled worker is killed, and the other rank's looks for its store for a while: it may be brought back.
+    assert took < (2 * SHORT_S + PATIENCE_S if fault == "stall" else 1.5 * LONG_S)
+
+    # What a killed trainer had staged is saved all the same, unless it was the one to stage it. (A worker that is gone
+    # or stopped after it has reported fails the save, unless the first rank has all the reports by then.)
+    survives = fault == "kill trainer" and phase not in TRAINERS
+    if survives or (phase, bad, fault) == ("finalize", 1, "exception"):
+        assert kind == "saved"
+    if kind != "saved":
+        lost = phase == "report" and fault == "exception"  # what broke is the connection to the first rank
+        assert rank == (0 if lost else bad), (kind, rank)
+        expected = {
+            "exception": {"StorageError", "CheckpointError", "RankFailedError", "WorkerDiedError"},
+            "kill worker": {"WorkerDiedError"},
+            # The first rank's worker lingers a while when its trainer is gone.
+            "kill trainer": {"RankFailedError", "WorkerDiedError", "SaveTimeoutError"},
+            # A worker that says nothing for too long is killed, of which the other rank may hear first.
+            "stall": {"SaveTimeoutError", "WorkerDiedError"},
+        }
+        assert kind in expected[fault]
+
+    _wait_for_workers(root)
+    with Checkpointer(root) as checkpointer:
+        steps = checkpointer.steps()
+        assert steps == [1, *([2] if kind == "saved" else []), *([3] if works else [])]
+        for step in steps:
+            assert not verify(str(root / f"step-{step:08d}")).damages
+        into = replicas(9, 25 if steps[-1] == 2 and phase == "plan" else 24)
+        assert checkpointer.load(into) == steps[-1]
+        assert equal(into, replicas(steps[-1], len(into["model"])))
+
+
+def _outlive(root: str, gate: str, fault: str, trainer_dies: bool) -> str:
+    """How a save ends whose first rank's worker does not get on. Says so when all that is known of it is told."""
+    os.environ["ASYNCCKPT_TEST_GATE"] = gate
+    if dist.get_rank() == 0:
+        faulty(fault)
+    checkpointer = Checkpointer(root, Config(timeout=SHORT_S, commit_timeout=SHORT_S, start_timeout=START_S))
+    save = checkpointer.save(1, replicas(1))
+    if dist.get_rank() == 0:
+        worker = checkpointer._engine.worker
+        assert worker is not None
+        say(worker.pid)
+        while trainer_dies and not os.path.exists(gate + ".reached"):
+            time.sleep(0.005)
+        if trainer_dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+    kind = "saved"
+    try:
+        save.result(LIMIT_S - 10)  # not before it is known: where the store is stopped, that takes some waits
+    except CheckpointError as error:
+        kind = type(error).__name__
+    assert save.done()
+    say(kind)
+    with contextlib.suppress(CheckpointError):
+        checkpointer.close()
+    return kind
+
+
+@pytest.mark.parametrize("trainer_dies", [False, True])
+@pytest.mark.parametrize("fault", ["finalize:hold", "finalize:stop", "finalized:hold", "finalized:stop"])
+def test_a_first_rank_that_is_only_slow(tmp_path: Path, fault: str, trainer_dies: bool) -> None:
+    """When it goes on, nobody waits for it any more; what all were told is so all the same."""
+    root, gate = tmp_path / "root", tmp_path / "gate"
+    job = Job(2, _outlive, str(root), str(gate), fault, trainer_dies, folder=tmp_path)
+    worker = job.hear(0)
+    kind = job.hear(1)
+    if not trainer_dies:
+        assert job.hear(0) == kind
+    gate.touch()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGCONT)
+    job.wait()
+    _wait_for_workers(root)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.steps() == ([1] if kind == "saved" else [])
+    assert kind == ("saved" if fault.startswith("finalized") else "SaveTimeoutError")
+
+
+def _fail_early(root: str, bad: int, how: str) -> tuple[list[str], float]:
+    """One rank's save fails before it has asked the others anything; they must not wait for it."""
+    checkpointer = Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S, failure="raise"))
+    mine = dist.get_rank() == bad
+    if how == "no worker":
+        if mine:
+            worker_process.command = lambda: ["/nonexistent/python"]
+    else:
+        checkpointer.save(1, replicas(1)).result(30)
+        if mine:
+            raised = StorageError("of an earlier save")
+            checkpointer._engine._saves.raise_failure = lambda: (_ for _ in ()).throw(raised)  # type: ignore[method-assign]
+    begun = time.monotonic()
+    kinds = []
+    for step in (2, 3):
+        try:
+            checkpointer.save(step, replicas(step)).result(30)
+            kinds.append("saved")
+        except CheckpointError as error:
+            kinds.append(f"{type(error).__name__} of rank {error.rank}")
+        if mine and step == 2:
+            worker_process.command = real_command
+            checkpointer._engine._saves.raise_failure = lambda: None  # type: ignore[method-assign]
+        if step == 2:
+            took = time.monotonic() - begun
+            dist.barrier()
+    checkpointer.close()
+    return kinds, took
+
+
+real_command = worker_process.command
+
+
+@pytest.mark.parametrize("how", ["an earlier failure", "no worker"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_that_fails_before_it_asks(tmp_path: Path, bad: int, how: str) -> None:
+    ended = Job(2, _fail_early, str(tmp_path / "root"), bad, how, folder=tmp_path).wait()
+    assert not any(end.error for end in ended), ended
+    kind = "StorageError" if how == "an earlier failure" else "WorkerDiedError"
+    for end in ended:
+        kinds, took = end.result
+        assert kinds[0].startswith(kind) and kinds[1] == "saved", kinds
+        assert took < LONG_S / 2
+
+
+def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:
+    checkpointer = Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S))
+    checkpointer.save(1, replicas(1)).result(30)
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    if dist.get_rank() == bad:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker._listener.join(10)
+    dist.barrier()
+    checkpointer.watch_sigterm()
+    assert not checkpointer.terminating()
+    checkpointer.save(2, replicas(2)).result(30)
+    assert not checkpointer.terminating()
+    checkpointer.close()
+    return checkpointer.steps(), checkpointer.failures
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_worker_that_died_between_saves_is_replaced(tmp_path: Path, bad: int) -> None:
+    ended = Job(2, _lose_the_worker, str(tmp_path / "root"), bad, folder=tmp_path).wait()
+    assert [end.result for end in ended] == [([1, 2], 0)] * 2, ended
+
+
+def _wait_for_workers(root: Path) -> None:
+    """Until no worker has anything open under ``root`` any more."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        left = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if "worker" in " ".join(process.info["cmdline"] or []) and _holds(process, str(root))
+        ]
+        if not left:
+            return
+        time.sleep(0.05)
+
+
+def _holds(process: psutil.Process, root: str) -> bool:
+    try:
+        return any(os.readlink(fd).startswith(root) for fd in Path(f"/proc/{process.pid}/fd").iterdir())
+    except OSError:
+        return False

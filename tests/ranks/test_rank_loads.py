@@ -1,0 +1,111 @@
+"""Many ranks: what they load together."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import QUICK, run, serve
+from support.states import equal, replicas
+
+import asyncckpt
+from asyncckpt import Checkpointer
+from asyncckpt.errors import CheckpointError
+from asyncckpt.loading import load as reader
+from asyncckpt.loading import progress
+from asyncckpt.loading.source import StorageSource
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+def _loads_nothing(root: str) -> str:
+    with Checkpointer(root, QUICK) as checkpointer, pytest.raises(asyncckpt.CheckpointError) as caught:
+        checkpointer.load(replicas())
+    return type(caught.value).__name__
+
+
+def test_nothing_to_load_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    assert run(2, _loads_nothing, str(tmp_path / "root"), folder=tmp_path) == ["CheckpointNotFoundError"] * 2
+
+
+def _save_one(root: str) -> None:
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.save(1, replicas(1)).result(60)
+
+
+def _load_replicas(root: str, by_dcp_on: int | None) -> tuple[bool, bool]:
+    """Whether all is there, and whether DCP was asked; ``by_dcp_on``: a rank that has to."""
+    if dist.get_rank() == by_dcp_on:
+        vars(reader)["draft"] = lambda *_: None
+    asked = []
+    load_by_dcp = vars(reader)["load_by_dcp"]
+
+    def ask(*args: Any, **options: Any) -> None:
+        asked.append(True)
+        load_by_dcp(*args, **options)
+
+    vars(reader)["load_by_dcp"] = ask
+    into = replicas(99)
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.load(into)
+    return equal(into, replicas(1)), bool(asked)
+
+
+def _load_in_vain(root: str, misfit_on: int | None) -> str:
+    """The error; ``misfit_on``: a rank that asks for another shape."""
+    into = replicas(99)
+    if dist.get_rank() == misfit_on:
+        into["model"]["w0"] = torch.zeros(3)
+    with Checkpointer(root, QUICK) as checkpointer:
+        try:
+            checkpointer.load(into)
+        except CheckpointError as error:
+            return f"{type(error).__name__} {error.message}"
+    return ""
+
+
+def test_replicas_are_loaded_without_dcp_where_all_ranks_can(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    run(2, _save_one, root, folder=tmp_path)
+    assert len(list((tmp_path / "root/step-00000001").glob("*.distcp"))) == 2
+    assert run(2, _load_replicas, root, None, folder=tmp_path) == [(True, False)] * 2
+    assert run(3, _load_replicas, root, 1, folder=tmp_path) == [(True, True)] * 3
+    wrong = run(2, _load_in_vain, root, 1, folder=tmp_path)
+    assert wrong[0] == wrong[1] and "MismatchError" in wrong[0] and "'model.w0'" in wrong[0]
+    path = tmp_path / "root/step-00000001"
+    index = list(StorageSource(str(path)).indexes())[1]
+    data = bytearray((path / index.data).read_bytes())
+    data[index.items[0].payload_at] ^= 1
+    (path / index.data).write_bytes(data)
+    bad = run(2, _load_in_vain, root, None, folder=tmp_path)
+    assert bad[0] == bad[1] and "DamagedCheckpointError" in bad[0] and index.items[0].name in bad[0]
+
+
+def _load_with_a_bar(root: str) -> tuple[bool, str]:
+    """Whether all is there, and what the terminal was sent."""
+    into = replicas(99)
+    terminal = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, Checkpointer(root, QUICK) as checkpointer:
+        patch.setattr(reader, "_LONG_S", 1e-9)
+        patch.setattr(progress._Bar, "__init__", partialmethod(progress._Bar.__init__, mininterval=0))
+        patch.setattr(terminal, "isatty", lambda: True)
+        patch.setattr(sys, "stderr", terminal)
+        checkpointer.load(into)
+    return equal(into, replicas(1)), terminal.getvalue()
+
+
+def test_the_first_rank_alone_shows_how_far_a_load_is(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    run(2, _save_one, root, folder=tmp_path)
+    (first, shown), (other, silence) = run(2, _load_with_a_bar, root, folder=tmp_path)
+    assert first and other and "loading" in shown and not silence

@@ -1,0 +1,135 @@
+"""Jobs of many ranks that die, and are started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import Job, run, say, serve
+from support.states import equal, replicas
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.worker import takeover as takeover
+from asyncckpt.worker.steps import complete_steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+def _state(step: int) -> dict[str, Any]:
+    """Replicas, which are spread over the ranks, and something of each rank's own."""
+    rank = dist.get_rank()
+    return {**replicas(step), f"rng of {rank}": torch.full((1000,), float(100 * rank + step)), "step": step}
+
+
+def _die(root: str, steps: int, unstaged: int | None) -> None:
+    """Save some steps, and die; ``unstaged`` is a rank that dies in the copy of the last."""
+    from asyncckpt.staging import slot_copy as staging
+
+    checkpointer = Checkpointer(root)
+    for step in range(1, steps + 1):
+        state = _state(step)
+        dist.barrier()
+        if step == steps and dist.get_rank() == unstaged:
+            staging.SlotStager.copy = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        save = checkpointer.save(step, state)
+        if step < steps:
+            save.result(30)
+    say("staged")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _load(root: str, memory: bool = True) -> tuple[int, str, bool]:
+    with Checkpointer(root, Config(timeout=30)) as checkpointer:
+        into = _state(99)
+        step = checkpointer.load(into, memory=memory)
+        assert checkpointer.loaded is not None
+        return step, checkpointer.loaded.source, equal(into, _state(step))
+
+
+def test_all_ranks_load_from_memory(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    Job(3, _die, root, 2, None, folder=tmp_path).wait()
+    for _ in range(2):  # nobody has taken it over
+        assert run(3, _load, root, folder=tmp_path) == [(2, "memory", True)] * 3
+    assert run(3, _load, root, False, folder=tmp_path) == [(2, "storage", True)] * 3
+
+
+def test_what_one_rank_has_not_staged_is_of_no_rank(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    Job(2, _die, root, 3, 1, folder=tmp_path).wait()
+    assert run(2, _load, root, folder=tmp_path) == [(2, "memory", True)] * 2
+    assert complete_steps(root) == [1, 2]
+
+
+def test_with_other_ranks_it_comes_from_storage(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    Job(2, _die, root, 2, None, folder=tmp_path).wait()
+    results = run(3, _load_some, root, folder=tmp_path)
+    assert results == [(2, "storage", True)] * 3
+
+
+def _load_some(root: str) -> tuple[int, str, bool]:
+    with Checkpointer(root, Config(timeout=30)) as checkpointer:
+        into = replicas(99)
+        step = checkpointer.load(into)
+        assert checkpointer.loaded is not None
+        return step, checkpointer.loaded.source, equal(into, replicas(step))
+
+
+def _load_on_hosts(root: str) -> tuple[int, str, bool]:
+    """As if no other rank were on this host: of its doors only one's own is found."""
+    pay = takeover.Takeover.find
+
+    def pay_own(endpoint: str, *arguments: Any) -> takeover.Takeover | None:
+        return pay(endpoint, *arguments) if endpoint.endswith(f"-{dist.get_rank()}") else None
+
+    takeover.Takeover.find = pay_own  # type: ignore[method-assign, assignment]
+    return _load(root)
+
+
+def test_parts_on_other_hosts_come_from_storage(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    Job(2, _die, root, 2, None, folder=tmp_path).wait()
+    deadline = time.monotonic() + 30
+    while complete_steps(root) != [1, 2] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert run(2, _load_on_hosts, root, folder=tmp_path) == [(2, "memory", True)] * 2
+
+
+def test_where_one_has_lost_its_memory_all_load_from_storage(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    Job(2, _die, root, 2, None, folder=tmp_path).wait()
+    from asyncckpt.worker.endpoint import endpoint_name
+
+    found = takeover.Takeover.find(endpoint_name(f"{os.path.realpath(root)}\n", 1), 30)
+    assert found is not None
+    found.retire(30)
+    found.close()
+    assert run(2, _load, root, folder=tmp_path) == [(2, "storage", True)] * 2
+
+
+def _go_on(root: str, until: int) -> list[int]:
+    with Checkpointer(root, Config(timeout=30)) as checkpointer:
+        into = _state(99)
+        first = checkpointer.load(into) + 1
+        for step in range(first, until):
+            checkpointer.save(step, _state(step)).result(30)
+        return checkpointer.steps()
+
+
+def test_they_go_on_in_the_same_memory(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    Job(2, _die, root, 2, None, folder=tmp_path).wait()
+    assert run(2, _go_on, root, 5, folder=tmp_path) == [[1, 2, 3, 4]] * 2
+    assert run(2, _load, root, folder=tmp_path) == [(4, "storage", True)] * 2

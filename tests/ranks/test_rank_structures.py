@@ -1,0 +1,172 @@
+"""Many ranks: structures that change, and those that do not."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import CONSTANT, QUICK, run, serve
+from support.states import equal, replicas, stock_load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import asyncckpt
+from asyncckpt import Checkpointer, Config
+from asyncckpt.engine import shared as engines
+from asyncckpt.errors import StructureChangedError
+from asyncckpt.integrations import dcp
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+def _changing(root: str, config: Config, rank_that_changes: int) -> list[int]:
+    """The numbers of the plans that each save went by."""
+    numbers = []
+    with Checkpointer(root, config) as checkpointer:
+        for step in range(4):
+            state = replicas(step)
+            if step >= 2 and dist.get_rank() >= rank_that_changes:
+                state["model"]["w3"] = state["model"]["w3"].to(torch.bfloat16)
+            checkpointer.save(step, state).result(60)
+            numbers.append(checkpointer._engine._buffers.known[0].plan.number)
+    return numbers
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_miss_on_any_rank_is_a_new_plan_for_all(tmp_path: Path, rank: int) -> None:
+    root = tmp_path / "root"
+    for numbers in run(2, _changing, str(root), QUICK, rank, folder=tmp_path):
+        # A dtype that changes is seen (stock DCP's plan cache compares no dtypes), by all, and only then.
+        assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+    for step in range(4):
+        metadata = FileSystemReader(root / f"step-{step:08d}").read_metadata()
+        assert len(metadata.state_dict_metadata) == 25  # no rank's tensors are missing
+        kept = metadata.state_dict_metadata["model.w3"]
+        assert isinstance(kept, TensorStorageMetadata)
+        stored = kept.properties.dtype
+        assert stored == (torch.bfloat16 if step >= 2 and rank == 0 else torch.float32) or rank == 1
+        into = replicas(9)
+        into["model"]["w3"] = into["model"]["w3"].to(stored)
+        stock_load(into, root / f"step-{step:08d}")
+        assert all(torch.equal(into["model"][f"w{n}"], replicas(step)["model"][f"w{n}"]) for n in range(24) if n != 3)
+
+
+def _growing(root: str) -> None:
+    with Checkpointer(root, QUICK) as checkpointer:
+        for step in range(6):
+            # An object that outgrows its space, on one rank alone: XTuner's cache then lost the tensors of the others.
+            state = replicas(step) | {f"own{dist.get_rank()}": "x" * (10 ** (step // 2) if dist.get_rank() == 1 else 1)}
+            checkpointer.save(step, state).result(60)
+
+
+def test_one_ranks_object_grows_and_nothing_vanishes(tmp_path: Path) -> None:
+    run(2, _growing, str(tmp_path / "root"), folder=tmp_path)
+    for step in range(6):
+        metadata = FileSystemReader(tmp_path / f"root/step-{step:08d}").read_metadata()
+        assert len(metadata.state_dict_metadata) == len(metadata.storage_data) == 27
+
+
+def _constant_broken(root: str, rank_that_changes: int) -> tuple[str, int | None, bool]:
+    config = Config(timeout=10, commit_timeout=10, assume_constant_structure=True)
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.save(1, replicas(1)).result(60)
+        state = replicas(2)
+        if dist.get_rank() == rank_that_changes:
+            # All of them, as this rank writes only some.
+            state["model"] = {name: value.double() for name, value in state["model"].items()}
+        at_once = False
+        try:
+            save = checkpointer.save(2, state)
+            with pytest.raises(StructureChangedError) as caught:
+                save.result(60)
+        except StructureChangedError:
+            at_once = True
+            with pytest.raises(StructureChangedError) as caught:
+                raise
+        checkpointer.save(3, replicas(3)).result(60)
+        into = replicas(9)
+        assert checkpointer.load(into) == 3 and equal(into, replicas(3))
+        assert checkpointer.steps() == [1, 3]
+    return type(caught.value).__name__, caught.value.rank, at_once
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_broken_promise_of_constant_structure(tmp_path: Path, rank: int) -> None:
+    ended = run(2, _constant_broken, str(tmp_path / "root"), rank, folder=tmp_path)
+    assert [at_once for _, _, at_once in ended] == [number == rank for number in range(2)]
+    assert {(kind, where) for kind, where, at_once in ended if not at_once} == {("StructureChangedError", rank)}
+
+
+def _taking_turns(root: str, config: Config) -> list[tuple[int, int]]:
+    states = [{kind: replicas(seed)["model"]} for seed, kind in enumerate(["model", "optimizer", "ema"])]
+    numbers = []
+    with Checkpointer(root, config) as checkpointer:
+        for step in range(9):
+            checkpointer.save(step, states[step % 3]).result(60)
+            numbers.append((step % 3, checkpointer._engine._buffers.known[0].plan.number))
+    return numbers
+
+
+@pytest.mark.parametrize("config", [QUICK, CONSTANT], ids=["asked", "constant"])
+def test_structures_that_take_turns_evict_none(tmp_path: Path, config: Config) -> None:
+    for numbers in run(2, _taking_turns, str(tmp_path / "root"), config, folder=tmp_path):
+        assert len(set(numbers)) == 3
+
+
+def _losing_workers(root: str, config: Config, order: list[int]) -> int:
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.save(0, replicas(0)).result(60)
+        for step, rank in enumerate(order, 1):
+            dist.barrier()
+            if dist.get_rank() == rank:
+                worker = checkpointer._engine.worker
+                assert worker is not None
+                os.kill(worker.pid, signal.SIGKILL)
+                worker._listener.join(10)
+            dist.barrier()
+            checkpointer.save(step, replicas(step)).result(60)
+        return checkpointer._engine._buffers.known[0].plan.number
+
+
+@pytest.mark.parametrize("config", [QUICK, CONSTANT], ids=["asked", "constant"])
+def test_a_rank_that_lost_its_worker_still_has_its_plan(tmp_path: Path, config: Config) -> None:
+    # The first rank's loss is the one that torch's plan cache answers with metadata that lacks the other ranks.
+    assert run(2, _losing_workers, str(tmp_path / "root"), config, [0, 1, 0], folder=tmp_path) == [1, 1]
+    for step in range(4):
+        metadata = FileSystemReader(tmp_path / f"root/step-{step:08d}").read_metadata()
+        assert len(metadata.storage_data) == 25
+        into = replicas(9)
+        stock_load(into, tmp_path / f"root/step-{step:08d}")
+        assert equal(into, replicas(step))
+
+
+def _shrinking(root: str) -> None:
+    """The same state by two ranks, then by each alone: a plan is of its group."""
+    state = {f"of{dist.get_rank()}": torch.full((10,), float(dist.get_rank())), "both": torch.ones(3)}
+    dcp.async_save(state, checkpoint_id=f"{root}/two").result(60)
+    dcp.async_save(state, checkpoint_id=f"{root}/one{dist.get_rank()}", no_dist=True).result(60)
+    engines.shared.close()
+
+
+def test_a_smaller_world_has_only_its_own_tensors(tmp_path: Path) -> None:
+    run(2, _shrinking, str(tmp_path), folder=tmp_path)
+    for name, expected in {"two": {"of0", "of1", "both"}, "one0": {"of0", "both"}, "one1": {"of1", "both"}}.items():
+        assert set(FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata) == expected
+
+
+def test_metadata_is_of_one_save_alone(tmp_path: Path) -> None:
+    # DCP hands out the metadata that its cache keeps, and writes the next save's facts into it.
+    first = asyncckpt.save(replicas(1), checkpoint_id=tmp_path / "a")
+    before = pickle.dumps(first)
+    second = asyncckpt.save(replicas(2), checkpoint_id=tmp_path / "b")
+    assert first is not second and pickle.dumps(first) == before
+    assert (tmp_path / "a/.metadata").read_bytes() == (tmp_path / "b/.metadata").read_bytes()

@@ -1,0 +1,261 @@
+"""The bench suite runs, tiny, with all contestants that are there: so it cannot rot. Times are not looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench import broadcasts, contestants, figures, files, loads, models, publications, report, results, tables
+from bench.contestants.contestant import Pending
+from bench.contestants.torch_save import TorchSave
+from bench.saves import Series
+from bench.states import Request, State, make, tensors_of
+from bench.trainer import CYCLE, Trainer, are_of, marks_of
+from bench.turns import Pace, take
+from support.peers import FOLDER
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench"
+PNG = b"\x89PNG\r\n\x1a\n"
+MODULES = {"torch-checkpointing": "torch_checkpointing", "torchsnapshot": "torchsnapshot"}
+MISSING = {name for name, module in MODULES.items() if importlib.util.find_spec(module) is None}
+# Older versions of torch have not what makes DCP's async_save fast.
+MISSING |= set() if hasattr(torch.distributed.checkpoint.staging, "DefaultStager") else {"dcp-thread", "dcp-process"}
+MISSING |= set() if (FOLDER / "nvrx-0.7.0").is_dir() else {"nvrx"}
+
+
+# Several commands in one process, as to import torch is most of what such tiny ones take.
+SEVERAL = "import json, sys; from bench.cli import main; [main(each) for each in json.loads(sys.argv[1])]"
+
+
+def run(folder: Path, *commands: str) -> dict[str, results.Result]:
+    """What the commands measure, by kind, from elsewhere; they must leave nothing but that."""
+    where, out = folder / "work", folder / "out"
+    lines = [[*command.split(), "--folder", str(where), "--out", str(out)] for command in commands]
+    arguments = [str(SCRIPT), *lines[0]] if len(lines) == 1 else ["-c", SEVERAL, json.dumps(lines)]
+    path = [str(SCRIPT.parent.parent), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(where.iterdir())
+    found = results.read(out)
+    page = (out / "README.md").read_text()
+    for each in found:
+        assert report.section(each) in page and report.section(each) in done.stdout
+        picture = next(out.glob(f"{each['kind']}-{each['label']}.png"))
+        assert picture.read_bytes().startswith(PNG) and f"({picture.name})" in page
+    return {each["kind"]: each for each in found}
+
+
+def takes_part(found: dict[str, Any]) -> None:
+    """All that are installed; about each other there is a note."""
+    assert set(found["results"]) == contestants.ENTRIES.keys() - MISSING
+    assert found["left_out"].keys() == MISSING
+
+
+@pytest.mark.timeout(300)  # many processes, each with torch
+def test_saves_by_all_contestants(tmp_path: Path) -> None:
+    found = run(tmp_path, "save --state 10x20kB --values 5 --changing 2 --rounds 1 --pause 0")["save"]
+    takes_part(found)
+    assert found["checked"] and found["state"]["tensors"] == 10 and found["state"]["bytes"] == 200_000
+    assert all(len(seconds) == 1 and min(seconds) > 0 for seconds in found["limits"].values())
+    for result in found["results"].values():
+        (blocked,), (durable,) = result["blocked_s"], result["durable_s"]
+        assert 0 < blocked <= durable and 0 < result["first_blocked_s"] <= result["first_durable_s"]
+
+
+@pytest.mark.timeout(300)  # many processes, each with torch
+def test_all_other_measurements(tmp_path: Path) -> None:
+    few = "--state 10x400kB --rounds 1 --pause 0 --contestants"
+    found = run(
+        tmp_path,
+        f"loop {few} asyncckpt,asyncckpt-overlap,torch-save --train-threads 1",
+        f"load {few} asyncckpt",
+        f"memory {few} asyncckpt",
+        "scale --gib 0.001 --tensors 10 20 --no-bytes --rounds 1 --pause 0 --contestants asyncckpt,torch-save",
+        "ranks --gib 0.004 --tensors 4 --processes 1 --simulate 4 --items 2 --rounds 1",
+        "weights --gib 0.001 --tensors 5 --bucket-mib 1 --rounds 1 --pause 0",
+    )
+    assert found["loop"]["train_threads"] == 1 and not found["loop"]["left_out"]
+    for result in found["loop"]["results"].values():
+        assert len(result["cost_s"]) == 1 and min(result["steps"]) >= 4
+    assert found["load"]["results"].keys() == loads.OURS.keys() | loads.PEERS.keys()
+    memory = found["memory"]["results"]["asyncckpt"]
+    assert memory["page_cache"] == 0 and memory["steady"]["processes"] == 1
+    assert memory["peak"]["total"] >= memory["steady"]["shared"] >= 2 * 4_000_000
+    assert [point["state"]["tensors"] for point in found["scale"]["points"]] == [10, 20]
+    assert found["ranks"]["rows"][0]["processes"] == 1 and found["simulation"]["rows"][0]["ranks"] == 4
+    ways = found["broadcast"]["results"].keys() | found["broadcast"]["left_out"].keys()
+    assert ways == broadcasts.BROADCAST.keys()
+    assert {"asyncckpt", "asyncckpt, as if on two hosts"} <= found["broadcast"]["results"].keys()
+    assert not found["publish"]["left_out"]
+    assert found["publish"]["results"].keys() > publications.WAYS.keys()
+
+
+def known() -> dict[str, Any]:
+    """What a run of saves may have found: copies of 0.1 s, writes of 0.4 s."""
+
+    def saves(blocked: float, durable: float) -> dict[str, Any]:
+        spread = (0.5, 1, 9)
+        columns = {"blocked_s": blocked, "free_s": blocked, "durable_s": durable}
+        warm = {name: [value * factor for factor in spread] for name, value in columns.items()}
+        return warm | {f"first_{name}": 7.0 for name in columns}
+
+    return {
+        "kind": "save",
+        "label": "400",
+        "machine": {"CPU": "one"},
+        "settings": {},
+        "state": {"name": "400", "description": "400 tensors", "tensors": 400, "bytes": 2**30, "device": "cpu"},
+        "limits": {"memcpy": [0.3, 0.2, 0.2], "memcpy, all cores": [0.1, 0.1, 5.0], "direct write": [0.4, 0.4, 0.1]},
+        "results": {"asyncckpt": saves(0.11, 0.55), "nvrx": saves(0.3, 1.1), "dcp-thread": saves(0.2, 2.0)},
+        "left_out": {"torchsnapshot": "ModuleNotFoundError: No module named 'torchsnapshot'"},
+    }
+
+
+def test_arithmetic_of_saves() -> None:
+    found = known()
+    limits = figures.SaveLimits.of(found)
+    assert limits.copy == 0.1 and limits.durable == pytest.approx(0.5)
+    ours = figures.SaveFigures.of(found["results"]["asyncckpt"], limits)
+    assert ours.blocked == 0.11 and ours.saves == 3 and ours.first_blocked == 7.0
+    assert ours.blocked_ratio == pytest.approx(1.1) and ours.durable_ratio == pytest.approx(1.1)
+    ratio, name = figures.sooner_than_peers(found) or (0, "")
+    assert ratio == pytest.approx(2.0) and name == "nvrx"
+    found["limits"]["pinned copy"] = [0.2]
+    assert figures.copy_limit(found) == 0.2
+    cold = figures.SaveFigures.of({name: 7.0 for name in found["results"]["nvrx"] if name.startswith("first")}, limits)
+    assert cold.blocked is None and cold.durable_ratio is None and cold.saves == 0
+
+
+def test_arithmetic_of_the_loop() -> None:
+    result = {
+        "cost_s": [0.2, 0.1, 0.9],
+        "with_s": [2.2, 2.1, 2.9],
+        "without_s": [2.0, 2.0, 2.0],
+        "steps": [40.0, 40.0, 40.0],
+        "fitted": [1.0, 0.0, 1.0],
+    }
+    found = figures.LoopFigures.of(result, 0.1)
+    assert found.cost == 0.2 and found.steps == pytest.approx(4) and found.ratio == pytest.approx(2)
+    assert found.low == pytest.approx(0.15) and found.high == pytest.approx(0.55) and found.late == 1
+
+
+def test_arithmetic_of_loads() -> None:
+    found = {
+        "limits": {"memcpy": [0.1, 0.1], "memcpy, all cores": [0.2], "direct read": [0.3]},
+        "results": {"dcp-load": {"load_s": [0.8, 1.2], "first_load_s": 2.0}},
+    }
+    rows = figures.load_figures(found)
+    assert rows[figures.READ_AND_COPY].load == pytest.approx(0.4)
+    assert rows["dcp-load"].read_ratio == pytest.approx(2.5) and rows["dcp-load"].copy_ratio == pytest.approx(10)
+
+
+def test_tables_and_page(tmp_path: Path) -> None:
+    results.write(known(), tmp_path)
+    page = report.write(tmp_path).read_text()
+    assert "| asyncckpt " in page and "110 ms" in page and "1.10x" in page
+    assert "Left out: torchsnapshot, async: `ModuleNotFoundError: No module named 'torchsnapshot'`" in page
+    assert "2.0 times sooner" in page
+    picture = (tmp_path / "save-400.png").read_bytes()
+    report.write(tmp_path)
+    assert (tmp_path / "save-400.png").read_bytes() == picture, "the same figures make the same picture"
+    assert tables.seconds(0.0994) == "99.4 ms" and tables.seconds(1.5) == "1.50 s" and tables.seconds(None) == ""
+    assert tables.size(2**30 - 10) == "1 GiB" and tables.times(12.3) == "12x"
+
+
+def test_one_that_fails_leaves_a_note() -> None:
+    calls: list[str] = []
+
+    def fails() -> float:
+        calls.append("bad")
+        if len(calls) > 1:
+            raise RuntimeError("many words\nand the last line")
+        return 1.0
+
+    taken = take({"good": lambda: 2.0, "bad": fails}, Pace(rounds=3, pause=0), "test")
+    assert taken.found == {"good": [2.0] * 4} and taken.left_out == {"bad": "RuntimeError: and the last line"}
+    assert len(calls) == 2
+
+
+def test_patience_and_budget() -> None:
+    taken = take({"all": lambda: 1.0}, Pace(rounds=9, pause=0, budget=0), "test")
+    assert len(taken.found["all"]) == 2
+    taken = take({"slow": lambda: 1.0}, Pace(rounds=9, pause=0, patience=-1), "test")
+    assert len(taken.found["slow"]) == 2
+
+
+class Torn(TorchSave):
+    """Saves what is not of one moment."""
+
+    def save(self, number: int, state: State) -> Pending:
+        name = next(iter(state["model"]))
+        torn = state["model"][name].clone()
+        torn[-1] += 1
+        return super().save(number, state | {"model": state["model"] | {name: torn}})
+
+
+def test_a_torn_checkpoint_is_found(tmp_path: Path) -> None:
+    made = make(Request(name="20x4kB"))
+    for kind in (TorchSave, Torn):
+        (tmp_path / kind.__name__).mkdir()
+        series = Series(kind(str(tmp_path / kind.__name__)), Trainer(made.state, "cpu"))
+        series.save()
+        if kind is Torn:
+            with pytest.raises(RuntimeError, match="not of step"):
+                series.check(made)
+        else:
+            series.check(made)
+
+
+def test_steps_change_every_tensor() -> None:
+    made = make(Request(name="gpt2", gib=0.005))
+    trainer = Trainer(made.state, "cpu")
+    tensors = [tensor for tensor in tensors_of(made.state)]
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16, torch.float32}
+    for number in range(1, CYCLE + 3):
+        trainer.change()
+        assert are_of(made.state, number) and not are_of(made.state, number + 1)
+    trainer.step()
+    assert are_of(made.state, CYCLE + 3) and all(mark.item() == 3 for mark in marks_of(made.state))
+    assert all(tensor.view(-1)[0] == 3 == tensor.view(-1)[-1] for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "tensors"),
+    [("gpt2", 0.12444, 148), ("llama3-8b", 8.03026, 291), ("olmoe", 6.91916, 3219), ("deepseek-v3", 671.02640, 45395)],
+)
+def test_shapes_are_those_published(name: str, billions: float, tensors: int) -> None:
+    architecture = models.ARCHITECTURES[name]
+    shapes = dict(architecture.shapes(range(architecture.layers), range(architecture.experts)))
+    assert sum(map(math.prod, shapes.values())) / 1e9 == pytest.approx(billions, rel=1e-4)
+    assert len(shapes) == tensors
+    part = architecture.fit(2**30)
+    assert 0.85 < sum(map(math.prod, part.shapes.values())) * models.ADAM_BYTES / 2**30 < 1.15, part.description
+
+
+def test_page_cache_of_files(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(os.urandom(3_000_000))
+    assert files.cached_bytes(str(tmp_path)) >= 3_000_000
+    files.sync(str(tmp_path))
+    files.forget(str(tmp_path))
+    assert files.cached_bytes(str(tmp_path)) < 3_000_000
+
+
+def test_results_are_rounded(tmp_path: Path) -> None:
+    found = results.result("save", "400", str(tmp_path), {"rounds": 1}, {"seconds": {"a": [1.23456789]}})
+    assert found["seconds"] == {"a": [1.234568]} and found["machine"]["CPU"]
+    assert json.loads(results.write(found, tmp_path).read_text()) == found == results.read(tmp_path)[0]

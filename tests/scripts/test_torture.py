@@ -1,0 +1,39 @@
+"""A taste of ``scripts/torture.py`` and ``scripts/torture_weights.py``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.mark.timeout(310)  # as long as the script may take
+def test_nothing_is_lost(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    options = ["--kills=6", "--damages=30", "--full=6", "--restart-mib=16", "--seed=3", f"--json={report}"]
+    facts = _try("torture.py", options, report)
+    assert facts["trainers killed"] >= 6 and facts["workers killed"] == 6
+    assert facts["damages found by verify"] == 30 and facts["recovered from memory"] >= 1
+    assert facts["losses"] == []
+
+
+def test_no_read_is_torn(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    facts = _try("torture_weights.py", ["--publications=600", "--kills=8", "--seed=5", f"--json={report}"], report)
+    assert facts["reads"] > 0 and facts["readers killed"] == 8
+    assert (facts["torn"], facts["slots lost"], facts["growth"]) == (0, 0, [])
+
+
+def _try(script: str, options: list[str], report: Path) -> dict[str, Any]:
+    trial = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *options], capture_output=True, text=True, timeout=300
+    )
+    assert trial.returncode == 0, trial.stdout + trial.stderr
+    facts: dict[str, Any] = json.loads(report.read_text())
+    return facts

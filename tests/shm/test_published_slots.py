@@ -1,0 +1,98 @@
+"""Which slots are published, and who may write to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+from asyncckpt.shm import leases
+from asyncckpt.shm.published_slots import PublishedSlots, ReadableSlots
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.slots import PublishedVersion, SlotTable
+
+
+def test_what_is_half_told_is_not_told() -> None:
+    """Where a process dies in between, be it the first time that something is published in a slot or not."""
+
+    class Killed(Exception):
+        pass
+
+    class Words:
+        def __init__(self, words: memoryview, left: int) -> None:
+            self.words, self.left = words, left
+
+        def __setitem__(self, number: int, value: int) -> None:
+            if not self.left:
+                raise Killed
+            self.left -= 1
+            self.words[number] = value
+
+    one, other = PublishedVersion(1, 7, False, 1), PublishedVersion(2, 3, True, 2)
+    for stores in range(5):
+        table = SlotTable(memoryview(bytearray(PAGE)))
+        table.publish(0, one)
+        words = table._words
+        table._words = Words(words, stores)  # type: ignore[assignment]
+        with contextlib.suppress(Killed):
+            table.publish(0, other)
+        table._words = words
+        assert table.published(0) in (None, one, other)
+
+
+def test_a_claim_and_leases_exclude_each_other() -> None:
+    with Segment.create("asyncckpt-test", PAGE) as segment:
+        claims, other = leases.Claims(segment), leases.Claims(segment)
+        assert claims.claim(3) and claims.claim(3)
+        assert not other.claim(3) and other.claim(2)
+        assert leases.lease(segment.fileno(), 3) is None
+        claims.offer(3)
+        one, two = (leases.lease(segment.fileno(), 3) for _ in range(2))
+        assert one is not None and two is not None
+        assert not claims.claim(3)
+        os.close(one)
+        assert not claims.claim(3)
+        os.close(two)
+        assert claims.claim(3)
+        # A child has no part in the claims, and so cannot keep them.
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            claims.close()
+            deadline = time.monotonic() + 30
+            while not other.claim(3):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        other.close()
+        # Who reads has no way to write.
+        fd = leases.reopen(segment.fileno(), os.O_RDONLY)
+        with pytest.raises(PermissionError):
+            Segment.attach(fd)
+
+
+def test_a_slot_is_claimed_and_published_and_read() -> None:
+    versions = [PublishedVersion(1, number, False, 1) for number in range(4)]
+    with Segment.create("asyncckpt-test", PAGE) as segment:
+        slots, readers = PublishedSlots(segment, 3), ReadableSlots(segment, 3)
+        for slot in range(3):
+            slots.publish(slot, versions[slot])
+        assert list(slots.publications().values()) == [0, 1, 2] and slots.claim_unpublished() is None
+        oldest, newest = readers.lease(0, versions[0]), readers.lease(2, versions[2])
+        assert oldest is not None and newest is not None and readers.lease(1, versions[0]) is None
+        assert slots.claim_oldest() == 1 and readers.publications().keys() == {versions[0], versions[2]}
+        assert slots.claim_oldest() is None  # the newest stays, whether it is read or not
+        assert slots.publish_unless_last(1, versions[3]) is False  # readers have all others
+        os.close(oldest)
+        assert slots.publish_unless_last(1, versions[3]) and readers.publications().keys() == set(versions[2:])
+        os.close(newest)
+        slots.withdraw_all()
+        assert not readers.publications()
+        slots.close()
+        readers.close()

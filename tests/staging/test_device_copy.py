@@ -1,0 +1,161 @@
+"""Copies from devices, on a made-up kind: what is staged is the same to the bit, in any order the streams allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.devices import CPU, TYPE, MadeUpDevices, MadeUpStream
+from support.images import Slot, any_bits, tensors_of_all_kinds
+
+from asyncckpt.shm.segment import PAGE
+from asyncckpt.staging import coalesce, device_copy
+from asyncckpt.staging.coalesce import Slab
+from asyncckpt.staging.device_copy import DeviceCopy
+from asyncckpt.staging.host_copy import BatchCopy
+from asyncckpt.staging.slot_copy import SlotStager
+
+DEVICE = torch.device(TYPE, 0)
+
+
+@pytest.fixture
+def kind(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[MadeUpDevices]:
+    """Installed; parametrized by its seed."""
+    made_up = MadeUpDevices(getattr(request, "param", 0))
+    made_up.install(monkeypatch)
+    yield made_up
+    assert not made_up.current
+
+
+@pytest.mark.parametrize("kind", range(6), indirect=True)
+def test_any_order_the_streams_allow_is_right(kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of two made-up devices and of the host, saved over and over with new values, that come late."""
+    monkeypatch.setattr(coalesce, "_SMALL_BYTES", 100_000)
+    monkeypatch.setattr(coalesce, "SLAB_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 250_000)
+    tensors = tensors_of_all_kinds()
+    tensors[60] = tensors[50]
+    where = [torch.device(TYPE, number // 200) if number % 90 > 2 else CPU for number in range(len(tensors))]
+    slot = Slot(tensors, {60: 50})
+    numbers, _ = slot.own()
+    monkeypatch.setattr(SlotStager, "_divide", _dividing_by([where[number] for number in numbers]))
+    stager = SlotStager(slot.layout, slot.segment, PAGE)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for _ in range(3):
+                _save(slot, stager, tensors, where, kind, pool)
+                for tensor in tensors:
+                    if not tensor.is_conj() and not tensor.is_neg():
+                        tensor.copy_(any_bits(tensor.dtype, tuple(tensor.shape)))
+    finally:
+        stager.close()
+        slot.segment.close()
+
+
+def _save(
+    slot: Slot,
+    stager: SlotStager,
+    tensors: list[torch.Tensor],
+    where: list[torch.device],
+    kind: MadeUpDevices,
+    pool: ThreadPoolExecutor,
+) -> None:
+    late = [tensor if each == CPU else torch.zeros_like(tensor) for tensor, each in zip(tensors, where, strict=True)]
+    late[60] = late[50]
+    ready: dict[Any, Any] = {}
+
+    def compute(number: int) -> None:
+        late[number].copy_(tensors[number])
+
+    for each in set(where) - {CPU}:
+        stream = MadeUpStream(kind)
+        for number, its in enumerate(where):
+            if its == each:
+                stream.add(partial(compute, number))
+        ready[each] = kind.record(stream)
+    told = [0]
+    fences: list[Any] = []
+    expected = slot.expected(tensors)
+
+    def arrived(nbytes: int) -> None:
+        assert bytes(slot.segment.view[PAGE + told[-1] : PAGE + nbytes]) == expected[told[-1] : nbytes]
+        told.append(nbytes)
+
+    stager.copy(late, ready, pool, arrived, fences.extend)
+    assert told == sorted(told) and told[-1] == slot.layout.nbytes and len(set(told)) > 10
+    assert len(fences) == len(ready)
+    assert slot.image_bytes() == expected
+
+
+def _dividing_by(where: list[torch.device]) -> Callable[[SlotStager, list[torch.device]], None]:
+    real = SlotStager._divide
+    return lambda self, _: real(self, where)
+
+
+def test_a_copy_that_cannot_be_queued_leaves_none_behind(kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.full((100,), float(number)) for number in range(2000)]
+    slot = Slot(tensors)
+    numbers, views = slot.own()
+    monkeypatch.setattr(coalesce, "SLAB_BYTES", 100_000)
+    copy = DeviceCopy(DEVICE, kind, range(len(numbers)), views)
+    try:
+        copy_out, calls = Slab.copy_out, iter(range(100))
+
+        def broken(self: Slab) -> None:
+            if next(calls) == 3:
+                raise RuntimeError("launch failed")
+            copy_out(self)
+
+        monkeypatch.setattr(Slab, "copy_out", broken)
+        ready: dict[Any, Any] = {DEVICE: kind.record(MadeUpStream(kind))}
+        with pytest.raises(RuntimeError, match="launch failed"):
+            copy.queue(tensors, ready)
+        assert not any(stream.queue for stream in kind.streams)
+    finally:
+        del copy, views
+        slot.segment.close()
+
+
+def test_without_memory_for_slab_buffers_tensors_are_copied_one_by_one(
+    kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("the device is full")
+
+    tensors = [torch.full((100,), float(number)) for number in range(100)]
+    slot = Slot(tensors)
+    _, views = slot.own()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        copy = DeviceCopy(DEVICE, kind, range(100), views)
+        DeviceCopy(DEVICE, kind, range(100), views)
+    try:
+        assert caplog.text.count("copied one by one") == 1
+        assert [isinstance(unit, BatchCopy) for unit in copy.units] == [True]
+        ready: dict[Any, Any] = {DEVICE: kind.record(MadeUpStream(kind))}
+        copy.wait(copy.queue(tensors, ready), lambda _: None)
+        assert slot.image_bytes() == slot.expected(tensors)
+    finally:
+        del copy, views
+        slot.segment.close()
+
+
+def test_large_tensors_alone_wait_for_the_compute_stream(kind: MadeUpDevices) -> None:
+    """Without slabs no other stream waits for it on their behalf."""
+    tensors = [torch.zeros(300_000) for _ in range(3)]
+    slot = Slot(tensors)
+    _, views = slot.own()
+    compute = MadeUpStream(kind)
+    compute.add(lambda: torch._foreach_add_(tensors, 7.0))
+    copy = DeviceCopy(DEVICE, kind, range(3), views)
+    try:
+        ready: dict[Any, Any] = {DEVICE: kind.record(compute)}
+        copy.wait(copy.queue(tensors, ready), lambda _: None)
+        assert slot.image_bytes() == slot.expected([torch.full((300_000,), 7.0)] * 3)
+    finally:
+        del copy, views
+        slot.segment.close()

@@ -1,0 +1,69 @@
+"""The device seam: who may speak of a kind of device, and what waits for one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.devices import CPU, TYPE, MadeUpDevices
+
+import asyncckpt
+from asyncckpt.staging import devices
+from asyncckpt.staging.device_copy import ready_events
+
+FOLDER = Path(asyncckpt.__file__).parent
+SEAM = "staging/devices.py"
+# It speaks NCCL, which is CUDA's alone.
+NCCL = {"weights/broadcast/transport.py"}
+
+
+def _attributes() -> Iterator[tuple[str, str, ast.Attribute]]:
+    """Every attribute that the package asks of anything: the file, its text, its node."""
+    for file in sorted(FOLDER.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                yield file.relative_to(FOLDER).as_posix(), ast.unparse(node), node
+
+
+def test_cuda_is_spoken_of_in_one_file() -> None:
+    assert {file for file, text, _ in _attributes() if text == "torch.cuda"} == {SEAM} | NCCL
+
+
+def test_the_whole_device_is_never_waited_for() -> None:
+    """Of all that waits for a device, saves have one: events of their own, in one file. (To measure the phases of a
+    sync of weights is to wait for the device.)
+    """
+    for file, text, node in _attributes():
+        if file.split("/")[0] not in ("weights", "demo") and file != SEAM:
+            if node.attr in ("synchronize", "wait_stream", "default_stream"):
+                assert node.attr == "synchronize" and file == "staging/device_copy.py", f"{file}: {text}"
+            assert node.attr != "synchronize_used", f"{file}: {text}"
+
+
+def test_events_are_of_devices_that_have_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(1), torch.zeros(1, device="meta")]
+    assert ready_events(tensors) == {}
+    made_up = MadeUpDevices()
+    made_up.install(monkeypatch)
+    assert ready_events(tensors) == {}
+    monkeypatch.setitem(devices.KINDS, "meta", made_up)
+    assert set(ready_events(tensors)) == {torch.device("meta")}
+
+
+def test_the_host_has_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    MadeUpDevices().install(monkeypatch)
+    assert devices.kind_of(CPU) is None and devices.kind_of(torch.device(TYPE, 1)) is not None
+    with devices.use(CPU), devices.use(torch.device(TYPE)):
+        pass
+
+
+def test_what_was_queued_anywhere_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = MadeUpDevices()
+    made_up.install(monkeypatch)
+    done: list[bool] = []
+    made_up.new_stream(torch.device(TYPE)).add(lambda: done.append(True))
+    devices.synchronize_used()
+    assert done == [True]

@@ -1,0 +1,98 @@
+"""Pinning, by a driver that says what the test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.devices import TYPE, MadeUpDevices
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.staging.devices import CudaPinner
+from asyncckpt.staging.pinned import PinnedMemory
+
+
+class _Driver:
+    """What ``cudaHostRegister`` and ``cudaHostUnregister`` answer, and were asked."""
+
+    def __init__(self, answers: Sequence[int] = ()) -> None:
+        self.answers = list(answers)
+        self.registered: list[int] = []
+        self.taken_back: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1 and address % PAGE == 0 and nbytes % PAGE == 0
+        code = self.answers.pop(0) if self.answers else 0
+        if code == 0:
+            self.registered.append(address)
+        return code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.taken_back.append(address)
+        return 0
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each error of the driver that was taken off the thread."""
+    found: list[bool] = []
+
+    def launch(*_: Any, **__: Any) -> None:
+        found.append(True)
+        raise RuntimeError("CUDA error: that of before")
+
+    monkeypatch.setattr(torch, "ones", launch)
+    monkeypatch.setattr(CudaPinner, "limit", 4 * PAGE)
+    kind = MadeUpDevices()
+    kind.pinner = CudaPinner()
+    kind.install(monkeypatch)
+    return found
+
+
+def _pin(segment: Segment, driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> PinnedMemory:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    return PinnedMemory(segment, [PAGE * 3, PAGE * 5, PAGE * 6], torch.device(TYPE, 0))
+
+
+def test_memory_is_pinned_in_ranges_and_taken_back(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool]) -> None:
+    with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
+        memory = _pin(segment, driver := _Driver(), monkeypatch)
+        assert [address - segment.address for address in driver.registered] == [0, 3 * PAGE, 6 * PAGE]
+        assert memory.addresses == driver.registered
+        memory.close()
+        memory.close()
+        assert sorted(driver.taken_back) == driver.registered and not forgotten
+
+
+def test_what_cannot_be_pinned_is_told_and_leaves_no_error(
+    monkeypatch: pytest.MonkeyPatch, forgotten: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
+        memory = _pin(segment, driver := _Driver([0, 2]), monkeypatch)
+        assert f"{TYPE} error 2" in caplog.text and f"{3 * PAGE} of {8 * PAGE} bytes" in caplog.text
+        assert len(driver.registered) == 2 and forgotten == [True]
+        memory.close()
+        assert sorted(driver.taken_back) == driver.registered
+
+
+def test_what_was_pinned_where_the_memory_is_now(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool]) -> None:
+    """The driver's pages are not ours: they are taken back, or nothing is copied there."""
+    with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
+        memory = _pin(segment, driver := _Driver([712]), monkeypatch)
+        assert driver.taken_back == [segment.address] and len(driver.registered) == 3 and forgotten == [True]
+        memory.close()
+        with pytest.raises(CheckpointError, match="unmapped while it was pinned"):
+            _pin(segment, driver := _Driver([0, 712, 712]), monkeypatch)
+        assert driver.registered == [segment.address] and segment.address in driver.taken_back
+
+
+@pytest.mark.parametrize("device", ["cpu", TYPE])
+def test_nothing_is_pinned_where_there_is_no_such_thing(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    MadeUpDevices().install(monkeypatch)
+    with Segment.create("asyncckpt-test", PAGE) as segment:
+        memory = PinnedMemory(segment, [], torch.device(device))
+        assert not memory.addresses
+        memory.close()

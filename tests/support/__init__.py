@@ -1,0 +1,1 @@
+"""What the tests share: states, ranks, workers that fail, other packages."""

@@ -1,0 +1,38 @@
+"""Attempts at a checkpoint, without a worker around them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.slots import SlotTable
+from asyncckpt.worker.attempt import Attempt, begin_attempt
+from asyncckpt.worker.index import spans
+from asyncckpt.worker.messages import CheckpointLayout, Existing, Region, WriteRequest
+from asyncckpt.worker.staged_image import StagedImage
+from asyncckpt.worker.storage import storage_for
+
+
+def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "refuse") -> Attempt:
+    """A hand-made image of two pages, with constants before it."""
+    bounds = spans([0, 100], 2 * PAGE)
+    words = memoryview(bounds).cast("B")
+    segment.view[PAGE : PAGE + 4] = b"meta"
+    segment.view[PAGE + 64 : PAGE + 68] = b"head"
+    segment.view[PAGE + 128 : PAGE + 128 + len(words)] = words
+    segment.view[2 * PAGE : 4 * PAGE] = os.urandom(2 * PAGE)
+    layout = CheckpointLayout(
+        "__0_0.distcp",
+        2 * PAGE,
+        (2 * PAGE,),
+        metadata=Region(PAGE, 4),
+        index_head=Region(PAGE + 64, 4),
+        spans=Region(PAGE + 128, len(words)),
+    )
+    request = WriteRequest(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
+    staged_image = StagedImage(request, SlotTable(segment.view), changed := threading.Condition(), lambda: True)
+    with changed:
+        staged_image.stage({})
+    return begin_attempt(storage_for(request.path), staged_image, layout, segment)

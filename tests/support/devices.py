@@ -1,0 +1,122 @@
+"""A made-up kind of device, whose streams run what was queued later, in any order that their events allow."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from asyncckpt.staging import device_copy, devices
+from asyncckpt.staging.coalesce import Slab, allocate_slab_buffers
+from asyncckpt.staging.device_copy import ChunkCopy
+from asyncckpt.staging.host_copy import BatchCopy
+
+TYPE = "privateuseone"
+"""What torch calls a device that it knows nothing of."""
+CPU = torch.device("cpu")
+
+
+class Work:
+    """Something queued, perhaps behind something in another stream."""
+
+    def __init__(self, run: Callable[[], None], after: Work | None = None) -> None:
+        self._run, self._after, self.done = run, after, False
+
+    def can_run(self) -> bool:
+        return self._after is None or self._after.done
+
+    def run(self) -> None:
+        self._run()
+        self.done = True
+
+
+class MadeUpStream:
+    def __init__(self, kind: MadeUpDevices) -> None:
+        self.queue: list[Work] = []
+        self.kind = kind
+        kind.streams.append(self)
+
+    def add(self, run: Callable[[], None], after: Work | None = None) -> Work:
+        with self.kind.lock:
+            self.queue.append(Work(run, after))
+            return self.queue[-1]
+
+    def wait_event(self, event: MadeUpEvent) -> None:
+        self.add(lambda: None, event.work)
+
+
+class MadeUpEvent:
+    def __init__(self, stream: MadeUpStream) -> None:
+        self.work, self.kind = stream.add(lambda: None), stream.kind
+
+    def synchronize(self) -> None:
+        with self.kind.lock:
+            while not self.work.done:
+                assert self.kind.step(), "streams wait for each other"
+
+
+class MadeUpDevices:
+    """All devices of the kind. What is queued runs when an event is waited for, and no sooner than it must."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.pinner: devices.Pinner | None = None
+        self.chance = random.Random(seed)
+        self.streams: list[MadeUpStream] = []
+        self.current: list[Any] = []
+        self.lock = threading.RLock()
+
+    def step(self) -> bool:
+        """Run one thing that can run; whether there was any."""
+        able = [stream for stream in self.streams if stream.queue and stream.queue[0].can_run()]
+        if able:
+            self.chance.choice(able).queue.pop(0).run()
+        return bool(able)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_stream(self, device: torch.device) -> Any:
+        return self.current[-1] if self.current else MadeUpStream(self)
+
+    def new_stream(self, device: torch.device) -> Any:
+        return MadeUpStream(self)
+
+    @contextmanager
+    def use(self, device: torch.device, stream: Any = None) -> Iterator[None]:
+        self.current += [stream] if stream else []
+        try:
+            yield
+        finally:
+            if stream:
+                self.current.pop()
+
+    def record(self, stream: Any) -> MadeUpEvent:
+        return MadeUpEvent(stream)
+
+    def synchronize(self) -> None:
+        while self.step():
+            pass
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make it the kind of devices of type ``TYPE``. Their memory is the host's, and what copies is queued, where a
+        stream is in use.
+        """
+        monkeypatch.setitem(devices.KINDS, TYPE, self)
+        monkeypatch.setattr(device_copy, "allocate_slab_buffers", lambda _: allocate_slab_buffers(CPU))
+
+        def queued(method: Callable[..., None]) -> Callable[..., None]:
+            def queue(unit: Any, *args: Any) -> None:
+                if self.current:
+                    self.current[-1].add(lambda: method(unit, *args))
+                else:
+                    method(unit, *args)
+
+            return queue
+
+        for owner, name in [(Slab, "coalesce"), (Slab, "copy_out"), (ChunkCopy, "copy"), (BatchCopy, "copy")]:
+            monkeypatch.setattr(owner, name, queued(getattr(owner, name)))

@@ -1,0 +1,122 @@
+"""A storage that fails: a wrapper around any kind, which says where it is before each step, and may fail there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, Resolution, Storage
+
+POINTS = ("begin", "create", "write", "sync", "finalize", "finalized")
+"""Where it may fail: before a step, or, at ``finalized``, after it."""
+
+Reach = Callable[[str, str], None]
+"""Called with a point and a path; what it raises, the step raises."""
+
+
+class FaultyStorage(Storage):
+    """Writes through ``inner``; looks there as it is."""
+
+    def __init__(self, inner: Storage, reach: Reach) -> None:
+        self._inner, self._reach = inner, reach
+
+    def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> OpenAttempt:
+        self._reach("begin", final)
+        return _FaultyAttempt(self._inner.begin_checkpoint(final, attempt, nbytes, orphan_s), final, self._reach)
+
+    def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> OpenAttempt:
+        self._reach("begin", final)
+        return _FaultyAttempt(self._inner.begin_file(final, attempt, nbytes, orphan_s), final, self._reach)
+
+    def resolve(self, final: str, attempt: str, existing: Existing, inode: int | None = None) -> Resolution:
+        return self._inner.resolve(final, attempt, existing, inode)
+
+    def revoke(self, final: str, attempt: str) -> str | None:
+        return self._inner.revoke(final, attempt)
+
+    def remove(self, leftover: str | None) -> None:
+        self._inner.remove(leftover)
+
+    def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
+        return self._inner.is_finalized(final, attempt, inode)
+
+    def may_put(self, path: str, existing: Existing) -> bool:
+        return self._inner.may_put(path, existing)
+
+    def check_file_place(self, path: str) -> None:
+        self._inner.check_file_place(path)
+
+    def names_in(self, folder: str) -> list[str]:
+        return self._inner.names_in(folder)
+
+    def exists(self, path: str) -> bool:
+        return self._inner.exists(path)
+
+    def size(self, path: str) -> int | None:
+        return self._inner.size(path)
+
+    def read(self, path: str) -> bytes:
+        return self._inner.read(path)
+
+    def reading(self, path: str) -> AbstractContextManager[None]:
+        return self._inner.reading(path)
+
+    def attempts_under_way(self, folder: str) -> list[str]:
+        return self._inner.attempts_under_way(folder)
+
+    def remove_checkpoint(self, path: str) -> bool:
+        return self._inner.remove_checkpoint(path)
+
+    def set_aside(self, path: str) -> None:
+        self._inner.set_aside(path)
+
+
+class _FaultyAttempt(OpenAttempt):
+    def __init__(self, inner: OpenAttempt, final: str, reach: Reach) -> None:
+        self._inner, self._final, self._reach = inner, final, reach
+        self.path = inner.path
+
+    def create(self, name: str, *, large: bool) -> OutputFile:
+        self._reach("create", self.path)
+        file = _FaultyFile(self._inner.create(name, large=large), self._reach)
+        self.inode = self._inner.inode
+        return file
+
+    def names(self) -> set[str]:
+        return self._inner.names()
+
+    def finalize(self, existing: Existing) -> None:
+        self._reach("finalize", self._final)
+        self._inner.finalize(existing)
+        self._reach("finalized", self._final)
+
+    def discard(self, names: Sequence[str] | None = None) -> None:
+        self._inner.discard(names)
+
+    def release(self) -> None:
+        self._inner.release()
+
+
+class _FaultyFile(OutputFile):
+    def __init__(self, inner: OutputFile, reach: Reach) -> None:
+        self._inner, self._reach = inner, reach
+        self.path = inner.path
+
+    @property
+    def direct(self) -> bool:  # type: ignore[override]  # it may change with a write
+        return self._inner.direct
+
+    def write(self, data: memoryview, offset: int) -> None:
+        self._reach("write", self.path)
+        self._inner.write(data, offset)
+
+    def truncate(self, nbytes: int) -> None:
+        self._inner.truncate(nbytes)
+
+    def sync(self) -> None:
+        self._reach("sync", self.path)
+        self._inner.sync()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,101 @@
+"""A worker that fails at a named point: ``faulty_worker.py POINT:ACTION[:NTH] JSON``.
+
+Points: ``start``, those of ``faulty_storage.py`` (``begin``, ``create``, ``write``, ``sync``, ``finalize``, and, after
+that, ``finalized``; where another rank finalizes, ``finalize`` is when this one has reported), ``report`` (to the other
+ranks).
+
+Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
+other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). From the NTH time on:
+``hold`` (wait until the file ``$ASYNCCKPT_TEST_GATE`` exists). Another, of that name with ``.reached``, says that it
+stops or waits.
+At ``start``: ``nobody`` (give up root), ``poor`` (too little memory, at the first look).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from asyncckpt import errors
+from asyncckpt.shm import budget
+from asyncckpt.worker import __main__ as worker
+from asyncckpt.worker import committer, rounds
+from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage.os_errors import translated
+
+# It is run as a script, also by trainers that know nothing of the tests.
+sys.path.append(str(Path(__file__).parent.parent))
+
+from support.faulty_storage import FaultyStorage
+
+point, action, nth = (*sys.argv[1].split(":"), "1")[:3]
+seen = 0
+
+
+def reach(here: str, path: str) -> None:
+    global seen
+    if here != point:
+        return
+    seen += 1
+    if seen < int(nth) or (seen > int(nth) and action != "hold"):
+        return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "orphan":
+        os.kill(os.getppid(), signal.SIGKILL)
+        return
+    if action == "lose":
+        raise errors.WorkerDiedError("the connection broke (as the test wants)", rank=0)
+    if action in ("stop", "hold") and (gate := os.environ.get("ASYNCCKPT_TEST_GATE")):
+        open(gate + ".reached", "w").close()
+    if action == "stop":
+        # To this thread, which so does not get any further; of a process's signals any thread may take care.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        return
+    if action == "hold":
+        deadline = time.monotonic() + 60
+        while not os.path.exists(os.environ["ASYNCCKPT_TEST_GATE"]) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return
+    with translated(f"{here} (as the test wants)", path):
+        code = {"enospc": errno.ENOSPC, "eio": errno.EIO}[action]
+        raise OSError(code, os.strerror(code))
+
+
+class FaultyRounds(rounds.Rounds):
+    reported: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
+    def report(self, name: str, value: bytes) -> None:
+        reach("report", name)
+        super().report(name, value)
+        self.reported[name].set()
+
+    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | errors.CheckpointError:
+        if point == "finalize":
+            self.reported[name].wait(60)  # the outcome is waited for from the moment the save begins
+        reach("finalize", name)
+        return super().outcome(name, timeout, own=own)
+
+
+if __name__ == "__main__":
+    if action == "nobody":
+        os.setuid(65534)
+    if action == "poor":
+        require = budget.require
+
+        def refuse(nbytes: int, purpose: str, hint: str, *_: Any) -> None:
+            budget.require = require
+            raise errors.OutOfMemoryError(f"no memory for {purpose} (as the test wants); {hint}")
+
+        setattr(budget, "require", refuse)  # noqa: B010
+    faulty = lambda path, **options: FaultyStorage(storage_for(path, **options), reach)  # noqa: E731
+    setattr(worker, "storage_for", faulty)  # noqa: B010
+    setattr(committer, "Rounds", FaultyRounds)  # noqa: B010
+    sys.exit(worker.main(sys.argv[2:]))

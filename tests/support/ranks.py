@@ -1,0 +1,194 @@
+"""Runs a function as the ranks of a small job, each in a process of its own, joined by gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncckpt.config import Config
+from asyncckpt.worker import process as worker_process
+from support.workers import FAULTY
+
+LIMIT_S = 60.0
+
+QUICK = Config(timeout=20, commit_timeout=20)
+CONSTANT = Config(timeout=20, commit_timeout=20, assume_constant_structure=True)
+
+fsdp2_on_cpu = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="FSDP2 of torch 2.6 does not train on a CPU"
+)
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed.fsdp", "asyncckpt.checkpointer", "asyncckpt.integrations.dcp"])
+
+
+@dataclass
+class Ended:
+    """How a rank ended: what it returned, or the text of what it raised, or neither: it was killed."""
+
+    result: Any = None
+    error: str | None = None
+    killed: bool = False
+
+
+class Job:
+    """The ranks of a job, running."""
+
+    def __init__(self, world_size: int, function: Callable[..., Any], *args: Any, folder: Path) -> None:
+        rendezvous = folder / f"meeting-{time.monotonic_ns()}"
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_main,
+                args=(theirs, rank, world_size, str(rendezvous), dict(os.environ), function, args),
+                daemon=False,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def hear(self, rank: int) -> Any:
+        """The next thing that ``rank`` says through its ``say``."""
+        if not self._pipes[rank].poll(LIMIT_S):
+            raise TimeoutError(f"rank {rank} says nothing")
+        return pickle.loads(self._pipes[rank].recv_bytes())[1]
+
+    def wait(self) -> list[Ended]:
+        """How all ranks ended. Those that hang are killed, and it is an error."""
+        ended = [Ended(killed=True) for _ in self._pipes]
+        deadline = time.monotonic() + LIMIT_S
+        open_ = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        while open_ and time.monotonic() < deadline:
+            for pipe in wait(list(open_), timeout=1):
+                assert isinstance(pipe, Connection)
+                rank = open_[pipe]
+                try:
+                    kind, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    del open_[pipe]
+                    continue
+                if kind == "result":
+                    ended[rank] = Ended(result=value)
+                elif kind == "error":
+                    ended[rank] = Ended(error=value)
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            process.join(1 if open_ else 20)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            process.close()
+            pipe.close()
+        if open_:
+            raise TimeoutError(f"ranks {sorted(open_.values())} did not end within {LIMIT_S:g} s")
+        return ended
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
+    """What ``function(*args)`` returns on each rank; it must not raise."""
+    ended = Job(world_size, function, *args, folder=folder).wait()
+    for rank, end in enumerate(ended):
+        if end.error is not None or end.killed:
+            pytest.fail(f"rank {rank}: {end.error or 'killed'}")
+    return [end.result for end in ended]
+
+
+def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
+    """Runs ``function`` in a process of its own, which belongs to no job. Returns its exit code and what it said."""
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_alone, args=(theirs, dict(os.environ), function, args), daemon=False)
+    process.start()
+    theirs.close()
+    process.join(LIMIT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise TimeoutError(f"{function.__name__} did not end within {LIMIT_S:g} s")
+    said = None
+    with ours, contextlib.suppress(EOFError):
+        said = pickle.loads(ours.recv_bytes())[1]
+    code = process.exitcode
+    process.close()
+    return code, said
+
+
+def _alone(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    global _speaker
+    _speaker = pipe
+    os.environ.update(environment)
+    function(*args)
+
+
+_speaker: Connection | None = None
+
+
+def say(what: Any) -> None:
+    """On a rank: tell the test, see ``Job.hear``."""
+    assert _speaker is not None
+    _speaker.send_bytes(pickle.dumps(("said", what)))
+
+
+def _main(
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    global _speaker
+    _speaker = pipe
+    faulthandler.dump_traceback_later(LIMIT_S - 5, exit=True)
+    os.environ.update(environment)  # that of the test, not of the server this is forked from
+    os.environ.pop("MASTER_ADDR", None)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+        )
+        result = function(*args)
+        pipe.send_bytes(pickle.dumps(("result", result)))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+    finally:
+        pipe.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def serve() -> Iterator[None]:
+    """The body of a fixture: the process that the ranks are forked from, so that each need not import torch."""
+    forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def faulty(fault: str) -> None:
+    """On a rank: its workers fail as ``faulty_worker.py`` says."""
+    real = worker_process.command
+    worker_process.command = lambda: [real()[0], FAULTY, fault]
+
+
+def gated(function: Callable[..., Any], gate: str, *args: Any) -> Any:
+    """On a rank: ``function(*args)``, whose faulty workers wait for the file ``gate``."""
+    os.environ["ASYNCCKPT_TEST_GATE"] = gate
+    return function(*args)

@@ -1,0 +1,17 @@
+"""Which shared memory of ours this process has mapped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+
+def mapped_segments() -> dict[int, int]:
+    """The segments, by inode, and how many bytes of each are mapped."""
+    nbytes: Counter[int] = Counter()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:asyncckpt" in line:
+            addresses, _, _, _, inode, *_ = line.split()
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            nbytes[int(inode)] += end - begin
+    return nbytes

@@ -1,0 +1,73 @@
+"""States to save, to load into, and to compare."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+
+
+def small_state() -> dict[str, Any]:
+    """A few tensors of several kinds, and values beside them."""
+    return {
+        "model": {"weight": torch.randn(64, 32), "bias": torch.zeros(32, dtype=torch.bfloat16)},
+        "optimizer": {"state": [{"exp_avg": torch.randn(64, 32), "step": torch.tensor(3.0)}], "lr": 1e-3},
+        "step": 7,
+    }
+
+
+def zeros_like(state: Any) -> Any:
+    """The same structure with other values, to load into."""
+    if isinstance(state, dict):
+        return {key: zeros_like(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [zeros_like(value) for value in state]
+    if isinstance(state, torch.Tensor):
+        plain = state.layout == torch.strided and not state.is_quantized
+        return torch.zeros_like(state) if plain else state.clone()
+    return None
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal to the bit (of tensors: their values, dtypes and shapes)."""
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        if one.layout != torch.strided:
+            return bool(torch.equal(one.to_dense(), other.to_dense()))
+        if one.is_quantized:
+            return bool(torch.equal(one.dequantize(), other.dequantize()))
+        return _raw(one) == _raw(other)
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().data) if flat.numel() else b""
+
+
+def replicas(seed: int = 0, count: int = 24) -> dict[str, Any]:
+    """A state that all ranks have alike."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"w{number}": torch.randn(64, 16 + number, generator=generator) for number in range(count)}
+    return {"model": tensors, "step": seed}
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one["step"] == other["step"] and all(
+        torch.equal(value, other["model"][name]) for name, value in one["model"].items()
+    )
+
+
+def stock_load(state: dict[str, Any], path: str | Path) -> None:
+    """DCP's own ``load``, on the ranks together or in the test alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        state_dict_loader.load(state, checkpoint_id=path)

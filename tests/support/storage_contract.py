@@ -1,0 +1,276 @@
+"""What every kind of storage has to do: a class of tests, from which those of a kind derive."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import pytest
+
+from asyncckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
+from asyncckpt.shm.huge import huge_buffer
+from asyncckpt.shm.segment import PAGE
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage.storage import OpenAttempt, Storage
+from support.faulty_storage import POINTS, FaultyStorage
+
+DATA = "__0_0.distcp"
+
+
+def put(opened: OpenAttempt, name: str, *parts: bytes, large: bool = False) -> None:
+    """Write ``parts`` one after the other into a new file of an attempt, durably."""
+    file = opened.create(name, large=large)
+    try:
+        offset = 0
+        for part in parts:
+            file.write(memoryview(part), offset)
+            offset += len(part)
+        file.sync()
+    finally:
+        file.close()
+
+
+def put_checkpoint(opened: OpenAttempt, attempt: str, data: bytes = b"data") -> None:
+    """Write a whole checkpoint into ``opened``, which is to be finalized."""
+    put(opened, DATA, data)
+    put(opened, METADATA_NAME, b"metadata")
+    files = {DATA: {"bytes": len(data), "xxh3": None}}
+    put(opened, MANIFEST_NAME, Manifest(attempt, 1, 0.0, 1, False, len(data), files, {}).encode())
+
+
+class StorageContract(ABC):
+    """Derive from it, with the fixtures ``storage``, the kind, and ``root``, a place there that nothing uses."""
+
+    @pytest.fixture
+    @abstractmethod
+    def storage(self) -> Storage: ...
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> str:
+        return str(tmp_path / "root")
+
+    @pytest.fixture
+    def final(self, root: str) -> str:
+        return f"{root}/final"
+
+    def save(self, storage: Storage, final: str, attempt: str, existing: Existing = "refuse") -> None:
+        opened = storage.begin_checkpoint(final, attempt, 0)
+        put_checkpoint(opened, attempt, attempt.encode())
+        try:
+            opened.finalize(existing)
+            opened.release()
+        except CheckpointError:
+            opened.discard()
+            raise
+
+    def test_what_is_written_is_there_when_it_is_finalized(self, storage: Storage, root: str, final: str) -> None:
+        assert storage.may_put(final, "refuse")
+        opened = storage.begin_checkpoint(final, "a-1", 100)
+        put_checkpoint(opened, "a-1")
+        assert opened.names() == {DATA, METADATA_NAME, MANIFEST_NAME}
+        assert not storage.exists(final) and not storage.is_finalized(final, "a-1")
+        opened.finalize("refuse")
+        opened.release()
+        assert storage.is_finalized(final, "a-1") and not storage.is_finalized(final, "a-2")
+        assert storage.names_in(root) == ["final"]
+        assert sorted(storage.names_in(final)) == sorted([DATA, METADATA_NAME, MANIFEST_NAME])
+        assert storage.read(f"{final}/{DATA}") == b"data" and storage.size(f"{final}/{DATA}") == 4
+        storage.check_place(final, "replace")
+
+    @pytest.mark.parametrize("large", [False, True])
+    def test_a_file_has_the_bytes_that_were_written(self, storage: Storage, final: str, large: bool) -> None:
+        opened = storage.begin_checkpoint(final, "a-1", 3 * PAGE)
+        pages = huge_buffer(3 * PAGE)
+        pages[:] = os.urandom(len(pages))
+        file = opened.create(DATA, large=large)
+        file.write(pages[PAGE:], PAGE)
+        file.write(pages[:PAGE], 0)
+        file.truncate(2 * PAGE + 1)
+        file.sync()
+        file.close()
+        file.close()
+        assert storage.read(f"{opened.path}/{DATA}") == bytes(pages[: 2 * PAGE + 1])
+        with pytest.raises(StorageError):
+            opened.create(DATA, large=large)
+        opened.discard()
+
+    def test_all_ranks_write_into_the_same_attempt(self, storage: Storage, root: str, final: str) -> None:
+        first, second = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
+        put(second, "__1_0.distcp", b"second")
+        put_checkpoint(first, "a-1")
+        assert "__1_0.distcp" in first.names()
+        first.finalize("refuse")
+        first.release()
+        second.release()
+        assert storage.read(f"{final}/__1_0.distcp") == b"second" and storage.names_in(root) == ["final"]
+
+    def test_a_rank_discards_its_own_files(self, storage: Storage, root: str, final: str) -> None:
+        first, second = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
+        put(first, DATA, b"first")
+        put(second, "__1_0.distcp", b"second")
+        second.discard(["__1_0.distcp"])
+        assert first.names() == {DATA}
+        first.discard()
+        assert storage.names_in(root) == []
+
+    def test_too_little_space_is_seen_first(self, storage: Storage, root: str, final: str) -> None:
+        with pytest.raises(StorageError, match="the checkpoint needs .* bytes and"):
+            storage.begin_checkpoint(final, "a-1", 1 << 60)
+        assert storage.names_in(root) == []
+        with pytest.raises(StorageError, match="the file needs .* bytes and"):
+            storage.begin_file(final, "a-1", 1 << 60, 60.0)
+
+    @pytest.mark.parametrize("existing", ["refuse", "replace", "join"])
+    def test_a_checkpoint_where_another_is(self, storage: Storage, root: str, final: str, existing: Existing) -> None:
+        self.save(storage, final, "a-1")
+        assert storage.may_put(final, existing) == (existing != "refuse")
+        if existing == "refuse":
+            with pytest.raises(CheckpointExistsError, match="step 7"):
+                storage.check_place(final, existing, 7)
+            with pytest.raises(CheckpointExistsError):
+                self.save(storage, final, "a-2", existing)
+        else:
+            storage.check_place(final, existing, 7)
+            self.save(storage, final, "a-2", existing)
+        assert storage.is_finalized(final, "a-1" if existing == "refuse" else "a-2")
+        assert storage.names_in(root) == ["final"]
+
+    @pytest.mark.parametrize("existing", ["refuse", "replace", "join"])
+    def test_a_checkpoint_where_files_of_others_are(
+        self, storage: Storage, root: str, final: str, existing: Existing
+    ) -> None:
+        os.makedirs(final)
+        Path(final, "mine.txt").write_text("mine")
+        assert storage.may_put(final, existing) == (existing == "join")
+        if existing == "join":
+            self.save(storage, final, "a-1", existing)
+        else:
+            with pytest.raises(CheckpointExistsError):
+                self.save(storage, final, "a-1", existing)
+        assert storage.is_finalized(final, "a-1") == (existing == "join")
+        assert storage.read(f"{final}/mine.txt") == b"mine" and storage.names_in(root) == ["final"]
+
+    def test_a_revoked_attempt_is_never_finalized(self, storage: Storage, root: str, final: str) -> None:
+        opened = storage.begin_checkpoint(final, "a-1", 0)
+        put_checkpoint(opened, "a-1")
+        storage.remove(storage.revoke(final, "a-1"))
+        with pytest.raises(StorageError):
+            opened.finalize("refuse")
+        opened.discard()
+        assert storage.names_in(root) == []
+        assert storage.revoke(final, "a-1") is None
+
+    @pytest.mark.parametrize("existing", ["refuse", "replace", "join"])
+    def test_resolving_first_decides(self, storage: Storage, root: str, final: str, existing: Existing) -> None:
+        if existing != "refuse":
+            self.save(storage, final, "a-1")
+        opened = storage.begin_checkpoint(final, "a-2", 0)
+        put_checkpoint(opened, "a-2")
+        for _ in range(2):
+            is_finalized, leftover = storage.resolve(final, "a-2", existing)
+            assert not is_finalized
+            storage.remove(leftover)
+        with pytest.raises(StorageError):
+            opened.finalize(existing)
+        opened.discard()
+        assert not storage.is_finalized(final, "a-2")
+        assert existing != "replace" or storage.is_finalized(final, "a-1")
+
+    def test_resolving_later_changes_nothing(self, storage: Storage, root: str, final: str) -> None:
+        self.save(storage, final, "a-1")
+        assert storage.resolve(final, "a-1", "refuse") == (True, None)
+        assert storage.is_finalized(final, "a-1") and storage.names_in(root) == ["final"]
+
+    def test_a_single_file(self, storage: Storage, root: str, final: str) -> None:
+        with pytest.raises(StorageError):
+            storage.check_file_place(final)
+        os.makedirs(root)
+        storage.check_file_place(final)
+        for text, is_revoked in ((b"one", False), (b"two", False), (b"three", True)):
+            opened = storage.begin_file(final, f"0123456789ab-{len(text)}", 3, 60.0)
+            put(opened, "", text)
+            attempt, inode = f"0123456789ab-{len(text)}", opened.inode
+            assert inode is not None and not storage.is_finalized(final, attempt, inode)
+            if is_revoked:
+                is_finalized, leftover = storage.resolve(final, attempt, "replace", inode)
+                storage.remove(leftover)
+                assert not is_finalized
+                with pytest.raises(StorageError):
+                    opened.finalize("replace")
+                opened.discard()
+            else:
+                opened.finalize("replace")
+                opened.release()
+                assert storage.resolve(final, attempt, "replace", inode) == (True, None)
+                assert storage.read(final) == text
+        assert storage.read(final) == b"two" and storage.names_in(root) == ["final"]
+        with pytest.raises(StorageError):
+            storage.check_file_place(root)
+
+    def test_an_attempt_is_under_way_until_it_is_released(self, storage: Storage, root: str, final: str) -> None:
+        assert storage.attempts_under_way(root) == []
+        opened = storage.begin_checkpoint(final, "a-1", 0)
+        assert storage.attempts_under_way(root) == [opened.path]
+        opened.release()
+        assert storage.attempts_under_way(root) == []
+        opened.release()
+        opened.discard()
+
+    def test_looking_where_nothing_is(self, storage: Storage, final: str) -> None:
+        assert storage.names_in(final) == [] and not storage.exists(final) and storage.size(final) is None
+        assert all(storage.may_put(final, existing) for existing in ("refuse", "replace", "join"))
+        assert not storage.is_finalized(final, "a-1") and storage.resolve(final, "a-1", "refuse") == (False, None)
+        for refused in (lambda: storage.read(final), lambda: storage.set_aside(final)):
+            with pytest.raises(StorageError):
+                refused()
+        with pytest.raises(StorageError):
+            storage.remove_checkpoint(final)
+        with pytest.raises(CheckpointNotFoundError), storage.reading(final):
+            pass
+
+    def test_what_is_read_is_not_removed(self, storage: Storage, root: str, final: str) -> None:
+        self.save(storage, final, "a-1")
+        with storage.reading(final), storage.reading(final):
+            assert not storage.remove_checkpoint(final)
+        assert storage.remove_checkpoint(final)
+        assert storage.names_in(root) == []
+
+    def test_a_damaged_one_is_set_aside(self, storage: Storage, root: str, final: str) -> None:
+        for attempt in ("a-1", "a-2"):
+            self.save(storage, final, attempt)
+            storage.set_aside(final)
+        assert sorted(storage.names_in(root)) == ["final.damaged-1", "final.damaged-2"]
+        assert storage.is_finalized(f"{final}.damaged-1", "a-1")
+
+    @pytest.mark.parametrize("point", POINTS)
+    @pytest.mark.parametrize("existing", ["refuse", "replace"])
+    def test_after_a_fault_all_is_as_it_was_or_as_it_is_meant_to_be(
+        self, storage: Storage, root: str, final: str, point: str, existing: Existing
+    ) -> None:
+        """A fault anywhere leaves what was there, and nothing else; the next attempt works."""
+        if existing == "replace":
+            self.save(storage, final, "a-1")
+        before = json.loads(storage.read(f"{final}/{MANIFEST_NAME}")) if existing == "replace" else None
+
+        def reach(here: str, path: str) -> None:
+            if here == point:
+                raise StorageError("as the test wants", path=path)
+
+        faulty, opened = FaultyStorage(storage, reach), None
+        with pytest.raises(StorageError, match="as the test wants"):
+            opened = faulty.begin_checkpoint(final, "a-2", 0)
+            put_checkpoint(opened, "a-2")
+            opened.finalize(existing)
+        if opened is not None:
+            opened.discard()
+        assert storage.is_finalized(final, "a-2") == (point == "finalized")
+        if point != "finalized":
+            assert storage.exists(final) == (existing == "replace")
+            if before is not None:
+                assert json.loads(storage.read(f"{final}/{MANIFEST_NAME}")) == before
+        assert storage.names_in(root) == (["final"] if storage.exists(final) else [])
+        self.save(storage, final, "a-3", "replace")
+        assert storage.is_finalized(final, "a-3") and storage.names_in(root) == ["final"]

@@ -1,0 +1,49 @@
+"""Workers of a test: how they fail, and how they go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from asyncckpt.worker import endpoint
+from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.takeover import Takeover
+
+FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
+"""The script, for ``worker_process.command``."""
+
+Faulty = Callable[[str], None]
+
+
+def send_away(runtime: Path) -> None:
+    """Have the workers leave that linger; nothing of them may stay."""
+    deadline = time.monotonic() + 30
+    while runtime.exists():
+        for lock in runtime.glob("*.lock"):
+            takeover = Takeover.find(lock.stem, 30, worker_process.detached_workers())
+            if takeover is not None:
+                takeover.retire(60)
+                takeover.close()
+            else:
+                endpoint.Endpoint(lock.stem, 0).close()  # its worker was killed; whoever has the name next clears up
+        # A worker without an endpoint waits for that of another, or is about to leave.
+        if not _is_looked_at(runtime):
+            assert not list(runtime.glob("*")), "left in the runtime folder"
+            return
+        assert time.monotonic() < deadline, "workers have not left"
+        time.sleep(0.02)
+
+
+def _is_looked_at(runtime: Path) -> bool:
+    """Whether there is still a worker to which ``runtime`` is the runtime folder."""
+    for process in psutil.process_iter():
+        try:
+            is_worker = "worker" in " ".join(process.cmdline())
+            if is_worker and process.environ().get(endpoint.FOLDER_VARIABLE) == str(runtime):
+                return True
+        except psutil.Error:
+            continue
+    return False

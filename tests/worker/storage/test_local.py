@@ -1,0 +1,129 @@
+"""Local storage: the contract that every kind keeps, and what is particular to folders and renames."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.attempts import checkpoint_attempt
+from support.faulty_storage import FaultyStorage
+from support.storage_contract import StorageContract, put
+
+from asyncckpt.errors import CheckpointExistsError, StorageError
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage import locks, partial, storage_for
+from asyncckpt.worker.storage.local import LocalStorage
+from asyncckpt.worker.storage.storage import Storage
+
+
+class TestLocalStorage(StorageContract):
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return LocalStorage()
+
+
+class TestThroughThePageCache(StorageContract):
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return LocalStorage(direct_io=False)
+
+
+class TestWithoutAnExchangeOfNames(StorageContract):
+    @pytest.fixture
+    def storage(self, monkeypatch: pytest.MonkeyPatch) -> Storage:
+        monkeypatch.setattr(partial, "exchange", lambda *_: False)
+        return LocalStorage()
+
+
+class TestFaultyStorage(StorageContract):
+    """The wrapper of the tests, without a fault."""
+
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return FaultyStorage(LocalStorage(), lambda point, path: None)
+
+
+def test_every_path_is_local() -> None:
+    assert isinstance(storage_for("/somewhere/step-00000001"), LocalStorage)
+
+
+def test_finalizing_over_something(tmp_path: Path) -> None:
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        cases: list[tuple[Existing, list[str], bool]] = [
+            ("refuse", [], True),
+            ("refuse", ["__0_0.distcp"], False),
+            ("replace", ["__0_0.distcp", ".metadata"], True),
+            ("replace", ["__0_0.distcp", "mine.txt"], False),
+            ("join", [], True),
+            ("join", ["__0_0.distcp", ".metadata", "mine.txt"], True),
+        ]
+        for existing, standing, works in cases:
+            final = tmp_path / "root" / "final"
+            final.mkdir(parents=True, exist_ok=True)
+            for old in final.iterdir():
+                old.unlink()
+            for name in standing:
+                (final / name).write_text("old")
+            attempt = checkpoint_attempt(tmp_path, segment, existing)
+            attempt.write(pool)
+            if works:
+                attempt.commit([json.loads(attempt.seal())])
+                attempt.release()
+                assert (final / "asyncckpt.json").exists() and (final / ".metadata").read_bytes() != b"old"
+                assert (final / "mine.txt").exists() == ("mine.txt" in standing)
+            else:
+                with pytest.raises(CheckpointExistsError):
+                    attempt.commit([json.loads(attempt.seal())])
+                attempt.discard()
+                assert sorted(path.name for path in final.iterdir()) == sorted(standing)
+            assert os.listdir(tmp_path / "root") == ["final"]
+
+
+def test_a_folder_on_another_file_system_is_not_touched(tmp_path: Path) -> None:
+    """As where the folder to join is one that something is mounted at: nothing can be moved there from beside it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as final:
+        if os.stat(final).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("there is but one file system")
+        opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "a-1", 0)
+        put(opened, ".metadata", b"")
+        Path(final, ".metadata").touch()
+        (tmp_path / "final").symlink_to(final)
+        with pytest.raises(StorageError, match="another file system"):
+            opened.finalize("join")
+        opened.release()
+        assert os.listdir(final) == os.listdir(opened.path) == [".metadata"]
+
+
+def test_replacing_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial, "exchange", lambda one, other: False)
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            attempt = checkpoint_attempt(tmp_path, segment, "replace")
+            attempt.write(pool)
+            attempt.commit([json.loads(attempt.seal())])
+            attempt.release()
+        assert os.listdir(tmp_path / "root") == ["final"]
+
+
+def test_an_attempt_under_way_is_told_from_a_leftover(tmp_path: Path) -> None:
+    opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "attempt", 0)
+    assert locks.is_locked(opened.path)
+    opened.release()
+    assert not locks.is_locked(opened.path) and not locks.is_locked(opened.path + "-none")
+
+
+def test_a_folder_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "LOCK_TIMEOUT_S", 0.05)
+    storage, folder = LocalStorage(), str(tmp_path)
+    with locks.opened(folder) as fd:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with pytest.raises(StorageError, match="locked"), storage.reading(folder):
+            pass
+    with storage.reading(folder):
+        pass

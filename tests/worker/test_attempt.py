@@ -1,0 +1,108 @@
+"""All or nothing: in which order an attempt becomes durable, and when the slot is free."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.attempts import checkpoint_attempt
+
+from asyncckpt.errors import StorageError
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage import folders, partial
+
+
+class Recorder:
+    """Sees what the process asks of the kernel, in order, with the state of the file at that moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, str, int]] = []
+        real_fsync, real_rename = os.fsync, os.rename
+
+        def fsync(fd: int) -> None:
+            real_fsync(fd)
+            self.events.append(("fsync", os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size))
+
+        def rename(source: str, target: str) -> None:
+            real_rename(source, target)
+            self.events.append(("rename", target, 0))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "rename", rename)
+
+
+def test_everything_is_durable_before_it_is_finalized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(tmp_path / "root")
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        recorder = Recorder(monkeypatch)
+        attempt = checkpoint_attempt(tmp_path, segment)
+        attempt.write(pool)
+        attempt.commit([json.loads(attempt.seal())])
+        attempt.release()
+    hidden = f"{root}/.final.attempt.partial"
+    kinds = [(kind, path) for kind, path, _ in recorder.events]
+    assert kinds == [
+        ("fsync", str(tmp_path)),  # that there is a root
+        ("fsync", f"{hidden}/__0_0.distcp"),
+        ("fsync", f"{hidden}/__0_0.index.json"),
+        ("fsync", f"{hidden}/.metadata"),
+        ("fsync", f"{hidden}/asyncckpt.json"),
+        ("fsync", hidden),
+        ("rename", f"{root}/final"),
+        ("fsync", root),
+    ]
+    final = tmp_path / "root" / "final"
+    for kind, path, size in recorder.events[1:5]:
+        assert kind == "fsync" and size == (final / Path(path).name).stat().st_size > 0
+    assert sorted(os.listdir(root)) == ["final"]
+
+
+def test_the_slot_is_free_only_when_its_bytes_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        attempt = checkpoint_attempt(tmp_path, segment)
+        recorder = Recorder(monkeypatch)
+        attempt.write(pool)
+        assert any(path.endswith(".distcp") for _, path, _ in recorder.events)
+        image = bytes(segment.view[2 * PAGE : 4 * PAGE])
+        segment.view[2 * PAGE : 4 * PAGE] = bytes(2 * PAGE)  # the trainer stages the next save
+        attempt.commit([json.loads(attempt.seal())])
+        attempt.release()
+    assert (tmp_path / "root/final/__0_0.distcp").read_bytes() == image
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("existing", ["refuse", "replace"])
+def test_what_is_not_durable_in_the_end_loses_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: Existing, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(partial, "exchange", lambda *_: False)
+    final = tmp_path / "root" / "final"
+    if existing == "replace":
+        final.mkdir(parents=True)
+        (final / "asyncckpt.json").write_text("old")
+    real = folders.sync_folder
+
+    def sync_folder(path: str) -> None:
+        if path == str(final.parent) and "attempt" in _text(final / "asyncckpt.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path)
+
+    monkeypatch.setattr(partial, "sync_folder", sync_folder)
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        attempt = checkpoint_attempt(tmp_path, segment, existing)
+        attempt.write(pool)
+        with pytest.raises(StorageError, match="Input/output error"):
+            attempt.commit([json.loads(attempt.seal())])
+        attempt.discard()
+    assert _text(final / "asyncckpt.json") == ("old" if existing == "replace" else "")
+    assert os.listdir(final.parent) == (["final"] if existing == "replace" else [])

@@ -1,0 +1,265 @@
+"""The worker process: its start, its size, its death, and that of its trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support.states import small_state
+from support.workers import Faulty
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.engine import engine
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.process import WorkerOptions
+from asyncckpt.worker.steps import complete_steps
+
+MIB = 1 << 20
+
+
+def test_it_is_small_and_knows_no_torch() -> None:
+    worker = WorkerClient(WorkerOptions())
+    try:
+        _, segment = worker.allocate(64 * MIB, 30)
+        with segment:
+            process = psutil.Process(worker.pid)
+            memory = process.memory_info()
+            assert memory.rss - memory.shared < 60 * MIB
+            assert not any("torch" in entry.path for entry in process.memory_maps())
+            assert os.getsid(worker.pid) == worker.pid != os.getsid(0)
+            assert process.nice() == 10
+    finally:
+        worker.close(30)
+
+
+def test_one_that_cannot_start_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "command", lambda: [sys.executable, "-c", "raise SystemExit('no luck today')"])
+    with pytest.raises(WorkerDiedError, match="no luck today"):
+        WorkerClient(WorkerOptions())
+    monkeypatch.setattr(worker_process, "command", lambda: ["/nonexistent/python"])
+    with pytest.raises(WorkerDiedError, match="did not start"):
+        WorkerClient(WorkerOptions())
+
+
+def test_one_that_never_gets_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "command", lambda: [sys.executable, "-c", "import signal; signal.pause()"])
+    with pytest.raises(WorkerDiedError, match=r"not get ready within 0\.2 s"):
+        WorkerClient(WorkerOptions(start_timeout=0.2))
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    worker = WorkerClient(WorkerOptions())
+    try:
+        with pytest.raises(OutOfMemoryError, match="fewer slots"):
+            worker.allocate(1 << 50, 30)
+        _, segment = worker.allocate(MIB, 30)
+        segment.close()
+    finally:
+        worker.close(30)
+
+
+def test_its_death_fails_the_save_at_once_and_the_next_save_works(root: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("write:kill")
+    with Checkpointer(root) as checkpointer:
+        save = checkpointer.save(1, small_state())
+        begun = time.monotonic()
+        with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
+            save.result(60)
+        assert time.monotonic() - begun < 10
+        assert caught.value.step == 1 and str(caught.value.path).endswith("step-00000001")
+        assert checkpointer.steps() == []
+        faulty_worker("")
+        checkpointer.save(2, small_state()).result(60)
+        assert checkpointer.steps() == [2]
+
+
+def test_killed_after_finalizing_it_has_saved(root: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("finalized:kill")
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(2, state := small_state()).result(60)
+        assert checkpointer.load(state) == 2
+
+
+@pytest.mark.parametrize("point", ["begin", "create", "write", "sync", "finalize"])
+def test_killed_anywhere_it_finalizes_all_or_nothing(root: Path, faulty_worker: Faulty, point: str) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state := small_state()).result(60)
+    faulty_worker(f"{point}:kill")
+    with Checkpointer(root) as checkpointer:
+        with pytest.raises(WorkerDiedError):
+            checkpointer.save(2, state).result(60)
+        assert checkpointer.steps() == [1]
+        assert checkpointer.load(small_state()) == 1
+
+
+def test_killed_while_idle_it_is_replaced(root: Path) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        worker = checkpointer._engine.worker
+        assert worker is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        worker._listener.join(10)
+        checkpointer.save(2, small_state()).result(60)
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_killed_between_plan_and_copy_it_is_an_error_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        worker = checkpointer._engine.worker
+        assert worker is not None
+        take_slot: Any = engine.take_slot  # type: ignore[attr-defined]
+
+        def dying(*arguments: Any) -> Any:
+            os.kill(worker.pid, signal.SIGKILL)
+            worker._listener.join(10)
+            return take_slot(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "take_slot", dying)
+            with pytest.raises(WorkerDiedError, match="SIGKILL"):
+                checkpointer.save(2, small_state())
+        checkpointer.save(3, small_state()).result(60)
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_timeout_is_no_end(
+    root: Path, faulty_worker: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("write:hold")
+    with Checkpointer(root) as checkpointer:
+        save = checkpointer.save(1, small_state())
+        with pytest.raises(SaveTimeoutError, match="still under way"):
+            save.result(0.05)
+        with pytest.raises(SaveTimeoutError):
+            checkpointer.wait(0.05)
+        assert not save.done() and save.staged()
+        (tmp_path / "gate").touch()
+        assert save.result(60).name == "step-00000001"
+
+
+def test_close_gives_up_on_a_stalled_disk(
+    root: Path, faulty_worker: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("write:hold")
+    checkpointer = Checkpointer(root, Config(timeout=0.2))
+    save = checkpointer.save(1, small_state())
+    with pytest.raises(SaveTimeoutError, match="goes on"):
+        checkpointer.close()
+    (tmp_path / "gate").touch()
+    assert save.result(60).exists()  # the worker finished alone
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    worker.close(30)
+
+
+TRAINER = """
+import os, signal, sys, torch
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.staging import buffer as home
+checkpointer = Checkpointer(sys.argv[1], Config(slots=2, linger=0))
+state = {"w": torch.full((3_000_000,), 1.0), "step": 0}
+checkpointer.prepare(state)
+for step in (1, 2):
+    state["w"].fill_(step)
+    state["step"] = step
+    if sys.argv[2] == f"staging {step}":
+        # Half of the copy of this step is made when death comes.
+        copy = home.SlotStager.copy
+        def half(self, tensors, *args, **options):
+            tensors[0][1_000_000:] = 99.0
+            copy(self, tensors, *args, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+        home.SlotStager.copy = half
+    if sys.argv[2] == f"untold {step}":
+        from asyncckpt.worker.client import WorkerClient
+        WorkerClient.staged = lambda self, *_: os.kill(os.getpid(), signal.SIGKILL)
+    checkpointer.save(step, state)
+if sys.argv[2] == "fork":
+    if os.fork() == 0:
+        signal.pause()
+print(checkpointer._engine.worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("death", "steps"), [("after", [1, 2]), ("staging 2", [1]), ("untold 2", [1, 2]), ("untold 1", [1])]
+)
+def test_what_a_killed_trainer_had_staged_is_written(root: Path, death: str, steps: list[int]) -> None:
+    trainer = subprocess.run([sys.executable, "-c", TRAINER, str(root), death], timeout=60, cwd="/")
+    assert trainer.returncode == -signal.SIGKILL
+    with Checkpointer(root) as checkpointer:
+        state = {"w": torch.zeros(3_000_000), "step": 0}
+        assert checkpointer.load(state) == steps[-1]  # which waits for the dead trainer's worker
+        assert checkpointer.steps() == steps
+        for step in steps:
+            checkpointer.load(state, step)
+            assert (
+                torch.equal(torch.as_tensor(state["w"]), torch.full((3_000_000,), float(step)))
+                and state["step"] == step
+            )
+        assert not list(root.glob(".*"))
+
+
+def test_a_fork_keeps_no_worker_alive(root: Path) -> None:
+    """A data loader's processes inherit the socket and outlive a trainer that is killed."""
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(root), "fork"], stdout=subprocess.PIPE, start_new_session=True, cwd="/"
+    )
+    try:
+        assert trainer.stdout is not None
+        worker = psutil.Process(int(trainer.stdout.readline()))
+        trainer.wait(60)
+        psutil.wait_procs([worker], timeout=30)
+        assert not worker.is_running()
+        assert complete_steps(str(root)) == [1, 2]
+    finally:
+        os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.communicate()
+
+
+def test_a_fork_cannot_use_it(root: Path) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                checkpointer.save(2, small_state())
+            except ClosedError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        checkpointer.save(3, small_state()).result(60)
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_segment_given_back_while_its_save_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty
+) -> None:
+    """A slot is free as soon as its image is written; what else there is to write is taken from the segment later."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    faulty_worker("create:hold:2")
+    with Engine(alone=True) as engine:
+        first = engine.save(tmp_path / "1", {"w": torch.zeros(10)})
+        while not (tmp_path / "gate.reached").exists():
+            time.sleep(0.005)
+        second = engine.save(tmp_path / "2", {"w": torch.zeros(20)})  # in the place of the other structure
+        (tmp_path / "gate").touch()
+        assert first.result(60).exists() and second.result(60).exists()

@@ -1,0 +1,122 @@
+"""From an image to a file: direct writes where they work, pieces, and what one that fails does."""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.states import small_state
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import StorageError
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.worker import image_writer
+from asyncckpt.worker.image_writer import BUFFER_BYTES, PIECE_BYTES, write_image
+from asyncckpt.worker.index import spans
+from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.storage.os_errors import translated
+from asyncckpt.worker.storage.output_file import LocalFile
+
+
+def _whole(nbytes: int, whole: int) -> int:
+    """All of it is there."""
+    return whole
+
+
+@pytest.mark.parametrize("refused", ["never", "at open", "at write"])
+def test_where_direct_io_is_refused_it_writes_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    real_open, real_pwrite = os.open, os.pwrite
+    written: set[int] = set()
+
+    def open_(path: str, flags: int, *args: Any) -> int:
+        if refused == "at open" and flags & os.O_DIRECT:
+            os.close(real_open(path, flags & ~os.O_DIRECT, *args))  # some make the file, then say no
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return real_open(path, flags, *args)
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        import fcntl
+
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        if refused == "at write" and direct:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        written.add(direct)
+        return real_pwrite(fd, data[: 3 * PAGE], offset)  # never all at once
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    data = bytes(os.urandom(PIECE_BYTES + 5 * PAGE))
+    with Segment.create("test", len(data)) as segment, ThreadPoolExecutor(2) as pool:
+        segment.view[:] = data
+        bounds = spans([0, 77, 5000], len(data))
+        checksums, direct = write_image(LocalFile(str(tmp_path / "file"), True), pool, segment.view, bounds, _whole)
+    assert (tmp_path / "file").read_bytes() == data
+    assert list(checksums) == [checksum(data[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    if refused != "never":
+        assert not direct and written == {0}
+
+
+@pytest.mark.parametrize("bounces", [False, True])
+def test_through_buffers_or_not_it_is_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bounces: bool
+) -> None:
+    """Which it is depends on the host's huge pages."""
+    written: list[int] = []
+    real_write = LocalFile.write
+
+    def write(self: LocalFile, data: memoryview, offset: int) -> None:
+        written.append(len(data))
+        real_write(self, data, offset)
+
+    monkeypatch.setattr(LocalFile, "write", write)
+    monkeypatch.setattr(image_writer, "only_private", lambda: bounces)
+    data = os.urandom(2 * PIECE_BYTES + 5 * PAGE)
+    with Segment.create("test", len(data)) as segment, ThreadPoolExecutor(2) as pool:
+        segment.view[:] = data
+        _, direct = write_image(LocalFile(str(tmp_path / "file"), True), pool, segment.view, [0, len(data)], _whole)
+    assert (tmp_path / "file").read_bytes() == data
+    assert max(written) == (BUFFER_BYTES if bounces and direct else PIECE_BYTES)
+
+
+def test_a_failed_piece_fails_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LocalFile.write
+
+    def write(self: LocalFile, data: memoryview, offset: int) -> None:
+        if offset:
+            with translated("writing", self.path):
+                raise OSError(errno.EIO, "Input/output error")
+        real(self, data, offset)
+
+    monkeypatch.setattr(LocalFile, "write", write)
+    with Segment.create("test", 3 * PIECE_BYTES) as segment, ThreadPoolExecutor(2) as pool:
+        bounds = spans([], segment.nbytes)
+        with pytest.raises(StorageError):
+            write_image(LocalFile(str(tmp_path / "file"), True), pool, segment.view, bounds, _whole)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_save_leaves_no_page_cache(root: Path, direct: bool) -> None:
+    import mmap
+
+    with Checkpointer(root, Config(direct_io=direct)) as checkpointer:
+        path = checkpointer.save(1, {**small_state(), "large": torch.ones(4 << 20)}).result(60) / "__0_0.distcp"
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        import ctypes
+
+        pages = -(-len(mapped) // PAGE)
+        residency = (ctypes.c_ubyte * pages)()
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = libc.mmap
+        address.restype = ctypes.c_void_p
+        where = address(None, ctypes.c_size_t(len(mapped)), mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        assert libc.mincore(ctypes.c_void_p(where), ctypes.c_size_t(len(mapped)), residency) == 0
+        libc.munmap(ctypes.c_void_p(where), ctypes.c_size_t(len(mapped)))
+    assert sum(value & 1 for value in residency) < pages / 10

@@ -1,0 +1,222 @@
+"""All or nothing: from a slot, as it fills, to a committed checkpoint or a single file.
+
+A checkpoint in this order, each step durable before the next: on every rank the data file and its index; then on the
+first rank DCP's ``.metadata``, the manifest, and the final name. A single file: its bytes, then the name. So whatever
+has its final name is complete. Storage decides (see ``storage/storage.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.errors import CheckpointError, StorageError
+from asyncckpt.shm.segment import Segment
+from asyncckpt.worker import archive
+from asyncckpt.worker.image_writer import ImageFile, write_image, write_small
+from asyncckpt.worker.index import Index, index_name
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.worker.messages import CheckpointLayout, Region, TorchFileLayout
+from asyncckpt.worker.staged_image import StagedImage
+from asyncckpt.worker.storage.storage import OpenAttempt, Storage
+
+# How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
+_ORPHAN_S = 60.0
+
+
+def begin_attempt(storage: Storage, staged_image: StagedImage, layout: object, segment: Segment) -> Attempt:
+    """Open on storage what a write request asks for.
+
+    Args:
+        storage: Of the kind that the request's path is in.
+        staged_image: The image, whether all of it is there or not.
+        layout: What its segment was described as.
+        segment: The segment, mapped until the attempt is sealed or discarded.
+
+    Returns:
+        The attempt, to be written.
+
+    Raises:
+        CheckpointError: The segment is no checkpoint's and no file's.
+        StorageError: There is too little space, or storage refuses.
+    """
+    request = staged_image.request
+    match layout:
+        case TorchFileLayout():
+            file = storage.begin_file(request.path, request.attempt, layout.data_bytes, _ORPHAN_S)
+            return FileAttempt(file, staged_image, layout, segment)
+        case CheckpointLayout():
+            total = layout.data_bytes + sum(region.nbytes for region in layout.constants())
+            # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
+            orphan_s = None if request.rank > 0 else request.timeout if request.world_size > 1 else _ORPHAN_S
+            folder = storage.begin_checkpoint(request.path, request.attempt, total, orphan_s)
+            return CheckpointAttempt(folder, staged_image, layout, segment)
+        case _:
+            raise CheckpointError("the trainer never described this segment as a checkpoint's")
+
+
+@dataclass
+class Attempt(ABC):
+    """One write request being carried out: ``write``, ``seal``, then, when all ranks have, ``commit`` on the first;
+    at the end ``release`` or ``discard`` on all.
+
+    ``opened`` is the attempt on storage. ``direct``: whether the page cache was bypassed; ``timings`` in seconds;
+    ``written_at``: when it was sealed, as ``time.perf_counter`` says.
+    """
+
+    opened: OpenAttempt
+    staged_image: StagedImage
+    layout: CheckpointLayout | TorchFileLayout
+    segment: Segment
+
+    def __post_init__(self) -> None:
+        self.request = self.staged_image.request
+        self.direct = False
+        self.timings: dict[str, float] = {}
+        self.written_at = 0.0
+
+    @abstractmethod
+    def write(self, pool: ThreadPoolExecutor) -> array[int]:
+        """Write the slot's image durably, on the threads of ``pool``; then the slot may be used again.
+
+        Returns the checksums of its spans. Raises ``StorageError``, or why the image does not arrive.
+        """
+
+    @abstractmethod
+    def seal(self) -> bytes:
+        """Write what says what was written. Returns this rank's report, for ``commit``. Raises ``StorageError``."""
+
+    @abstractmethod
+    def commit(self, reports: Sequence[dict[str, Any]]) -> None:
+        """First rank: finalize what all ranks have reported; ``reports`` are in their order.
+
+        Raises ``StorageError`` or ``CheckpointExistsError``.
+        """
+
+    def release(self) -> None:
+        """The save is committed: stop holding the attempt."""
+        self.opened.release()
+
+    def discard(self) -> None:
+        """Remove what the attempt has written, and stop holding it."""
+        self.opened.discard()
+
+    def _image(self) -> memoryview:
+        return self._region(Region(self.layout.slots[self.request.slot], self.layout.data_bytes))
+
+    def _region(self, region: Region) -> memoryview:
+        return self.segment.view[region.offset : region.offset + region.nbytes]
+
+
+@dataclass
+class CheckpointAttempt(Attempt):
+    """An attempt at one rank's part of a checkpoint."""
+
+    layout: CheckpointLayout
+
+    def write(self, pool: ThreadPoolExecutor) -> array[int]:
+        """The image is written as it arrives."""
+        begun = 0.0
+
+        def wait_beyond(nbytes: int, whole: int) -> int:
+            nonlocal begun
+            arrived = self.staged_image.wait_beyond(nbytes, whole)
+            begun = begun or time.perf_counter()  # when there is something to write
+            return arrived
+
+        image, bounds = self._image(), self._region(self.layout.spans).cast("Q")
+        file = self.opened.create(self.layout.data_name, large=True)
+        checksums, self.direct = write_image(file, pool, image, bounds, wait_beyond)
+        self._index_tail = Index.tail(checksums)
+        self.timings["write_s"] = time.perf_counter() - begun
+        return checksums
+
+    def seal(self) -> bytes:
+        layout = self.layout
+        files: dict[str, Any] = {
+            layout.data_name: {"bytes": layout.data_bytes, "xxh3": None},
+            (index := index_name(layout.data_name)): self._write_small(
+                index, self._region(layout.index_head), self._index_tail
+            ),
+        }
+        if self.request.rank == 0:
+            files[METADATA_NAME] = self._write_small(METADATA_NAME, self._region(layout.metadata))
+        self.written_at = time.perf_counter()
+        return json.dumps({"files": files, "write_s": round(self.timings["write_s"], 6)}).encode()
+
+    def commit(self, reports: Sequence[dict[str, Any]]) -> None:
+        request = self.request
+        files = {name: facts for report in reports for name, facts in report["files"].items()}
+        slowest = {"slowest_write_s": max(each["write_s"] for each in reports)}
+        timings = {**self.staged_image.timings, **self.timings, **slowest}
+        manifest = Manifest(
+            attempt=request.attempt,
+            step=request.step,
+            created=time.time(),
+            world_size=len(reports),
+            keep=request.keep,
+            nbytes=sum(facts["bytes"] for facts in files.values()),
+            files=files,
+            timings={name: round(value, 6) for name, value in timings.items()},
+        )
+        self._write_small(MANIFEST_NAME, manifest.encode())
+        self._check_complete(reports)
+        self.opened.finalize(request.existing)
+
+    def discard(self) -> None:
+        """All of it on the first rank, else this rank's files.
+
+        Only the first rank finalizes, so only it can be sure that what it removes has not been finalized meanwhile. The
+        others name their files by the path of the attempt, where nothing stands any more once it is finalized.
+        """
+        data = self.layout.data_name
+        self.opened.discard(None if self.request.rank == 0 else [data, index_name(data)])
+
+    def _write_small(self, name: str, *parts: bytes | memoryview) -> dict[str, Any]:
+        return write_small(self.opened.create(name, large=False), *parts)
+
+    def _check_complete(self, reports: Sequence[dict[str, Any]]) -> None:
+        """That all ranks have written into the same folder is for the job to arrange: a shared file system."""
+        present = self.opened.names()
+        for rank, report in enumerate(reports):
+            missing = report["files"].keys() - present
+            if missing:
+                raise StorageError(
+                    f"rank {rank} has written {sorted(missing)[0]}, and rank 0 does not see it here: all ranks must"
+                    " save to the same path, on a file system that all nodes share",
+                    path=self.opened.path,
+                    rank=rank,
+                )
+
+
+@dataclass
+class FileAttempt(Attempt):
+    """An attempt at a single file, an archive that ``torch.load`` reads."""
+
+    layout: TorchFileLayout
+
+    def write(self, pool: ThreadPoolExecutor) -> array[int]:
+        """The archive is completed in the slot first. Returns no checksums: nobody loads it from memory."""
+        begun = time.perf_counter()
+        alignment, room, *sizes = self._region(self.layout.sizes).cast("Q")
+        image = self._image()
+        with ImageFile(self.opened.create("", large=True), pool, image) as file:
+            self.staged_image.inode = self.opened.inode
+            end = archive.complete(image, alignment, room, sizes, self.request.pickle_bytes, file.advance)
+            self.direct = file.finish(end)
+        self.timings["write_s"] = time.perf_counter() - begun
+        return array("Q")
+
+    def seal(self) -> bytes:
+        """The file says all there is to say of it: there is nothing to report."""
+        self.written_at = time.perf_counter()
+        return b"{}"
+
+    def commit(self, reports: Sequence[dict[str, Any]]) -> None:
+        self.opened.finalize(self.request.existing)

@@ -1,0 +1,296 @@
+"""The endpoint of a worker: a named socket by which processes that did not start it find it, in a folder of this user.
+
+A trainer started in the place of a dead one connects there for the memory that the dead one's worker still holds. The
+name says which rank of which job the worker serves. Two workers never have the same name: the one that has it holds a
+lock, which the kernel releases when the worker dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import xxhash
+from multiprocess.connection import Connection
+
+from asyncckpt.errors import JobTakenError, SaveTimeoutError
+from asyncckpt.worker.wire import receive, send
+
+FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
+
+_BACKLOG = 64
+_PAUSE_S = 0.1
+# How long a worker may take to accept a connection.
+_CONNECT_S = 10
+
+
+def endpoint_name(job: str, rank: int) -> str:
+    """The name of the endpoint of ``rank`` of ``job``, any text."""
+    return f"{xxhash.xxh3_128_hexdigest(job.encode())}-{rank}"
+
+
+def runtime_folder() -> str:
+    """Where the endpoints are: ``$ASYNC_CKPT_RUNTIME_DIR``, else a folder of this user in that for temporary files.
+
+    Not ``$XDG_RUNTIME_DIR``: that is removed when the user logs out, and a training goes on.
+    """
+    return os.environ.get(FOLDER_VARIABLE) or os.path.join(tempfile.gettempdir(), f"asyncckpt-{os.geteuid()}")
+
+
+def endpoint_scope() -> str:
+    """A text that is the same for two processes if they find each other's endpoints. Makes the runtime folder.
+
+    Raises ``OSError`` where that cannot be used.
+    """
+    folder = _open_folder(make=True)
+    try:
+        facts = os.fstat(folder)
+    finally:
+        os.close(folder)
+    # A folder that several hosts mount is the same on all, and a socket in it is not.
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{facts.st_dev:x}/{facts.st_ino:x}"
+
+
+class Endpoint:
+    """The worker's side: it has the name, and listens there. ``close`` leaves nothing behind."""
+
+    def __init__(self, name: str, trainer: int) -> None:
+        """Take ``name`` for the trainer with that process id.
+
+        Raises ``JobTakenError`` where another worker has it, ``OSError`` where the runtime folder cannot be used.
+        """
+        self._name = name
+        self._lock = -1
+        self._closed = False
+        self._folder = _open_folder(make=True)
+        try:
+            _sweep(self._folder)
+            self._lock = _lock(self._folder, name, trainer)
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_socket_name(name), dir_fd=self._folder)  # of one that was killed
+            self._socket.bind(_path(self._folder, name))
+            self._socket.listen(_BACKLOG)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def listen(self, answer: Callable[[Connection], None]) -> None:
+        """From now on have ``answer`` called with each connection of this user, on a thread of its own."""
+        threading.Thread(target=self._accept, args=[answer], name="asyncckpt-endpoint", daemon=True).start()
+
+    def close(self) -> None:
+        """Give the name back. Connections that are open stay so."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
+        self._socket.close()
+        self._give_back()
+
+    def _accept(self, answer: Callable[[Connection], None]) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(_PAUSE_S)  # too many open files, perhaps
+                continue
+            if _is_ours(peer):
+                threading.Thread(target=_serve, args=[peer, answer], name="asyncckpt-answer", daemon=True).start()
+            else:
+                peer.close()
+
+    def _give_back(self) -> None:
+        if self._lock >= 0:
+            _remove(self._folder, self._name)
+            os.close(self._lock)
+        os.close(self._folder)
+
+
+def endpoint_names() -> list[str]:
+    """The names that workers of this user have on this host."""
+    try:
+        folder = _open_folder(make=False)
+    except OSError:
+        return []
+    try:
+        return [entry.removesuffix(".lock") for entry in _locks(folder)]
+    finally:
+        os.close(folder)
+
+
+def connect(name: str) -> Connection | None:
+    """A connection to the worker that has ``name``; None where there is none, none of this user, or none that accepts
+    a connection within ten seconds.
+    """
+    try:
+        folder = _open_folder(make=False)
+    except OSError:
+        return None
+    try:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # Where the worker is stopped and its backlog is full, this would last as long as that.
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECT_S, 0))
+            peer.connect(_path(folder, name))
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
+            if _is_ours(peer):
+                return Connection(peer.detach())
+        except OSError:
+            pass
+        peer.close()
+        return None
+    finally:
+        os.close(folder)
+
+
+def _serve(peer: socket.socket, answer: Callable[[Connection], None]) -> None:
+    with Connection(peer.detach()) as connection, contextlib.suppress(EOFError, OSError):
+        answer(connection)
+
+
+def _open_folder(*, make: bool) -> int:
+    """The runtime folder, opened, if it is this user's alone. Raises ``OSError``."""
+    path = runtime_folder()
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    facts = os.fstat(fd)
+    if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+        os.close(fd)
+        raise PermissionError(
+            errno.EPERM, f"it has to be a folder of this user, closed to all others; or set ${FOLDER_VARIABLE}", path
+        )
+    return fd
+
+
+def _lock(folder: int, name: str, trainer: int) -> int:
+    """Lock ``name``. Returns the descriptor that holds the lock."""
+    while True:
+        fd = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise job_taken_error(*_holders(fd)) from None
+            if _is_at(fd, folder, f"{name}.lock"):  # else its last holder has just removed it
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, json.dumps({"worker": os.getpid(), "trainer": trainer}).encode(), 0)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def job_taken_error(worker: int, trainer: int) -> JobTakenError:
+    """The error for a name that another worker has; both arguments are process ids."""
+    return JobTakenError(
+        f"another trainer (process {trainer}, its worker {worker}) saves as this rank of this job, or has just died;"
+        " end it, or save to another folder"
+    )
+
+
+def _holders(fd: int) -> tuple[int, int]:
+    try:
+        holders = json.loads(os.pread(fd, 1000, 0))
+        return holders["worker"], holders["trainer"]
+    except (ValueError, KeyError):  # it is just writing that
+        return 0, 0
+
+
+def _is_at(fd: int, folder: int, name: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=folder, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _sweep(folder: int) -> None:
+    """Remove what workers left that were killed."""
+    for entry in _locks(folder):
+        with contextlib.suppress(OSError):
+            fd = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(fd, folder, entry):
+                    _remove(folder, entry.removesuffix(".lock"))
+            finally:
+                os.close(fd)
+
+
+def _locks(folder: int) -> Iterator[str]:
+    return (entry for entry in os.listdir(folder) if entry.endswith(".lock"))
+
+
+def _remove(folder: int, name: str) -> None:
+    # The lock last: where there is none, anybody may take the name.
+    for file in (_socket_name(name), f"{name}.lock"):
+        with contextlib.suppress(OSError):
+            os.unlink(file, dir_fd=folder)
+
+
+def _socket_name(name: str) -> str:
+    return f"{name}.sock"
+
+
+def _path(folder: int, name: str) -> str:
+    """A path to the socket of any length: the kernel takes 107 bytes."""
+    return f"/proc/self/fd/{folder}/{_socket_name(name)}"
+
+
+def ask(connection: Connection, question: object, timeout: float) -> Any:
+    """Send a message, and return the worker's answer.
+
+    Args:
+        connection: To the worker.
+        question: One of ``messages.py``.
+        timeout: Seconds to wait.
+
+    Returns:
+        The answer.
+
+    Raises:
+        SaveTimeoutError: There is none.
+        EOFError, OSError: The worker has left.
+    """
+    send(connection, question)
+    await_answer(connection, timeout)
+    return receive(connection)
+
+
+def await_answer(connection: Connection, timeout: float) -> None:
+    """Wait for the worker's answer. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
+    if not connection.poll(timeout):
+        raise SaveTimeoutError(f"a worker did not answer at its endpoint within {timeout:g} s; it may be stopped")
+
+
+def peer_pid(connection: Connection) -> int:
+    """The process at the other end of a connection to an endpoint, as the kernel says."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+        return _credentials(peer)[0]
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Whether a process of this user is at the other end, as the kernel says."""
+    return _credentials(peer)[1] == os.geteuid()
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int]:
+    """The process id and the user of the peer."""
+    pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid

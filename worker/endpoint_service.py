@@ -1,0 +1,149 @@
+"""What a worker does at its endpoint: it answers processes that did not start it, and lingers for a new trainer.
+
+What is published is shown to readers at any time. When the trainer has died, whoever takes over is told of the images,
+and handed the memory. A trainer that takes over hands the memory on to its own worker before the old one leaves, and
+only then has it take the endpoint. So at any instant one of the two holds what is staged, and can be found.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+from multiprocess.connection import Connection
+from multiprocess.reduction import send_handle
+
+from asyncckpt.errors import JobTakenError
+from asyncckpt.worker import messages
+from asyncckpt.worker.endpoint import Endpoint
+from asyncckpt.worker.segment_store import SegmentStore
+from asyncckpt.worker.takeover import is_leaving
+from asyncckpt.worker.wire import receive, send
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_ANSWER_S = 10.0
+# How long the message to leave may take to reach a worker.
+_RETIRE_S = 1.0
+
+
+class EndpointService:
+    """Answers at one endpoint, on a thread for each process that connects."""
+
+    def __init__(self, name: str | None, trainer: int, segment_store: SegmentStore) -> None:
+        """Do not listen yet.
+
+        Args:
+            name: That of the endpoint; None: there is none, and this does nothing.
+            trainer: The process id of this worker's trainer.
+            segment_store: What is shown and handed over.
+        """
+        self._name, self._trainer = name, trainer
+        self._segment_store = segment_store
+        self._endpoint: Endpoint | None = None
+        self._lock = threading.Lock()
+        self._connected = 0
+        self._last_left = 0.0
+        # A plain flag, because a signal handler may set it.
+        self._retired = False
+
+    def open(self) -> None:
+        """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` where there cannot be one."""
+        if self._name is not None and self._endpoint is None:
+            self._endpoint = Endpoint(self._name, self._trainer)
+            self._endpoint.listen(self._answer)
+
+    def close(self) -> None:
+        """Give the endpoint back."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def retire(self) -> None:
+        """Linger no more."""
+        self._retired = True
+
+    def linger(self, seconds: float) -> None:
+        """Wait for somebody to take over what is held, until ``seconds`` after the last process has left."""
+        if not self._find_endpoint(seconds):
+            return
+        begun = time.monotonic()
+        while self._segment_store.holds_anything() and not self._retired:
+            with self._lock:
+                if not self._connected and time.monotonic() - max(begun, self._last_left) > seconds:
+                    return
+            time.sleep(min(_POLL_S, seconds))
+
+    def _find_endpoint(self, seconds: float) -> bool:
+        """Take the endpoint, if the trainer died before it could say so. Returns whether this worker has it.
+
+        The worker that has it may be just leaving, or about to be told to; but if it stays, it has all that this one
+        holds.
+        """
+        deadline = time.monotonic() + seconds
+        stays_since: float | None = None
+        while self._name is not None and self._endpoint is None and time.monotonic() < deadline:
+            if not self._segment_store.holds_anything():
+                break
+            try:
+                self.open()
+            except JobTakenError:
+                stays_since = None if is_leaving(self._name, _ANSWER_S) else stays_since or time.monotonic()
+                if self._retired or (stays_since is not None and time.monotonic() - stays_since > _RETIRE_S):
+                    break
+                time.sleep(_POLL_S)
+            except OSError as error:
+                logger.warning("nobody will find what is held here: %s", error)
+                break
+        return self._endpoint is not None
+
+    def _answer(self, peer: Connection) -> None:
+        """Answer a process until it leaves. Raises ``EOFError`` or ``OSError`` when it does."""
+        with self._lock:
+            self._connected += 1
+        numbers: tuple[int, ...] = ()
+        try:
+            while True:
+                match receive(peer):
+                    case messages.Inspect():
+                        numbers = self._show(peer)
+                    case messages.TakeSegments():
+                        for number in numbers:
+                            send_handle(peer, self._segment_store.hosted(number).segment.fileno(), None)
+                    case messages.Retire():
+                        self.retire()
+                    case messages.ListPublished():
+                        send(peer, messages.PublishedSegments(self._segment_store.published()))
+                    case messages.OpenSegment(number):
+                        self._send_read_only(peer, number)
+        finally:
+            with self._lock:
+                self._connected -= 1
+                self._last_left = time.monotonic()
+
+    def _show(self, peer: Connection) -> tuple[int, ...]:
+        """Tell what is held. Returns the numbers of the segments it is in."""
+        images = self._segment_store.held_images()
+        if images is None:
+            send(peer, messages.TrainerAlive(os.getpid(), self._trainer))
+            return ()
+        numbers = {image.request.segment for image in images}
+        published = []
+        for each in self._segment_store.published():
+            if isinstance(each.layout, messages.WeightsLayout):
+                published.append(each)
+                numbers.update((each.segment, *each.layout.slots))
+        held = tuple(sorted(numbers))
+        send(peer, messages.Inventory(os.getpid(), self._retired, held, images, tuple(published)))
+        return held
+
+    def _send_read_only(self, peer: Connection, number: int) -> None:
+        fd = self._segment_store.open_read_only(number)
+        if fd is None:
+            raise EOFError  # it was released meanwhile: the reader has to begin anew
+        try:
+            send_handle(peer, fd, None)
+        finally:
+            os.close(fd)

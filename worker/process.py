@@ -1,0 +1,141 @@
+"""The worker as a process: how the trainer starts it, and how it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+from multiprocess.connection import Connection
+
+from asyncckpt.errors import WorkerDiedError
+from asyncckpt.worker.messages import Ready
+from asyncckpt.worker.wire import receive
+
+_LAST_WORDS_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How the worker process runs; the fields mean what they mean in ``Config``."""
+
+    direct_io: bool = True
+    io_threads: int = 2
+    nice: int = 10
+    io_class: str = "best-effort"
+    start_timeout: float = 60.0
+    linger: float = 0.0
+    endpoint: str | None = None
+    """Where others find it, see ``endpoint.py``; None: nowhere, and it never lingers."""
+
+
+class WorkerProcess:
+    """A worker process in a session of its own, with our end of its socket, ``connection``."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        """Start it. Raises ``WorkerDiedError``."""
+        detached_workers()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
+        arguments = asdict(options) | {"fd": theirs.fileno(), "trainer": os.getpid()}
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [*command(), json.dumps(arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._stderr,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    cwd="/",
+                    # torch warns, with a stack, of each connection that breaks; we say it in a sentence.
+                    env={"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules(),
+                )
+            except OSError as error:
+                ours.close()
+                os.close(self._stderr)
+                raise WorkerDiedError(f"the worker process did not start: {error}") from error
+        self.connection = Connection(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def wait_ready(self, timeout: float) -> float:
+        """Wait until it is up, and return how many seconds that took. Raises ``WorkerDiedError``."""
+        begun = time.perf_counter()
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll(timeout) and isinstance(receive(self.connection), Ready):
+                return time.perf_counter() - begun
+        self.kill()
+        self.wait()
+        words = self.last_words()
+        self.close()
+        raise WorkerDiedError(f"the worker process did not get ready within {timeout:g} s; {words}")
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait ``timeout`` seconds for its end, and return its exit code; None where it has not ended."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def detach(self) -> None:
+        """It lingers while this process lives on; Python is to take note of its end."""
+        _detached.append(self._process)
+
+    def last_words(self) -> str:
+        """The end of what it wrote to stderr, in a sentence."""
+        end = os.lseek(self._stderr, 0, os.SEEK_END)
+        text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
+        return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
+
+    def close(self) -> None:
+        """Give our end of the socket and its stderr back. Safe to call twice."""
+        self.connection.close()
+        stderr, self._stderr = self._stderr, -1
+        if stderr >= 0:
+            os.close(stderr)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def detached_workers() -> set[int]:
+    """The process ids of workers that this process has left, and that linger."""
+    _detached[:] = [process for process in _detached if process.poll() is None]
+    return {process.pid for process in _detached}
+
+
+def same_modules() -> dict[str, str]:
+    """The environment for a Python that finds the same modules as this one, in the same order, whatever this process
+    did to its path.
+    """
+    path = [os.path.abspath(entry) for entry in sys.path if os.path.exists(entry or os.curdir)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+
+
+def command() -> list[str]:
+    """What is run as the worker; tests put a faulty one in its place."""
+    return [sys.executable, "-m", "asyncckpt.worker"]
+
+
+_detached: list[subprocess.Popen[bytes]] = []

@@ -1,0 +1,249 @@
+"""The worker's memory: its segments, and which whole images are in them.
+
+An image is held from the moment it is staged until its slot is taken again. When the trainer has died, a new one can
+take over the images, and the memory they are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.shm import budget
+from asyncckpt.shm.leases import reopen
+from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slots import SlotTable, State
+from asyncckpt.worker import messages
+from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.takeover import retire_idle_workers
+
+# How long others may take to give memory back that an allocation needs.
+_GIVE_BACK_S = 10.0
+
+
+class HostedSegment:
+    """A segment with what is known of it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closing = False
+        self._slots: SlotTable | None = None
+        self.closed = threading.Event()
+        self.segment = segment
+        self.layout: messages.SegmentLayout | None = None
+        self.constants: tuple[int, ...] = ()
+        """Checksums of the layout's constant regions."""
+
+    @property
+    def slots(self) -> SlotTable:
+        """The states of its slots; only for a segment with a header page."""
+        with self._lock:
+            if self._slots is None:
+                self._slots = SlotTable(self.segment.view)
+            return self._slots
+
+    def describe(self, layout: messages.SegmentLayout) -> None:
+        """Set its layout; the constant bytes are in place."""
+        self.layout = layout
+        self.constants = tuple(checksum(self.region(region)) for region in layout.constants())
+
+    def region(self, region: messages.Region) -> memoryview:
+        """Some of its bytes."""
+        return self.segment.view[region.offset : region.offset + region.nbytes]
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Keep the memory, even if this is closed meanwhile."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                last = self._closing and not self._users
+            if last:
+                self._drop()
+
+    def close(self) -> None:
+        """Let go of the memory, as soon as nobody uses it."""
+        with self._lock:
+            self._closing = True
+            if self._users:
+                return
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._slots is not None:
+            self._slots.close()
+        self.segment.close()
+        self.closed.set()
+
+
+@dataclass
+class _ImageRecord:
+    request: messages.WriteRequest
+    layout: messages.CheckpointLayout
+    checksums: array[int] | None = None
+    committed: bool | None = None
+    adopted: bool = False
+
+
+class SegmentStore:
+    """The segments of one worker, by their numbers. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hosted: dict[int, HostedSegment] = {}
+        self._next = 1
+        self._images: dict[tuple[int, int], _ImageRecord] = {}  # by segment and slot
+        self._released: list[HostedSegment] = []
+        self._trainer_is_gone = False
+
+    def allocate(self, nbytes: int) -> tuple[int, Segment]:
+        """Make a segment, touched. Returns its number, and itself. Raises ``OutOfMemoryError``."""
+        hint = "use fewer slots, or leave more memory to them (each holds one image of the state)"
+        try:
+            budget.require(nbytes, "staging", hint)
+        except OutOfMemoryError:
+            # Something may have been released that is free in a moment. Nor must what is held for trainers that may
+            # never come back deny memory to one that is here.
+            if not (self._wait_released(_GIVE_BACK_S) or retire_idle_workers(_GIVE_BACK_S)):
+                raise
+            budget.require(nbytes, "staging", hint)
+        segment = Segment.create("asyncckpt", nbytes, touch=True)
+        return self._add(segment), segment
+
+    def adopt(self, segment: Segment, held: tuple[messages.HeldImage, ...]) -> int:
+        """Take over a segment of another worker, with the images it held there. Returns its number here."""
+        number = self._add(segment)
+        with self._lock:
+            for each in held:
+                self._hosted[number].layout, self._hosted[number].constants = each.layout, each.constants
+                request = replace(each.request, segment=number)
+                checksums = array("Q", each.checksums)
+                self._images[number, request.slot] = _ImageRecord(
+                    request, each.layout, checksums, each.committed, adopted=True
+                )
+        return number
+
+    def hosted(self, number: int) -> HostedSegment:
+        """The segment of that number."""
+        return self._hosted[number]
+
+    def release(self, number: int) -> None:
+        """Give a segment back."""
+        with self._lock:
+            for place in [place for place in self._images if place[0] == number]:
+                del self._images[place]
+            hosted = self._hosted.pop(number)
+            hosted.close()
+            self._released = [each for each in self._released if not each.closed.is_set()] + [hosted]
+
+    def slot_taken(self, request: messages.WriteRequest) -> None:
+        """A slot is being staged: what was in it is gone."""
+        with self._lock:
+            self._images.pop((request.segment, request.slot), None)
+
+    def image_staged(self, request: messages.WriteRequest) -> None:
+        """An image is whole. Those of single files are not held: nobody looks for them here."""
+        layout = self._hosted[request.segment].layout
+        if isinstance(layout, messages.CheckpointLayout):
+            with self._lock:
+                self._images[request.segment, request.slot] = _ImageRecord(request, layout)
+
+    def image_written(self, request: messages.WriteRequest, checksums: array[int]) -> None:
+        """The checksums of an image are known."""
+        with self._lock:
+            if (image := self._images.get((request.segment, request.slot))) and image.request == request:
+                image.checksums = checksums
+
+    def save_ended(self, save_id: int, *, committed: bool) -> None:
+        """A save has come to its end."""
+        with self._lock:
+            for image in self._images.values():
+                if image.request.save_id == save_id and not image.adopted:
+                    image.committed = committed
+
+    def on_trainer_gone(self, *, keep: bool) -> None:
+        """The trainer is gone. Unless ``keep``, nothing is held for another."""
+        with self._lock:
+            self._trainer_is_gone = True
+            if not keep:
+                self._images.clear()
+
+    def holds_anything(self) -> bool:
+        """Whether there is an image, or something published, that somebody may come for."""
+        with self._lock:
+            return bool(self._images or self._published())
+
+    def held_images(self) -> tuple[messages.HeldImage, ...] | None:
+        """The images that are whole; None while the trainer lives."""
+        with self._lock:
+            if not self._trainer_is_gone:
+                return None
+            whole = [image for image in self._images.values() if self._is_whole(image)]
+        # Nothing is staged any more: what is whole stays so.
+        return tuple(map(self._held, whole))
+
+    def published(self) -> tuple[messages.PublishedSegment, ...]:
+        """The segments in which something is published."""
+        with self._lock:
+            return self._published()
+
+    def open_read_only(self, number: int) -> int | None:
+        """A new descriptor of a segment, through which nobody can write; None where it was released."""
+        with self._lock:
+            hosted = self._hosted.get(number)
+            return None if hosted is None else reopen(hosted.segment.fileno(), os.O_RDONLY)
+
+    def close(self) -> None:
+        """Give all back."""
+        with self._lock:
+            self._images.clear()
+            for hosted in self._hosted.values():
+                hosted.close()
+            self._hosted.clear()
+
+    def _add(self, segment: Segment) -> int:
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._hosted[number] = HostedSegment(segment)
+        return number
+
+    def _wait_released(self, timeout: float) -> bool:
+        """Wait until released memory is free, ``timeout`` seconds at most; False where there is none."""
+        waiting = [hosted for hosted in self._released if not hosted.closed.is_set()]
+        return any([hosted.closed.wait(timeout) for hosted in waiting])
+
+    def _published(self) -> tuple[messages.PublishedSegment, ...]:
+        return tuple(
+            messages.PublishedSegment(number, hosted.layout)
+            for number, hosted in self._hosted.items()
+            if isinstance(hosted.layout, messages.CheckpointLayout | messages.WeightsLayout)
+            and hosted.slots.publications(len(hosted.layout.slots))
+        )
+
+    def _is_whole(self, image: _ImageRecord) -> bool:
+        """Unless the trainer died after it had taken the slot again, and before it could say so."""
+        request = image.request
+        slots = self._hosted[request.segment].slots
+        return slots.save_id(request.slot) == request.save_id and slots.state(request.slot) is not State.STAGING
+
+    def _held(self, image: _ImageRecord) -> messages.HeldImage:
+        hosted = self._hosted[image.request.segment]
+        if image.checksums is None:  # not written yet, or writing failed
+            layout = image.layout
+            bounds = hosted.region(layout.spans).cast("Q")
+            data = hosted.region(messages.Region(layout.slots[image.request.slot], layout.data_bytes))
+            spans = zip(bounds[:-1], bounds[1:], strict=True)
+            image.checksums = array("Q", (checksum(data[begin:end]) for begin, end in spans))
+        return messages.HeldImage(
+            image.request, image.layout, hosted.constants, image.checksums.tobytes(), image.committed
+        )

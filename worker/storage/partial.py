@@ -1,0 +1,191 @@
+"""Attempts on a local or shared file system: hidden beside the final place, locked; one rename decides.
+
+A checkpoint is a folder, a single file is a file; each rank's worker holds it locked until it is finalized or
+discarded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage.folders import exchange, holds_only_a_checkpoint, sync_folder
+from asyncckpt.worker.storage.locks import lock_shared
+from asyncckpt.worker.storage.names import OLD_SUFFIX, with_suffix
+from asyncckpt.worker.storage.os_errors import translated
+from asyncckpt.worker.storage.output_file import LocalFile
+from asyncckpt.worker.storage.storage import OpenAttempt, exists_error
+
+
+class _Partial(OpenAttempt):
+    """What is beside ``final`` until it is finalized: ``path``, locked."""
+
+    def __init__(self, path: str, final: str, direct: bool) -> None:
+        self.path = path
+        self._final = final
+        self._direct = direct
+        self._fd = -1
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _hold(self) -> None:
+        """Lock it. Raises ``OSError``."""
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        lock_shared(self._fd)
+
+
+class PartialFolder(_Partial):
+    """A checkpoint being written."""
+
+    def make(self) -> None:
+        """Make the folder, unless another rank was here first, and lock it. Raises ``OSError``."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.path, 0o755)
+        self._hold()
+
+    def create(self, name: str, *, large: bool) -> LocalFile:
+        return LocalFile(os.path.join(self.path, name), direct=large and self._direct)
+
+    def names(self) -> set[str]:
+        with translated("listing", self.path):
+            return set(os.listdir(self.path))
+
+    def finalize(self, existing: Existing) -> None:
+        """An empty folder at the final place is replaced, whatever ``existing`` says."""
+        final = self._final
+        with translated("flushing a folder", self.path):
+            sync_folder(self.path)
+        is_taken = existing == "join" and os.path.isdir(final)
+        with translated("finalizing the checkpoint", final):
+            try:
+                if not is_taken:
+                    os.rename(self.path, final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                is_taken = True
+            if is_taken and existing == "join" and os.path.isdir(final):
+                _join(self.path, final)
+            elif is_taken and existing == "replace" and holds_only_a_checkpoint(final):
+                _replace(self.path, final)
+            elif is_taken:
+                raise exists_error(final, existing)
+        parent = os.path.dirname(final)
+        with translated("flushing a folder", parent):
+            try:
+                sync_folder(parent)
+            except OSError:
+                if not is_taken:
+                    os.rename(final, self.path)  # what has failed is not to be found there
+                raise
+
+    def discard(self, names: Sequence[str] | None = None) -> None:
+        """The folder goes with its last file."""
+        if names is None:
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self.path, name))
+            with contextlib.suppress(OSError):
+                os.rmdir(self.path)
+        self.release()
+
+
+class PartialFile(_Partial):
+    """A single file being written."""
+
+    _is_created = False
+
+    def create(self, name: str, *, large: bool) -> LocalFile:
+        file = LocalFile(self.path, direct=large and self._direct)
+        self._is_created = True
+        try:
+            with translated("locking a file", self.path):
+                self._hold()
+                self.inode = os.fstat(self._fd).st_ino
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def names(self) -> set[str]:
+        return {os.path.basename(self.path)} if self._is_created else set()
+
+    def finalize(self, existing: Existing) -> None:
+        """The file that is there before gives it its permissions."""
+        with translated("finalizing the file", self._final):
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(self.path, stat.S_IMODE(os.stat(self._final).st_mode))
+            os.rename(self.path, self._final)
+        parent = os.path.dirname(self._final)
+        with translated("flushing a folder", parent):
+            sync_folder(parent)
+
+    def discard(self, names: Sequence[str] | None = None) -> None:
+        if self._is_created:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+        self.release()
+
+
+def undo_join(leftover: str, final: str) -> None:
+    """Of an attempt that was just being joined to ``final`` when it was revoked, and is in ``leftover`` now: see that
+    DCP finds no checkpoint there, whose ``.metadata`` goes there just before our manifest. Raises ``OSError``.
+    """
+    if METADATA_NAME not in (names := os.listdir(leftover)) and MANIFEST_NAME in names:
+        os.unlink(os.path.join(final, METADATA_NAME))
+
+
+def _join(folder: str, final: str) -> None:
+    """Move the files in ``folder`` into ``final``, durably, what says that they are complete after all others.
+
+    A checkpoint that stands there is none from the first moment on: its files have the names of these.
+    """
+    if os.stat(folder).st_dev != os.stat(final).st_dev:
+        raise OSError(errno.EXDEV, "it is on another file system than the folder it is in; save into a folder of it")
+    last = [METADATA_NAME, MANIFEST_NAME]
+    for name in reversed(last):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(final, name))
+    sync_folder(final)
+    present = os.listdir(folder)
+    for names in ([name for name in present if name not in last], [name for name in last if name in present]):
+        for name in names:
+            os.rename(os.path.join(folder, name), os.path.join(final, name))
+        sync_folder(final)
+    with contextlib.suppress(OSError):  # it is finalized all the same
+        os.rmdir(folder)
+
+
+def _replace(folder: str, final: str) -> None:
+    """Put ``folder`` in the place of the checkpoint ``final``, durably, and remove that."""
+    old = folder
+    if not exchange(folder, final):
+        # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
+        old = with_suffix(folder, OLD_SUFFIX)
+        os.rename(final, old)
+        try:
+            os.rename(folder, final)
+        except OSError:
+            os.rename(old, final)
+            raise
+    try:
+        sync_folder(os.path.dirname(final))
+    except OSError:
+        if old != folder:
+            os.rename(final, folder)
+            os.rename(old, final)
+        else:
+            exchange(folder, final)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,259 @@
+"""The storage seam: what every kind of storage does for those who write checkpoints and those who read them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from asyncckpt.errors import CheckpointExistsError, located
+from asyncckpt.worker.messages import Existing
+
+
+class OutputFile(ABC):
+    """A new file while it is written: ``write`` it, ``sync`` it, ``close`` it.
+
+    Any thread may ``write``, several at once; the other calls are made when no write is under way. The memory of a
+    write may change again when it has returned. The bytes are durable when ``sync`` has returned, and not before.
+    """
+
+    path: str
+    """Where it is; for errors."""
+    direct: bool
+    """Whether its bytes bypass the page cache. Then ``data`` and ``offset`` of a write are multiples of the page."""
+
+    @abstractmethod
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of ``data`` at ``offset``, in bytes. Raises ``StorageError``."""
+
+    @abstractmethod
+    def truncate(self, nbytes: int) -> None:
+        """Cut off what is behind ``nbytes``: direct writes are of whole pages. Raises ``StorageError``."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Return when all that was written is durable. Raises ``StorageError``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds; safe to call twice."""
+
+
+class OpenAttempt(ABC):
+    """An attempt at a checkpoint, or at a single file, as one rank's worker has it open.
+
+    All ranks ``create`` their files in the same attempt. When all files of all ranks are durable, the first rank calls
+    ``finalize``. Then every rank calls ``release``, or, if the save has failed, ``discard``. Until one of these, the
+    attempt counts as under way; of a process that dies it does not.
+    """
+
+    path: str
+    """Where it is written, for errors. Nobody takes what is there for a checkpoint."""
+    inode: int | None = None
+    """Of a single file that was created: by this number ``Storage.resolve`` knows it. A manifest names its attempt."""
+
+    @abstractmethod
+    def create(self, name: str, *, large: bool) -> OutputFile:
+        """A new file ``name``; ``large``: written in aligned pieces, past the page cache. An attempt at a single file
+        creates that one, whatever the name. Raises ``StorageError``.
+        """
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """The files that all ranks have created, as far as they are seen from here. Raises ``StorageError``."""
+
+    @abstractmethod
+    def finalize(self, existing: Existing) -> None:
+        """Give the attempt its final name. One step of this decides; when it returns, the result is durable.
+
+        Called once, on the first rank, when all files are durable. ``existing`` says what becomes of a checkpoint that
+        has the name; a single file is always replaced. Raises ``CheckpointExistsError`` where that is not possible,
+        ``StorageError`` where storage refuses, also when the attempt was revoked: then what had the name still has it.
+        """
+
+    @abstractmethod
+    def discard(self, names: Sequence[str] | None = None) -> None:
+        """Remove the files ``names``, None: the whole attempt, as far as storage allows, and ``release`` it.
+
+        Only the first rank discards it whole: it alone is sure that the attempt is not finalized meanwhile. Raises
+        nothing: the error that led here matters more.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Stop counting as under way; what was written stays. Safe to call twice."""
+
+
+class Resolution(NamedTuple):
+    """How an attempt has ended: whether it ``is_finalized``; ``leftover``: what was revoked, for ``Storage.remove``."""
+
+    is_finalized: bool
+    leftover: str | None
+
+
+class Storage(ABC):
+    """One kind of storage. It keeps no state between calls and may be called from any thread and any process.
+
+    **Writing** is done by the workers, each rank's for its own files, in this order:
+
+    1. ``begin_checkpoint`` on all ranks, with the same attempt, or ``begin_file``. Nothing is durable yet.
+    2. ``OpenAttempt.create``, and ``write``, ``sync``, ``close`` of each file. From its ``sync`` on a file is durable,
+       but no part of a checkpoint.
+    3. ``OpenAttempt.finalize`` on the first rank, which has heard from all others. It contains the one atomic step
+       that decides: before it, what was at the final place is there, whole; after it, the new checkpoint is.
+    4. ``OpenAttempt.release`` or ``discard`` on all ranks.
+
+    **Resolving.** Whoever has to know how an attempt ends, and is not told in time, calls ``resolve``. It revokes the
+    attempt by a step that competes with the one of ``finalize``. Exactly one of the two succeeds, and that is how the
+    attempt has ended for everybody: after ``resolve`` has answered, nothing changes the answer. ``resolve`` may take as
+    long as storage does: the caller waits for it with a timeout (see ``resolve.py``).
+
+    **Reading** is done by trainers and tools: they look with ``names_in``, ``exists``, ``size``, and take ``reading``
+    while they read, against which ``remove_checkpoint`` does nothing.
+
+    Paths are absolute. Every method raises ``StorageError`` where storage refuses, and never an ``OSError``.
+    """
+
+    @abstractmethod
+    def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> OpenAttempt:
+        """Begin an attempt at the checkpoint ``final``, or join the one that another rank has begun.
+
+        Args:
+            final: The path it will have. Missing folders above it are made.
+            attempt: The name of the attempt, which no other save uses.
+            nbytes: How many bytes this rank is going to write; there must be space for them.
+            orphan_s: Remove first what dead workers left beside it that many seconds ago, or earlier; None: nothing.
+
+        Returns:
+            The attempt, to be released or discarded.
+
+        Raises:
+            StorageError: There is too little space, or storage refuses.
+        """
+
+    @abstractmethod
+    def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> OpenAttempt:
+        """Begin an attempt at a single file; the other ranks have no part in it.
+
+        Args:
+            final: The path it will have, in a folder that is there.
+            attempt: The name of the attempt, which no other save uses.
+            nbytes: The most bytes it will have; there must be space for them.
+            orphan_s: As in ``begin_checkpoint``.
+
+        Returns:
+            The attempt, to be released or discarded.
+
+        Raises:
+            StorageError: There is too little space, or storage refuses.
+        """
+
+    @abstractmethod
+    def resolve(self, final: str, attempt: str, existing: Existing, inode: int | None = None) -> Resolution:
+        """Find out whether an attempt is finalized, and if it is not, see that it never will be.
+
+        Args:
+            final: The path it was to have.
+            attempt: Its name.
+            existing: As given to ``finalize``.
+            inode: ``OpenAttempt.inode``, of a single file.
+
+        Returns:
+            The answer, which is the same for all that ask, and what is to be removed.
+
+        Raises:
+            StorageError: Storage does not say, and the attempt may end either way.
+        """
+
+    @abstractmethod
+    def revoke(self, final: str, attempt: str) -> str | None:
+        """See that an ``attempt`` at ``final`` that is not finalized never will be.
+
+        Returns what was revoked, for ``remove``; None where there was nothing, or storage may not be changed at all.
+        Raises ``StorageError`` where it is not known what has become of the attempt.
+        """
+
+    @abstractmethod
+    def remove(self, leftover: str | None) -> None:
+        """Remove what was revoked, as far as storage allows; None: nothing."""
+
+    @abstractmethod
+    def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
+        """Whether what is at a final place comes from a certain attempt. Changes nothing, and raises nothing.
+
+        Args:
+            final: The path.
+            attempt: The name of the attempt.
+            inode: ``OpenAttempt.inode``, of a single file.
+
+        Returns:
+            False also where it cannot be read.
+        """
+
+    @abstractmethod
+    def may_put(self, path: str, existing: Existing) -> bool:
+        """Whether ``existing`` allows a checkpoint to be put at ``path``."""
+
+    @abstractmethod
+    def check_file_place(self, path: str) -> None:
+        """Raise ``StorageError`` unless a single file can be put at ``path``."""
+
+    @abstractmethod
+    def names_in(self, folder: str) -> list[str]:
+        """The names in ``folder``, in no order; none where there is no such folder."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether anything is at ``path``."""
+
+    @abstractmethod
+    def size(self, path: str) -> int | None:
+        """The bytes of the file ``path``; None where it is missing."""
+
+    @abstractmethod
+    def read(self, path: str) -> bytes:
+        """All bytes of the small file ``path``."""
+
+    @abstractmethod
+    def reading(self, path: str) -> AbstractContextManager[None]:
+        """Hold the checkpoint ``path`` against removal. Raises ``CheckpointNotFoundError`` where there is no folder."""
+
+    @abstractmethod
+    def attempts_under_way(self, folder: str) -> list[str]:
+        """The attempts in ``folder`` that some worker is still writing, as paths."""
+
+    @abstractmethod
+    def remove_checkpoint(self, path: str) -> bool:
+        """Remove a checkpoint that nobody reads, its final name first; False where somebody reads it."""
+
+    @abstractmethod
+    def set_aside(self, path: str) -> None:
+        """Take the name from a damaged checkpoint, durably, and remove nothing of it."""
+
+    def check_place(self, path: str, existing: Existing, step: int | None = None) -> None:
+        """Raise unless a checkpoint may be put at a place.
+
+        Args:
+            path: The place.
+            existing: What is allowed, as in ``may_put``.
+            step: The step to be saved there, for the error.
+
+        Raises:
+            CheckpointExistsError: Something is there that ``existing`` does not allow for.
+        """
+        if not self.may_put(path, existing):
+            raise located(exists_error(path, existing), step=step)
+
+
+_WHY_TAKEN = {
+    "replace": "there is something here that is not a checkpoint, or not only one; move it away or save elsewhere",
+    "join": "there is something here that is no folder; move it away or save elsewhere",
+    "refuse": "there is something here already, and a checkpoint never replaces another by accident;"
+    " remove it first, or save under another step",
+}
+
+
+def exists_error(path: str, existing: Existing) -> CheckpointExistsError:
+    """The error for a final ``path`` that is taken."""
+    return CheckpointExistsError(_WHY_TAKEN[existing], path=path)

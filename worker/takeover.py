@@ -1,0 +1,183 @@
+"""Takeover: how a process asks a worker that it did not start for the memory of a dead trainer, and has it leave."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Collection
+from types import TracebackType
+
+import psutil
+from multiprocess.connection import Connection
+from multiprocess.reduction import recv_handle
+
+from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slots import PublishedVersion, SlotTable
+from asyncckpt.worker.endpoint import ask, await_answer, connect, endpoint_names, job_taken_error, peer_pid
+from asyncckpt.worker.messages import Inspect, Inventory, Retire, TakeSegments, TrainerAlive
+from asyncckpt.worker.wire import send
+
+logger = logging.getLogger(__name__)
+
+# How long a worker may take to see that its trainer is dead, and how often it is asked.
+_NOTICE_S = 5.0
+_POLL_S = 0.02
+
+
+class Takeover:
+    """A connection to a worker whose trainer is gone: the ``images`` and ``published`` it holds, and the ``segments``
+    they are in, mapped here.
+
+    The worker stays as long as the connection is open, and its ``linger`` beyond it.
+    """
+
+    def __init__(self, connection: Connection, inventory: Inventory, segments: dict[int, Segment]) -> None:
+        self._connection = connection
+        self.worker = inventory.worker
+        self.segments = segments
+        self.images = list(inventory.images)
+        self.published = list(inventory.published)
+
+    @classmethod
+    def find(cls, endpoint: str, timeout: float, left: Collection[int] = ()) -> Takeover | None:
+        """Connect to the worker that a dead trainer has left.
+
+        Args:
+            endpoint: The name of its endpoint.
+            timeout: Seconds that each answer may take.
+            left: Process ids of workers that this process itself has left.
+
+        Returns:
+            The connection; None where there is no worker.
+
+        Raises:
+            JobTakenError: Its trainer lives.
+            SaveTimeoutError: It does not answer.
+        """
+        noticed = time.monotonic() + _NOTICE_S
+        while (connection := connect(endpoint)) is not None:
+            try:
+                reply = _inspect(connection, timeout)
+                if isinstance(reply, Inventory):
+                    return cls(connection, reply, _take_segments(connection, reply, timeout))
+                lives = _lives(reply.trainer) and reply.worker not in left
+                if lives or time.monotonic() > noticed:
+                    raise job_taken_error(reply.worker, reply.trainer)
+            except CheckpointError:
+                connection.close()
+                raise
+            except (EOFError, OSError) as error:
+                connection.close()  # it has just left
+                if time.monotonic() > noticed:
+                    raise SaveTimeoutError(f"a worker cannot be talked to at its endpoint: {error}") from error
+            connection.close()
+            time.sleep(_POLL_S)
+        return None
+
+    def last_published(self) -> PublishedVersion | None:
+        """The newest version that was published in the segments of the images."""
+        found: list[PublishedVersion] = []
+        for number, layout in {each.request.segment: each.layout for each in self.images}.items():
+            table = SlotTable(self.segments[number].view)
+            found += table.publications(len(layout.slots))
+            table.close()
+        return max(found, default=None)
+
+    def retire(self, timeout: float) -> None:
+        """Have the worker leave once all is written, and wait for that. What is mapped here stays.
+
+        One that has not left after ``timeout`` seconds (storage may be stalled, or a host of the job be lost) is
+        killed: what it was writing is held here. Raises ``SaveTimeoutError`` if not even that ends it.
+        """
+        try:
+            send(self._connection, Retire())
+            if not self._connection.poll(timeout):  # nothing comes but the end of file
+                logger.warning(
+                    "the worker %d of the trainer before this one is killed, after %g s", self.worker, timeout
+                )
+                os.kill(peer_pid(self._connection), signal.SIGKILL)
+                if not self._connection.poll(_NOTICE_S):
+                    raise SaveTimeoutError(f"the worker {self.worker} of the trainer before this one cannot be killed")
+        except CheckpointError:
+            raise
+        except OSError:
+            pass  # it has left
+        self._connection.close()
+
+    def close(self) -> None:
+        """Drop the connection, and let go of the memory."""
+        self._connection.close()
+        for segment in self.segments.values():
+            segment.close()
+
+    def __enter__(self) -> Takeover:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def retire_idle_workers(timeout: float) -> bool:
+    """Have the workers leave that only linger, with nothing that is not in storage. Returns whether one has.
+
+    ``timeout``: seconds that each may take.
+    """
+    found = False
+    for endpoint in endpoint_names():
+        if (connection := connect(endpoint)) is None:
+            continue
+        with connection, contextlib.suppress(CheckpointError, EOFError, OSError):
+            reply = _inspect(connection, timeout)
+            if isinstance(reply, Inventory) and all(each.committed for each in reply.images):
+                send(connection, Retire())
+                found |= connection.poll(timeout)
+    return found
+
+
+def is_leaving(endpoint: str, timeout: float) -> bool:
+    """Whether the worker with that ``endpoint`` is about to leave, or has left. ``timeout``: seconds to wait for it."""
+    connection = connect(endpoint)
+    if connection is None:
+        return True
+    with connection:
+        try:
+            reply = _inspect(connection, timeout)
+        except CheckpointError:
+            return False
+        except (EOFError, OSError):
+            return True
+    return isinstance(reply, Inventory) and reply.leaving
+
+
+def _inspect(connection: Connection, timeout: float) -> TrainerAlive | Inventory:
+    reply = ask(connection, Inspect(), timeout)
+    if not isinstance(reply, (TrainerAlive, Inventory)):
+        raise CheckpointError(f"a worker answered {reply!r} to an inspection: please report this")
+    return reply
+
+
+def _take_segments(connection: Connection, inventory: Inventory, timeout: float) -> dict[int, Segment]:
+    segments: dict[int, Segment] = {}
+    send(connection, TakeSegments())
+    try:
+        for number in inventory.segments:
+            await_answer(connection, timeout)
+            segments[number] = Segment.attach(recv_handle(connection))
+    except BaseException:
+        for segment in segments.values():
+            segment.close()
+        raise
+    return segments
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
