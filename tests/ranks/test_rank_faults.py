@@ -20,6 +20,7 @@ from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.loading.verify import verify
 from asyncckpt.planning import plan
+from asyncckpt.ranks import group
 from asyncckpt.staging import slot_copy as staging
 from asyncckpt.worker import process as worker_process
 
@@ -152,7 +153,9 @@ def _outlive(root: str, gate: str, fault: str, trainer_dies: bool) -> str:
     os.environ["ASYNCCKPT_TEST_GATE"] = gate
     if dist.get_rank() == 0:
         faulty(fault)
-    checkpointer = Checkpointer(root, Config(timeout=SHORT_S, commit_timeout=SHORT_S, start_timeout=START_S))
+    # Within the time for a commit all workers have to come up, too, which a loaded machine takes seconds for.
+    checkpointer = Checkpointer(root, Config(timeout=2 * SHORT_S, commit_timeout=2 * SHORT_S, start_timeout=START_S))
+    group._RESOLVE_S = SHORT_S
     save = checkpointer.save(1, replicas(1))
     if dist.get_rank() == 0:
         worker = checkpointer._engine.worker
