@@ -61,10 +61,15 @@ class Checkpointer:
         config: Config | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        """``root`` is made if it is missing. Raises ``StorageError`` where that cannot be.
+        """In a job of many ranks every rank makes one, and all make the same calls in the same order.
 
-        In a job of many ranks every rank makes one, with the same ``root`` on a file system they share, and all make
-        the same calls in the same order. ``process_group``: those that save together; None: the whole job.
+        Args:
+            root: The folder, made if it is missing; the same on all ranks, on a file system they share.
+            config: What there is to choose; None: the defaults.
+            process_group: The ranks that save together; None: the whole job.
+
+        Raises:
+            StorageError: The folder cannot be made.
         """
         self.root = os.path.abspath(os.fspath(root))
         try:
@@ -110,9 +115,14 @@ class Checkpointer:
             raise ValueError(f"a step is 0 or more, not {step}")
         path = step_folder(self.root, step)
         self._newest = self._engine.save(
-            path, state_dict, step=step, keep_last=self.config.keep_last, keep=partial(self.config.keeps, step)
+            path, state_dict, step=step, keep_last=self.config.keep_last, keep=partial(self._keeps, step)
         )
         return self._newest
+
+    def _keeps(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is one to keep for good."""
+        every, keep = self.config.keep_every, self.config.keep
+        return (every is not None and step % every == 0) or (keep is not None and bool(keep(step)))
 
     def publish(self, save: Save, version: int | None = None, *, roll_back: bool = False) -> Publication:
         """Let readers on this host have what was staged for a save. No copy is made.
@@ -164,7 +174,7 @@ class Checkpointer:
             memory: Whether it may come from memory.
 
         Returns:
-            The step of the checkpoint.
+            Its step.
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it cannot be read.
@@ -240,10 +250,9 @@ class Checkpointer:
 
     def _find(self, step: int | None) -> int:
         """``step``, or the newest, if there is a checkpoint of it."""
+        step = self._settled() if step is None else step
         if step is None:
-            step = self._settled()
-            if step is None:
-                raise CheckpointNotFoundError("there is no checkpoint here yet", path=self.root)
+            raise CheckpointNotFoundError("there is no checkpoint here yet", path=self.root)
         if step not in self.steps():
             known = ", ".join(map(str, self.steps()[-5:])) or "none"
             raise CheckpointNotFoundError(

@@ -120,11 +120,6 @@ class Config:
             if not good:
                 raise ValueError(f"Config.{name} cannot be {getattr(self, name)!r}; see its description")
 
-    def keeps(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is one to keep for good."""
-        every = self.keep_every is not None and step % self.keep_every == 0
-        return every or (self.keep is not None and bool(self.keep(step)))
-
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Config:
         """What the environment variables say. Raises ``ValueError``, naming the variable."""
@@ -176,7 +171,7 @@ def _io_class(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Option:
-    """One thing to choose: on the command line, if it has a ``help`` there, and by the variable of the same name."""
+    """One thing to choose: on the command line, if it has a ``help``, and by the variable of the same name."""
 
     flag: str
     parse: Callable[[str], Any]
@@ -207,6 +202,14 @@ _SWITCH = _Option(
     " later one",
 )
 
+# What has a variable and no option.
+_VARIABLES: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("keep_every", "worker_restarts", "io_threads"), int),
+    **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause"), float),
+    **dict.fromkeys(("job_id", "host"), str),
+    **dict.fromkeys(("progress", "direct_io"), _truth),
+}
+
 # By their names in ``Config``.
 _OPTIONS = {
     "assume_constant_structure": _Option(
@@ -230,16 +233,5 @@ _OPTIONS = {
         _io_class,
         "I/O class of the worker: 0 or none, 2 or best-effort, 3 or idle (default: best-effort)",
     ),
-    "keep_every": _Option("--async-ckpt-keep-every", int),
-    "linger": _Option("--async-ckpt-linger", float),
-    "job_id": _Option("--async-ckpt-job-id", str),
-    "progress": _Option("--async-ckpt-progress", _truth),
-    "timeout": _Option("--async-ckpt-timeout", float),
-    "commit_timeout": _Option("--async-ckpt-commit-timeout", float),
-    "host": _Option("--async-ckpt-host", str),
-    "start_timeout": _Option("--async-ckpt-start-timeout", float),
-    "worker_restarts": _Option("--async-ckpt-worker-restarts", int),
-    "restart_pause": _Option("--async-ckpt-restart-pause", float),
-    "direct_io": _Option("--async-ckpt-direct-io", _truth),
-    "io_threads": _Option("--async-ckpt-io-threads", int),
+    **{name: _Option(f"--async-ckpt-{name.replace('_', '-')}", parse) for name, parse in _VARIABLES.items()},
 }

@@ -1,7 +1,7 @@
 """Every error that crosses the public boundary, each named for a situation.
 
-The lowest floor of the house: standard library only, imported by all rooms. Errors travel between processes of one
-host as pickles, and between hosts as text (``encode``, ``decode``), which is checked when it arrives.
+They travel between processes of one host as pickles, and between hosts as text (``encode``, ``decode``), which is
+checked when it arrives.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from typing import Any
 
 
 class CheckpointError(Exception):
-    """Something about a checkpoint went wrong; the base of all errors here.
-
-    The text says what happened, where (path, rank, step) and what to do. The same facts are attributes:
-    ``path`` (str or None), ``rank`` (int or None), ``step`` (int or None).
-    """
+    """Something about a checkpoint went wrong; the base of all errors here."""
 
     def __init__(
         self,
@@ -26,6 +22,14 @@ class CheckpointError(Exception):
         rank: int | None = None,
         step: int | None = None,
     ) -> None:
+        """The text says what happened, where, and what to do. The arguments are attributes, too.
+
+        Args:
+            message: What happened, and what to do.
+            path: The file or folder.
+            rank: The rank in the group that saves together.
+            step: The training step.
+        """
         self.message = message
         self.path = None if path is None else os.fspath(path)
         self.rank = rank
@@ -126,17 +130,14 @@ def located(
     step: int | None = None,
     otherwise: type[CheckpointError] = CheckpointError,
 ) -> CheckpointError:
-    """``error`` as one of ours, with the place, rank and step it happened at, where it does not say so itself.
+    """An error as a new one of ours, with the place, rank and step it happened at, where it does not say so itself.
 
     Args:
-        error: Any error; one that is not ours is named by its type.
-        path: The file or folder.
-        rank: The rank in the group that saves together.
-        step: The training step.
+        error: Any; one that is not ours is named by its type, and is the cause of the new one.
+        path: As of ``CheckpointError``.
+        rank: As there.
+        step: As there.
         otherwise: The class for an error that is not ours.
-
-    Returns:
-        A new error; the old one is its cause unless it was ours.
     """
     if isinstance(error, CheckpointError):
         return type(error)(
@@ -152,8 +153,7 @@ def located(
 
 def encode(error: CheckpointError) -> bytes:
     """One line of JSON: what comes over a network is not unpickled."""
-    where = {"path": error.path, "rank": error.rank, "step": error.step}
-    return json.dumps({"kind": type(error).__name__, "message": error.message, **where}).encode()
+    return json.dumps({"kind": type(error).__name__, "message": error.message, **error._where()}).encode()
 
 
 def decode(text: bytes) -> CheckpointError:

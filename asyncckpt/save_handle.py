@@ -27,6 +27,7 @@ class SaveState:
         self.begun = time.perf_counter()
         self.timings: dict[str, float] = {}
         self.future: Future[Path] = Future()
+        self.future.set_running_or_notify_cancel()  # nobody can cancel it
         self.is_reported = False
         """Somebody was told of its failure, or will be."""
         self.queued, self.staged = threading.Event(), threading.Event()
@@ -139,7 +140,7 @@ class Save:
             fence()
 
     def mark_reported(self) -> None:
-        """A failure of this save is for whoever holds the handle: no later call of the engine raises it."""
+        """Whoever holds the handle asks for a failure: no later call of the engine raises it."""
         self._state.is_reported = True
 
     @property

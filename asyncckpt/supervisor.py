@@ -23,7 +23,6 @@ class Supervisor:
         self,
         config: Config,
         job: str | None,
-        on_takeover: Callable[[Takeover], object],
         on_death: Callable[[], object],
         hand_over: Callable[[WorkerClient, Takeover | None], object],
     ) -> None:
@@ -33,13 +32,13 @@ class Supervisor:
             config: What the workers are to be like, and how many may die in a row.
             job: A text by which a trainer finds the worker of the one before it; None: the worker leaves with its
                 trainer, and nobody finds it.
-            on_takeover: Told, once, of a worker that a trainer before this one has left.
             on_death: Told that the worker has died, before another is started: its memory is nobody's.
-            hand_over: Gives a new worker the memory that outlived the one before it, and that of a predecessor.
+            hand_over: Gives a new worker the memory that outlived the one before it, or that of the worker which the
+                trainer before this one has left.
         """
         self._config = config
         self._job = job
-        self._on_takeover, self._on_death, self._hand_over = on_takeover, on_death, hand_over
+        self._on_death, self._hand_over = on_death, hand_over
         self._predecessor: Takeover | None = None
         self._has_looked = self._closed = False
         self._deaths = 0  # of workers, since a save was committed
@@ -50,8 +49,7 @@ class Supervisor:
     def running(self, rank: int) -> WorkerClient:
         """The worker of ``rank``; a new one where there is none yet, or it has died.
 
-        Raises ``WorkerDiedError`` where none starts, or too many have died in a row; ``JobTakenError``,
-        ``SaveTimeoutError``.
+        Raises ``JobTakenError``, ``SaveTimeoutError``, ``WorkerDiedError`` (also where too many have died in a row).
         """
         self.check_usable()
         if self.client is not None and not self.client.alive:
@@ -61,7 +59,6 @@ class Supervisor:
             self._record_death()
         if self.client is None:
             self._check_limit(rank)
-            self.find_predecessor(rank)
             try:
                 self.client = self._start(rank)
             except WorkerDiedError:
@@ -69,17 +66,15 @@ class Supervisor:
                 raise
         return self.client
 
-    def find_predecessor(self, rank: int) -> None:
-        """Look, once, for the worker that the trainer before this one has left; ``on_takeover`` is told of it.
+    def find_predecessor(self, rank: int) -> Takeover | None:
+        """The worker that the trainer before this one has left, as long as its memory is not taken over.
 
         Raises ``JobTakenError`` where that trainer lives, ``SaveTimeoutError`` where its worker does not answer.
         """
-        if self._job is None or self._has_looked or self.client is not None:
-            return
-        self._predecessor = Takeover.find(endpoint_name(self._job, rank), self._config.timeout, detached_workers())
-        self._has_looked = True
-        if self._predecessor is not None:
-            self._on_takeover(self._predecessor)
+        if self._job is not None and not self._has_looked and self.client is None:
+            self._predecessor = Takeover.find(endpoint_name(self._job, rank), self._config.timeout, detached_workers())
+            self._has_looked = True
+        return self._predecessor
 
     def record_commit(self) -> None:
         """A save is committed: workers do not die in a row."""
@@ -98,10 +93,9 @@ class Supervisor:
         Raises ``SaveTimeoutError`` where it is still writing after ``Config.timeout`` seconds.
         """
         self._closed = True
-        if self.client is not None and linger:
-            self.client.detach(self._config.timeout)
-        elif self.client is not None:
-            self.client.close(self._config.timeout)
+        if self.client is not None:
+            end = self.client.detach if linger else self.client.close
+            end(self._config.timeout)
 
     def close(self) -> None:
         """Let go of a predecessor's memory that no worker has taken over."""
@@ -110,16 +104,15 @@ class Supervisor:
             self._predecessor = None
 
     def _check_limit(self, rank: int) -> None:
+        died = f"the worker has died {self._deaths} times in a row, and"
         if self._deaths > self._config.worker_restarts:
             raise WorkerDiedError(
-                f"the worker has died {self._deaths} times in a row, and no other is started (see"
-                f" Config.worker_restarts); look at what is in the log, then make a new checkpointer",
+                f"{died} no other is started (see Config.worker_restarts); look at what is in the log, then make a new"
+                " checkpointer",
                 rank=rank,
             )
         if (left := self._restart_at - time.monotonic()) > 0:
-            raise WorkerDiedError(
-                f"the worker has died {self._deaths} times in a row, and another is started in {left:.1f} s", rank=rank
-            )
+            raise WorkerDiedError(f"{died} another is started in {left:.1f} s", rank=rank)
 
     def _record_death(self) -> None:
         """The next may be started at once, but not one after the other."""
@@ -128,8 +121,9 @@ class Supervisor:
             self._restart_at = time.monotonic() + self._config.restart_pause * 2 ** (self._deaths - 2)
 
     def _start(self, rank: int) -> WorkerClient:
-        config, timeout = self._config, self._config.timeout
+        config = self._config
         endpoint = None if self._job is None else endpoint_name(self._job, rank)
+        predecessor = self.find_predecessor(rank)
         client = WorkerClient(
             WorkerOptions(
                 direct_io=config.direct_io,
@@ -143,27 +137,26 @@ class Supervisor:
         )
         try:
             # First the memory: until this one has it, the worker before it must stay.
-            self._hand_over(client, self._predecessor)
-            if self._predecessor is not None:
-                self._predecessor.retire(timeout)
+            self._hand_over(client, predecessor)
+            if predecessor is not None:
+                predecessor.retire(config.timeout)
                 self._predecessor = None
-            _take_endpoint(client, endpoint, timeout)
+            self._take_endpoint(client, endpoint)
         except BaseException:
-            client.close(timeout)
+            client.close(config.timeout)
             raise
         return client
 
-
-def _take_endpoint(client: WorkerClient, endpoint: str | None, timeout: float) -> None:
-    """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            client.listen(timeout)
-            return
-        except JobTakenError:
-            if endpoint is None or time.monotonic() > deadline:
-                raise
-        if (left := Takeover.find(endpoint, timeout, detached_workers())) is not None:
-            with left:
-                left.retire(timeout)
+    def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
+        """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""
+        timeout = self._config.timeout
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return client.listen(timeout)
+            except JobTakenError:
+                if endpoint is None or time.monotonic() > deadline:
+                    raise
+            if (left := Takeover.find(endpoint, timeout, detached_workers())) is not None:
+                with left:
+                    left.retire(timeout)

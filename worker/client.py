@@ -8,28 +8,105 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from multiprocess.reduction import recv_handle, send_handle
 
 from asyncckpt.errors import CheckpointError, ClosedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
-from asyncckpt.worker.open_saves import OpenSaves, TrackedSave
 from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
-from asyncckpt.worker.wire import receive, send
+from asyncckpt.worker.rounds import grace
 
 logger = logging.getLogger(__name__)
 
-# How long the listener listens before it looks which saves are overdue.
-_LISTEN_S = 1.0
-# How often somebody who waits for an answer looks whether the worker lives.
-_LOOK_S = 0.5
+_LISTEN_S = 1.0  # how long the listener listens before it looks which saves are overdue
 
 Answer = TypeVar("Answer")
+
+
+class TrackedSave(Protocol):
+    """A save that the worker was told of; its own calls come on whatever thread learns of it."""
+
+    request: messages.WriteRequest
+    begun_at: float  # when the worker was told, by time.monotonic
+    copied: threading.Event  # nobody copies into its slot (any more)
+    is_whole: bool  # its image is complete
+    is_written: bool  # the worker has no more to do with its slot
+    has_ended: bool  # the worker's part has ended, well or badly
+
+    def on_written(self, inode: int | None) -> None:
+        """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name."""
+
+    def on_end(self, outcome: messages.Committed | CheckpointError, *, heard: bool = True) -> None:
+        """Its end. Not ``heard``: the worker is dead, and has not said how the save ended."""
+
+
+class OpenSaves:
+    """Those that the worker was told of, by their numbers, until they have ended and their slots are free.
+
+    ``changed`` guards them, and is notified whenever a save gets on.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._open: dict[int, TrackedSave] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def add(self, save: TrackedSave) -> None:
+        """The worker is told of it."""
+        save.begun_at = time.monotonic()
+        with self.changed:
+            self._open[save.request.save_id] = save
+
+    def discard(self, save: TrackedSave) -> None:
+        """The worker could not be told of it."""
+        with self.changed:
+            self._open.pop(save.request.save_id, None)
+
+    def any_overdue(self) -> bool:
+        """Whether the worker has not said in time how a save ended. It may be stopped, and go on at any moment."""
+        with self.changed:
+            return any(_is_overdue(save) for save in self._open.values() if not save.has_ended)
+
+    def on_copied(self, save: TrackedSave) -> None:
+        """Nobody copies into its slot any more."""
+        with self.changed:
+            save.copied.set()
+            self.changed.notify_all()
+
+    def on_written(self, save_id: int, inode: int | None = None) -> None:
+        """The worker lets go of its slot."""
+        with self.changed:
+            if (save := self._open.get(save_id)) is not None:  # else the worker died meanwhile
+                save.on_written(inode)
+                self._changed(save)
+
+    def on_end(self, save_id: int, outcome: messages.Committed | CheckpointError) -> None:
+        """It has ended. Where another rank has failed it, its slot may still be being written."""
+        with self.changed:
+            save = self._open.get(save_id)
+            if save is not None and not save.has_ended:  # else it was cancelled, or the worker died and took it along
+                save.on_end(outcome)
+                self._changed(save)
+
+    def close(self) -> list[TrackedSave]:
+        """The worker is gone: all slots are free. Returns those that were open."""
+        with self.changed:
+            saves, self._open = list(self._open.values()), {}
+            for save in saves:
+                save.on_written(None)
+            self.changed.notify_all()
+        return saves
+
+    def _changed(self, save: TrackedSave) -> None:
+        if save.has_ended and save.is_written:
+            del self._open[save.request.save_id]
+        self.changed.notify_all()
 
 
 class WorkerClient:
@@ -52,10 +129,9 @@ class WorkerClient:
         self._closing = self._detaching = False
         self.has_endpoint = False
         """Whether others can find the worker."""
-        self.started_s = self._process.wait_ready(options.start_timeout)
+        self._process.wait_ready(options.start_timeout)
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
         self._listener.start()
-        _live_clients.add(self)
 
     @property
     def pid(self) -> int:
@@ -86,15 +162,12 @@ class WorkerClient:
             logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
 
     def adopt(self, segment: Segment, held: tuple[messages.HeldImage, ...], timeout: float) -> int:
-        """Have the worker take over a segment whose worker is gone, with the images in it.
+        """Have the worker take over a segment whose worker is gone. Returns its number in this one.
 
         Args:
             segment: The memory; it stays mapped here too.
             held: The images in it that the worker is to keep for now.
             timeout: Seconds.
-
-        Returns:
-            The number of the segment in this worker.
         """
         doing = "handing over shared memory"
         return self._ask(messages.Adopt(held), messages.Adopted, timeout, doing, segment.fileno()).segment
@@ -104,25 +177,22 @@ class WorkerClient:
         return self._ask(messages.Host(port), messages.Hosting, timeout, "hosting the store that joins the ranks").port
 
     def describe(self, segment: int, layout: messages.SegmentLayout, timeout: float) -> None:
-        """Tell what stands where in a segment; all that is constant must be written by now.
+        """Tell what stands where in a segment; whoever asks the worker from now on is told so.
 
         Args:
             segment: Its number in the worker.
-            layout: What it holds. When this returns, whoever asks the worker is told so.
+            layout: What it holds; all that is constant must be written by now.
             timeout: Seconds.
         """
         self._ask(messages.Describe(segment, layout), messages.Described, timeout, "describing shared memory")
 
     def cancel(self, save: TrackedSave, reason: CheckpointError, timeout: float) -> bool:
-        """Take back a save that is not staged, or not being written yet.
+        """Take back a save that is not being written yet. False, and nothing changes, where it is too late for that.
 
         Args:
-            save: It ends with ``reason``; its slot is free, or will be in a moment.
-            reason: What it fails with.
+            save: Its slot is free then, or will be in a moment.
+            reason: What it ends with.
             timeout: Seconds.
-
-        Returns:
-            False, and nothing changes, when it is too late for that.
         """
         save_id = save.request.save_id
         answer = self._ask(messages.Cancel(save_id, reason), messages.Cancelled, timeout, "taking a save back")
@@ -160,16 +230,12 @@ class WorkerClient:
     # Waits, and the end.
 
     def wait_for(self, condition: Callable[[], bool], timeout: float, doing: str) -> None:
-        """Wait until ``condition`` holds, which is looked at whenever a save gets on.
+        """Wait until ``condition`` holds. Raises ``SaveTimeoutError``, or ``WorkerDiedError``: it never will.
 
         Args:
-            condition: Called while the saves cannot change.
+            condition: Looked at whenever a save gets on; the saves cannot change meanwhile.
             timeout: Seconds.
             doing: What is being waited for, for the error.
-
-        Raises:
-            SaveTimeoutError: It does not hold in time.
-            WorkerDiedError: There is nobody to wait for.
         """
         with self.saves.changed:
             self.saves.changed.wait_for(lambda: condition() or self._death is not None, timeout)
@@ -186,31 +252,27 @@ class WorkerClient:
     def close(self, timeout: float) -> None:
         """End the worker once all that was handed over is written. Safe to call twice.
 
-        Raises ``SaveTimeoutError`` if that takes longer than ``timeout`` seconds; then the worker goes on by itself,
-        and leaves when it is done.
+        Raises ``SaveTimeoutError`` after ``timeout`` seconds; then the worker goes on, and leaves when it is done.
         """
-        if self._owner != os.getpid() or self._connection.closed:
-            return
-        self._closing = True
-        with contextlib.suppress(OSError):  # it has ended already
-            send(self._connection, messages.Close())
-        if self._process.wait(timeout) is None:
-            raise SaveTimeoutError(
-                f"the worker {self.pid} is still writing after {timeout:g} s; it goes on, and ends by itself"
-            )
-        self._listener.join()
-        self._drop()
+        if self._is_ours():
+            self.abandon()
+            if self._process.wait(timeout) is None:
+                raise SaveTimeoutError(
+                    f"the worker {self.pid} is still writing after {timeout:g} s; it goes on, and ends by itself"
+                )
+            self._listener.join()
+            self._process.close()
 
     def detach(self, timeout: float) -> None:
         """Wait until all that was handed over is written, then leave as one that dies does: the worker lingers.
 
         Raises ``SaveTimeoutError`` after ``timeout`` seconds; the worker goes on all the same.
         """
-        if self._owner != os.getpid() or self._connection.closed:
+        if not self._is_ours():
             return
         try:
             if self._death is None:
-                self.wait_for(lambda: not self.saves.any_open(), timeout, "writing what was staged")
+                self.wait_for(lambda: not self.saves, timeout, "writing what was staged")
         except WorkerDiedError:
             pass  # whose saves it was has been told
         finally:
@@ -219,18 +281,18 @@ class WorkerClient:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
                 ours.shutdown(socket.SHUT_RDWR)
             self._listener.join()
-            self._drop()
+            self._process.close()
 
     def abandon(self) -> None:
         """Let the worker finish by itself what it was given, without waiting."""
         if self._owner == os.getpid() and not self._closing:
             self._closing = True
             with contextlib.suppress(OSError, ImportError):  # nothing can be imported as the interpreter ends
-                send(self._connection, messages.Close())
+                messages.send(self._connection, messages.Close())
 
     def kill(self) -> None:
         """End the worker at once, and wait until all it had to do has failed."""
-        if self._owner == os.getpid() and not self._connection.closed:
+        if self._is_ours():
             self._process.kill()
             self._listener.join()
 
@@ -247,19 +309,15 @@ class WorkerClient:
         if self._owner != os.getpid():
             raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
 
-    def drop_connection(self) -> None:
-        """In a fork: do not hold the trainer's end of the socket open."""
-        self._connection.close()
-
-    def _drop(self) -> None:
-        _live_clients.discard(self)
-        self._process.close()
+    def _is_ours(self) -> bool:
+        """Whether there is something to end, and this process may end it."""
+        return self._owner == os.getpid() and not self._connection.closed
 
     def _send(self, message: messages.FromTrainer, fd: int | None = None) -> None:
         self.check_usable()
         try:
             with self._sending:
-                send(self._connection, message)
+                messages.send(self._connection, message)
                 if fd is not None:
                     send_handle(self._connection, fd, self.pid)
         except OSError as error:
@@ -270,20 +328,13 @@ class WorkerClient:
     def _ask(
         self, question: messages.FromTrainer, expect: type[Answer], timeout: float, doing: str, fd: int | None = None
     ) -> Answer:
-        deadline = time.monotonic() + timeout
         with self._asking:
             self._send(question, fd)
-            while True:
-                try:
-                    answer = self._answers.get(timeout=min(_LOOK_S, max(0.0, deadline - time.monotonic())))
-                    break
-                except Empty:
-                    if self._death is not None:
-                        raise self._death from None
-                    if time.monotonic() >= deadline:
-                        # A late answer must not be taken for that to the next question.
-                        self.abandon()
-                        raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s") from None
+            try:
+                answer = self._answers.get(timeout=timeout)
+            except Empty:
+                self.abandon()  # a late answer must not be taken for that to the next question
+                raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s") from None
         if isinstance(answer, messages.Refused):
             raise answer.error
         if not isinstance(answer, expect):
@@ -301,7 +352,7 @@ class WorkerClient:
                         self._process.kill()
                         killed = True
                     continue
-                message: messages.FromWorker = receive(self._connection)
+                message: messages.FromWorker = messages.receive(self._connection)
                 if isinstance(message, messages.Allocated):
                     self._allocated[message.segment] = Segment.attach(recv_handle(self._connection))
             except (EOFError, OSError):
@@ -320,7 +371,7 @@ class WorkerClient:
     def _on_exit(self) -> None:
         """The worker is gone: everything open fails, and says why."""
         code = self._process.wait(0 if self._detaching else 5)
-        if code is None and self.saves.any_open() and not self._detaching:
+        if code is None and self.saves and not self._detaching:
             self._process.kill()  # what it was to do has failed
         how = "closed its socket" if code is None else how_it_ended(code)
         words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
@@ -328,10 +379,17 @@ class WorkerClient:
         with self.saves.changed:
             self._death = death
             saves = self.saves.close()
+        self._answers.put(messages.Refused(death))  # for whoever is waiting
         for save in saves:
             if not save.has_ended:
                 # One that is left behind still writes, and nobody will know how that ends.
                 save.on_end(_loss(save, death, self.pid, detached=self._detaching), heard=self._detaching)
+
+
+def _is_overdue(save: TrackedSave) -> bool:
+    """Whether a worker that says nothing of it has stopped: its own limit ends a save before that."""
+    limit = save.request.timeout
+    return time.monotonic() >= save.begun_at + limit + 2 * grace(limit)
 
 
 def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, *, detached: bool) -> CheckpointError:
@@ -340,21 +398,9 @@ def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, *, detached: b
     error: CheckpointError = death
     if detached:
         error = SaveTimeoutError(f"this process has left; its worker {worker} is still writing, and goes on")
-    elif time.monotonic() >= save.overdue_at:
+    elif _is_overdue(save):
         error = SaveTimeoutError(
             f"the worker {worker} did not say within {request.timeout:g} s how it went, and was killed; it may have"
             " been stopped, or the storage be stalled"
         )
     return located(error, path=request.path, rank=request.rank, step=request.step)
-
-
-_live_clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    """A fork (a data loader's worker, say) must not hold the trainer's end of a socket open."""
-    for client in list(_live_clients):
-        client.drop_connection()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

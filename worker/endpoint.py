@@ -25,7 +25,7 @@ import xxhash
 from multiprocess.connection import Connection
 
 from asyncckpt.errors import JobTakenError, SaveTimeoutError
-from asyncckpt.worker.wire import receive, send
+from asyncckpt.worker.messages import receive, send
 
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 

@@ -18,9 +18,9 @@ from multiprocess.reduction import send_handle
 from asyncckpt.errors import JobTakenError
 from asyncckpt.worker import messages
 from asyncckpt.worker.endpoint import Endpoint
+from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.takeover import is_leaving
-from asyncckpt.worker.wire import receive, send
 
 logger = logging.getLogger(__name__)
 

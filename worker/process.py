@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import weakref
 from dataclasses import asdict, dataclass
 
 from multiprocess.connection import Connection
 
 from asyncckpt.errors import WorkerDiedError
-from asyncckpt.worker.messages import Ready
-from asyncckpt.worker.wire import receive
+from asyncckpt.worker.messages import Ready, receive
 
 _LAST_WORDS_BYTES = 4096
 
@@ -62,18 +61,18 @@ class WorkerProcess:
                 os.close(self._stderr)
                 raise WorkerDiedError(f"the worker process did not start: {error}") from error
         self.connection = Connection(ours.detach())
+        _started.add(self)
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
 
-    def wait_ready(self, timeout: float) -> float:
-        """Wait until it is up, and return how many seconds that took. Raises ``WorkerDiedError``."""
-        begun = time.perf_counter()
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until it is up. Raises ``WorkerDiedError``."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll(timeout) and isinstance(receive(self.connection), Ready):
-                return time.perf_counter() - begun
+                return
         self.kill()
         self.wait()
         words = self.last_words()
@@ -139,3 +138,13 @@ def command() -> list[str]:
 
 
 _detached: list[subprocess.Popen[bytes]] = []
+_started: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A fork (a data loader's worker, say) must not hold the trainer's end of a socket open."""
+    for process in list(_started):
+        process.connection.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -8,8 +8,7 @@ from multiprocess.reduction import recv_handle
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import ask, await_answer, connect
-from asyncckpt.worker.messages import ListPublished, OpenSegment, PublishedSegment, PublishedSegments
-from asyncckpt.worker.wire import send
+from asyncckpt.worker.messages import ListPublished, OpenSegment, PublishedSegment, PublishedSegments, send
 
 
 class ReaderClient:

@@ -24,10 +24,10 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.committer import Committer
 from asyncckpt.worker.endpoint_service import EndpointService
+from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store_connection import host_store
-from asyncckpt.worker.wire import receive, send
 from asyncckpt.worker.writer import Writer
 
 _CLOSED = "it has closed its checkpointer"

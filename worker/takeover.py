@@ -18,8 +18,7 @@ from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
 from asyncckpt.worker.endpoint import ask, await_answer, connect, endpoint_names, job_taken_error, peer_pid
-from asyncckpt.worker.messages import Inspect, Inventory, Retire, TakeSegments, TrainerAlive
-from asyncckpt.worker.wire import send
+from asyncckpt.worker.messages import Inspect, Inventory, Retire, TakeSegments, TrainerAlive, send
 
 logger = logging.getLogger(__name__)
 

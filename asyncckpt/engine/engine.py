@@ -20,20 +20,19 @@ import torch.distributed
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
-from asyncckpt.engine.backpressure import take_slot
-from asyncckpt.engine.copier import Copier
-from asyncckpt.engine.plan_selection import Captured, PlanSelection
-from asyncckpt.engine.publications import CheckpointPublications
-from asyncckpt.engine.save_operation import Retention, SaveOperation
+from asyncckpt.engine.plan_selection import Captured, PlanSelection, StateToSave
+from asyncckpt.engine.save_operation import Copier, Retention, SaveOperation
 from asyncckpt.engine.saves import Saves
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
 from asyncckpt.loading.memory_source import HeldImages
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
-from asyncckpt.publication import Publication
+from asyncckpt.publication import Publication, Versions
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save
+from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.staging.device_copy import ready_events
 from asyncckpt.supervisor import Supervisor
@@ -69,16 +68,14 @@ class Engine:
         """
         self.config = config or Config()
         self._job = job
-        self._process_group = process_group
-        self._alone = alone
+        self._new_group = partial(Group, self.config, process_group, alone=alone)
         self._group: Group | None = None
         self._memory: HeldImages | None = None
+        self._versions = Versions()
         self._buffers = BufferPool(self.config)
-        on_death, hand_over = self._detach_buffers, self._buffers.hand_over
-        self._supervisor = Supervisor(self.config, job, self._take_over, on_death, hand_over)
-        self._publications = CheckpointPublications(self.config, self._buffers)
-        self._plans = PlanSelection(self.config, self._buffers, self._running_client)
-        self._saves = Saves(self.config.failure)
+        self._supervisor = Supervisor(self.config, job, self._detach_buffers, self._hand_over)
+        self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
+        self._saves = Saves(self.config)
         self._copier = Copier(overlaps=self.config.overlap)
         self._numbers = itertools.count(1)
         self._questions = itertools.count(1)
@@ -104,7 +101,7 @@ class Engine:
             number = next(self._numbers)
             try:
                 state = stateful_to_dict(state_dict)
-                buffer, tensors, _ = self._plans.for_state(group, number, state, planner, lambda: None)
+                buffer, tensors, _ = self._plans.for_state(StateToSave(group, number, state, planner))
             except BaseException as error:
                 group.report_failure(number, error, begun=False)
                 raise
@@ -148,20 +145,25 @@ class Engine:
 
         Then no rank saves anything. With ``Config.failure="warn"`` all but ``ClosedError`` comes from the handle.
         """
-        retention = Retention(existing=existing, keep_last=keep_last, keep=keep)
-        final = os.path.abspath(os.fspath(path))
 
         def capture(save: SaveOperation) -> Captured:
             check = partial(self._saves.check_place, save, existing)
-            return self._plans.for_state(save.group, save.number, stateful_to_dict(state_dict), planner, check)
+            state = stateful_to_dict(state_dict)
+            return self._plans.for_state(StateToSave(save.group, save.number, state, planner, check))
 
-        return self._carry_out(final, step, retention, capture)
+        retention = Retention(existing=existing, keep_last=keep_last, keep=keep)
+        return self._carry_out(os.path.abspath(os.fspath(path)), step, retention, capture)
 
     def save_file(self, path: str | os.PathLike[str], obj: object, *, pickle_protocol: int = 2) -> Save:
-        """Save ``obj`` as the file ``path``, which ``torch.load`` reads, replacing a file that is there, in one step.
+        """Save an object as a file that ``torch.load`` reads. Returns, and raises, as ``save`` does.
 
-        It is of this process alone: raises ``ValueError`` in an engine for more. The folder must be there. Returns, and
-        raises, as ``save`` does.
+        Args:
+            path: The file, in a folder that is there. One that is there already is replaced, in one step.
+            obj: What ``torch.save`` takes.
+            pickle_protocol: As ``torch.save`` has it.
+
+        Raises:
+            ValueError: This is an engine for more than this process.
         """
         # Through a link to what it leads to, as whoever opens the file for writing does.
         final = os.path.realpath(os.fspath(path))
@@ -170,28 +172,39 @@ class Engine:
             if not save.group.alone:
                 raise ValueError("a file is of one process: give it an Engine(alone=True)")
             storage_for(final).check_file_place(final)
-            return self._plans.for_file(save.group, save.number, TorchFileContents(obj, pickle_protocol))
+            return self._plans.for_file(TorchFileContents(obj, pickle_protocol), save.group, save.number)
 
         return self._carry_out(final, None, Retention(existing="replace"), capture)
 
     def start(self, *, alone: bool = False) -> None:
         """Start the worker, as the first save does, and, unless ``alone``, meet the other ranks. Raises as ``save``."""
-        if not alone:
-            with self._in_use() as group:
-                self._running_client(group)
-            return
         with self._lock:
-            self._supervisor.running(Group(self.config, self._process_group, alone=self._alone).rank)
+            if alone:
+                self._supervisor.running(self._new_group().rank)
+            else:
+                self._ranks().connect_worker(self._supervisor.running)
 
     def publish(self, save: Save, version: int, *, roll_back: bool = False) -> Publication:
-        """Let readers see what was staged for a save, where it is; see ``Checkpointer.publish``.
+        """Let readers see what was staged for a save, where it is. With ``overlap`` this waits until all is staged.
 
-        With ``overlap`` this waits until all is staged. It is skipped where the image is not there any more, or never
-        was; or where no other slot would be left for saves, as readers have them all. Raises ``VersionError``, and as
-        ``save`` does.
+        Args:
+            save: What to publish. Skipped where its image is not there any more, or readers have all other slots.
+            version: As what.
+            roll_back: Allow a version that is not newer than the last one.
+
+        Raises:
+            VersionError: It is not newer. Also raises as ``save`` does.
         """
         with self._in_use() as group:
-            return self._publications.publish(group, next(self._numbers), save, version, roll_back=roll_back)
+            gather = partial(group.gather, "epoch", next(self._numbers))
+            published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
+            save.wait_staged(self.config.timeout)
+            why_not = _show(self._buffers.image_of(save), published)
+            if why_not is not None:
+                logger.warning("version %d is not published: %s", version, why_not)
+            if why_not is None or not group.alone:  # other ranks may have published it, and all have to know the same
+                self._versions.note(published)
+            return Publication(published.version, published.epoch, skipped=why_not is not None)
 
     def any_says(self, mine: bool) -> bool:
         """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it.
@@ -202,7 +215,7 @@ class Engine:
             group = self._ranks()
             if group.rank == 0 and self.worker is not None and not self.worker.alive:
                 with contextlib.suppress(CheckpointError):  # the next save says what is wrong
-                    self._running_client(group)
+                    group.connect_worker(self._supervisor.running)
             return group.any_rank_says(next(self._questions), mine)
 
     def held(self) -> HeldImages | None:
@@ -212,7 +225,7 @@ class Engine:
         """
         with self._in_use() as group:
             try:
-                self._supervisor.find_predecessor(group.rank)
+                self._inherit(self._supervisor.find_predecessor(group.rank))
             except JobTakenError as error:
                 logger.info("nothing is loaded from memory: %s", error)
             if self._memory is not None and self._memory.is_closed():
@@ -278,43 +291,33 @@ class Engine:
             yield self._ranks()
 
     def _ranks(self) -> Group:
-        if self._group is not None and self._group.is_outdated():
-            raise CheckpointError(
-                "torch.distributed was initialised after the first save, which was of one process; close this engine"
-                " or checkpointer, and make a new one"
-            )
         if self._group is None:
-            self._group = Group(self.config, self._process_group, alone=self._alone)
+            self._group = self._new_group()
+        self._group.check_current()
         return self._group
 
     def _carry_out(
-        self,
-        path: str,
-        step: int | None,
-        retention: Retention,
-        capture: Callable[[SaveOperation], Captured],
+        self, path: str, step: int | None, retention: Retention, capture: Callable[[SaveOperation], Captured]
     ) -> Save:
         """A save, until it is staged. ``capture`` says what is to be staged where."""
         with self._in_use() as group:
-            save = SaveOperation(path, step, group, next(self._numbers), self.config.timeout)
+            save = SaveOperation(path, step, group, next(self._numbers), self.config, self._on_outcome)
             try:
                 self._saves.raise_failure()
                 captured = capture(save)
                 planned = time.perf_counter()
-                slot = take_slot(self.config, save, captured.buffer)
+                slot = self._saves.take_slot(save, captured.buffer)
                 if slot is not None:
                     save.timings |= {"plan_s": planned - save.begun, "slot_s": time.perf_counter() - planned}
-                    save.take(captured, slot, retention, self.config.commit_timeout)
                     self._memory = None  # what was held is being overwritten
                     self._saves.add(save)
-                    save.stage(captured.tensors, self._copier, self._on_outcome)
+                    save.stage(captured, slot, retention, self._copier)
             except BaseException as error:
-                save.group.report_failure(save.number, error, begun=save.is_begun)
+                group.report_failure(save.number, error, begun=save.is_begun)
+                save.is_reported = isinstance(error, Exception) or not save.is_begun
                 if not save.is_begun:
-                    self._saves.discard(save)
                     self._saves.failures += 1  # else it is counted when it ends
                     save.end(error)
-                save.is_reported = isinstance(error, Exception)
                 passed = isinstance(error, CheckpointError) and not isinstance(error, ClosedError)
                 if self.config.failure != "warn" or not passed:
                     raise
@@ -322,26 +325,34 @@ class Engine:
             save.timings["stall_s"] = time.perf_counter() - save.begun
             return Save(save)
 
-    def _on_outcome(self, save: SaveOperation, failure: BaseException | None) -> None:
-        self._saves.end(save, failure)
+    def _on_outcome(self, failure: CheckpointError | None) -> None:
         if failure is None:
             self._supervisor.record_commit()
+        else:
+            self._saves.on_failure(failure)
 
-    def _running_client(self, group: Group) -> WorkerClient:
-        try:
-            client = self._supervisor.running(group.rank)
-        except CheckpointError as error:
-            group.report_no_worker(error)
-            raise
-        group.connect_worker(client)
-        return client
+    def _hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
+        self._inherit(predecessor)
+        self._buffers.hand_over(client, predecessor)
 
-    def _take_over(self, predecessor: Takeover) -> None:
-        """The worker of a trainer before this one is there."""
-        self._memory = HeldImages(self._job or "", predecessor.segments, predecessor.images)
-        self._publications.inherit(predecessor.last_published())
+    def _inherit(self, predecessor: Takeover | None) -> None:
+        """The worker of a trainer before this one is there: this goes on where that one was."""
+        if predecessor is not None:
+            self._memory = HeldImages(self._job or "", predecessor.segments, predecessor.images)
+            self._versions.inherit(predecessor.last_published())
 
     def _detach_buffers(self) -> None:
         """Let go of the memory, which has lost its worker."""
         self._copier.wait()  # it writes into the memory that goes now
         self._buffers.leave()
+
+
+def _show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion) -> str | None:
+    """Let readers see ``version`` in that slot. Returns why not, where it cannot be."""
+    if image is None:
+        return "its image is not in memory any more, or never was"
+    buffer, slot = image
+    if not buffer.client.has_endpoint:
+        raise CheckpointError("readers cannot find the worker, which has no endpoint: see the log")
+    shown = buffer.publish(slot, version)
+    return None if shown else "readers have all slots but that; more of them would help (Config.slots)"

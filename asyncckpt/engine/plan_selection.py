@@ -18,12 +18,33 @@ from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.buffer_pool import DEFAULT_SLOTS, BufferPool
+from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
 # How long the end of a worker may take to be noticed.
 _NOTICE_S = 2.0
+
+
+class StateToSave(NamedTuple):
+    """A state dict that all ranks are to save, or to prepare for, under one ``number``."""
+
+    group: Group
+    number: int
+    state: StateDict
+    """This rank's part, without ``Stateful`` values."""
+    planner: SavePlanner | None
+    """DCP's or the user's; None: DCP's default."""
+    check: Callable[[], object] = lambda: None
+    """What it raises on any rank is raised on all, before anything is planned."""
+
+    def key(self) -> Any:
+        """Equal for planners that plan alike."""
+        if self.planner is None or type(self.planner) is DefaultSavePlanner:
+            its = self.planner or DefaultSavePlanner()
+            return its.flatten_state_dict, its.flatten_sharded_tensors, its.dedup_save_to_lowest_rank
+        return type(self.planner)
 
 
 class Captured(NamedTuple):
@@ -40,49 +61,48 @@ class Captured(NamedTuple):
 class PlanSelection:
     """Of one engine, out of the plans that ``buffers`` keeps."""
 
-    def __init__(self, config: Config, buffers: BufferPool, running: Callable[[Group], WorkerClient]) -> None:
-        """``running`` gives the worker, which it starts where there is none; it has met those of the other ranks."""
-        self._config = config
-        self._buffers = buffers
-        self._running = running
-
-    def for_state(
-        self, group: Group, number: int, state: StateDict, planner: SavePlanner | None, check: Callable[[], object]
-    ) -> Captured:
-        """The memory and the tensors of a state dict, as all ranks have planned it.
-
-        The first rank asks again where its worker died meanwhile. That may have died long before, and only now be
-        missed: then nothing is lost but the time to start another, for which the other ranks wait.
+    def __init__(self, config: Config, buffers: BufferPool, supervisor: Supervisor) -> None:
+        """Plan nothing yet.
 
         Args:
-            group: The ranks, which all do this.
-            number: Of the save, the same on all ranks.
-            state: This rank's part, without ``Stateful`` values.
-            planner: DCP's or the user's; None: DCP's default.
-            check: What it raises on any rank is raised on all, before anything is planned.
-
-        Raises:
-            UnsavableStateError: A value cannot be saved.
-            StructureChangedError: ``assume_constant_structure`` was promised, and does not hold.
-            OutOfMemoryError: There is no memory for it.
-            RankFailedError: Another rank failed, or is gone.
-            WorkerDiedError, SaveTimeoutError: The worker is gone, or an answer took too long.
+            config: ``slots`` and ``assume_constant_structure`` are taken from it.
+            buffers: Empty.
+            supervisor: Of the worker whose memory it is going to be.
         """
-        client = self._running(group)
+        self._config = config
+        self._buffers = buffers
+        self._supervisor = supervisor
+
+    def for_state(self, wanted: StateToSave) -> Captured:
+        """The memory and the tensors of a state dict, as all ranks have planned it.
+
+        Raises ``UnsavableStateError``, ``OutOfMemoryError``, ``RankFailedError``, ``WorkerDiedError``,
+        ``SaveTimeoutError``; ``StructureChangedError`` where ``assume_constant_structure`` was promised in vain.
+        """
+        client = wanted.group.connect_worker(self._supervisor.running)
         try:
-            found = self._kept_by_all(group, number, state, planner, client, check)
+            found = self._kept_by_all(wanted, client)
         except WorkerDiedError as error:
-            if group.alone or group.rank > 0 or error.rank != 0:
+            if wanted.group.alone or wanted.group.rank > 0 or error.rank != 0:
                 raise
+            # The first rank's worker may have died long before, and only now be missed: then nothing is lost but the
+            # time to start another, for which the other ranks wait. So the first rank asks again.
             logger.warning("asking again: %s", str(error))
             client.wait_for_end(_NOTICE_S)
-            client = self._running(group)
-            found = self._kept_by_all(group, number, state, planner, client, check)
-        return found or self._planned_by_all(group, number, state, planner, client)
+            client = wanted.group.connect_worker(self._supervisor.running)
+            found = self._kept_by_all(wanted, client)
+        return found or self._planned_by_all(wanted, client)
 
-    def for_file(self, group: Group, number: int, contents: TorchFileContents) -> Captured:
-        """The same for the contents of a single file, which is of this process alone."""
-        client, nbytes = self._running(group), len(contents.pickle)
+    def for_file(self, contents: TorchFileContents, group: Group, number: int) -> Captured:
+        """The same for the contents of a single file.
+
+        Args:
+            contents: What is in it.
+            group: This process alone.
+            number: That of the save.
+        """
+        client = group.connect_worker(self._supervisor.running)
+        nbytes = len(contents.pickle)
         found = self._buffers.find(contents.key, lambda plan: plan.capture(contents), client)
         if found is not None:
             return Captured(*found, nbytes)
@@ -91,42 +111,30 @@ class PlanSelection:
         self._buffers.keep(contents.key, plan, buffer)
         return Captured(buffer, plan.capture(contents), nbytes)
 
-    def _kept_by_all(
-        self,
-        group: Group,
-        number: int,
-        state: StateDict,
-        planner: SavePlanner | None,
-        client: WorkerClient,
-        check: Callable[[], object],
-    ) -> Captured | None:
+    def _kept_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured | None:
         """By a plan that all ranks have; None: all have to plan. With constant structure no rank is asked."""
         found: Captured | None = None
 
-        def find() -> Captured | None:
-            check()
-            kept = self._buffers.find(_key_of(planner), lambda plan: plan.capture(state, planner), client)
-            return None if kept is None else Captured(*kept)
-
-        if group.alone or (self._config.assume_constant_structure and self._buffers.known):
-            found = find()
-            if found is None and not group.alone:
-                self._check_new(state, planner)
-            return found
-
-        def local() -> int:
+        def find() -> int:
+            """The number of the plan; 0: there is none."""
             nonlocal found
-            found = find()
-            return found.buffer.plan.number if found is not None else 0
+            wanted.check()
+            kept = self._buffers.find(wanted.key(), lambda plan: plan.capture(wanted.state, wanted.planner), client)
+            found = None if kept is None else Captured(*kept)
+            return 0 if found is None else found.buffer.plan.number
 
         def decide(plans: list[int]) -> list[bool]:
             return [plans[0] > 0 and plans.count(plans[0]) == len(plans)] * len(plans)
 
-        return found if group.ask_all("agree", number, local, decide) else None
+        if wanted.group.alone or (self._config.assume_constant_structure and self._buffers.known):
+            if not find() and not wanted.group.alone:
+                self._check_new(wanted)
+            return found
+        return found if wanted.group.ask_all("agree", wanted.number, find, decide) else None
 
-    def _check_new(self, state: StateDict, planner: SavePlanner | None) -> None:
-        """Constant structure is promised and ``state`` has none of those planned: refuse it, if it is one changed."""
-        names = flat_names(state, planner)
+    def _check_new(self, wanted: StateToSave) -> None:
+        """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""
+        names = flat_names(wanted.state, wanted.planner)
         if any(names & known.plan.names for known in self._buffers.known):
             raise StructureChangedError(
                 "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"
@@ -134,35 +142,25 @@ class PlanSelection:
                 " first, or do not promise that"
             )
 
-    def _planned_by_all(
-        self, group: Group, number: int, state: StateDict, planner: SavePlanner | None, client: WorkerClient
-    ) -> Captured:
+    def _planned_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured:
         """By a new plan, which takes the place of one for the same names in another form."""
-        key = _key_of(planner)
+        group, number, state, planner, _ = wanted
         plan = make_plan(state, self._config.slots or DEFAULT_SLOTS, planner, group, number)
         made: list[StagingBuffer] = []
 
         def allocate() -> int:
-            made.append(self._buffers.make(key, plan, client))
+            made.append(self._buffers.make(wanted.key(), plan, client))
             return len(made[0].saves)
 
         try:
             least = group.ask_all("memory", number, allocate, lambda slots: [min(slots)] * len(slots))
             made[0].limit(least)
             tensors = plan.capture(state, planner)
-        except StructureChanged as error:
-            raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
-        except BaseException:
+        except BaseException as error:
             for buffer in made:
                 buffer.close()
+            if isinstance(error, StructureChanged):
+                raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
             raise
-        self._buffers.keep(key, plan, made[0])
+        self._buffers.keep(wanted.key(), plan, made[0])
         return Captured(made[0], tensors)
-
-
-def _key_of(planner: SavePlanner | None) -> Any:
-    """Equal for planners that plan alike."""
-    if planner is None or type(planner) is DefaultSavePlanner:
-        planner = planner or DefaultSavePlanner()
-        return planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
-    return type(planner)

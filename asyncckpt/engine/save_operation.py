@@ -1,32 +1,29 @@
-"""One save, from the call until it has ended on all ranks."""
+"""One save, from the call until it has ended on all ranks; and the threads that copy it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
 
-from asyncckpt.engine.copier import Copier
+from asyncckpt.config import Config
 from asyncckpt.engine.plan_selection import Captured
-from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import SaveState
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.device_copy import ReadyEvents, ready_events
+from asyncckpt.staging.host_copy import copy_pool
 from asyncckpt.worker.messages import Committed, Existing, WriteRequest
-from asyncckpt.worker.open_saves import overdue_at
-from asyncckpt.worker.storage import storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +37,33 @@ class Retention:
     keep: Callable[[], bool] | None = None
 
 
-Failure: TypeAlias = "BaseException | None"
+class Copier:
+    """The threads of an engine that copy tensors into slots: the caller's own and those of ``pool``; with ``overlaps``
+    one of ours in the place of the caller's, which does not wait.
+    """
+
+    def __init__(self, *, overlaps: bool) -> None:
+        self.pool = copy_pool()
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-stager") if overlaps else None
+        self._last: Future[CheckpointError | None] | None = None
+
+    def run(self, copy: Callable[[], CheckpointError | None]) -> CheckpointError | None:
+        """Have ``copy`` called. Returns its failure, as far as it is known."""
+        if self._behind is None:
+            return copy()
+        self._last = self._behind.submit(copy)
+        return None
+
+    def wait(self) -> None:
+        """Return when nothing is being copied."""
+        if self._last is not None:
+            wait([self._last])
+
+    def close(self) -> None:
+        """Wait for all copies, and end the threads."""
+        if self._behind is not None:
+            self._behind.shutdown()
+        self.pool.shutdown()
 
 
 class SaveOperation(SaveState):
@@ -57,8 +80,22 @@ class SaveOperation(SaveState):
 
     request: WriteRequest
     buffer: StagingBuffer
+    begun_at: float
+    is_begun = is_whole = is_written = has_ended = False
+    is_given_up = False
+    """The engine is aborted: no other rank is told anything."""
+    _inode: int | None = None
+    _early: tuple[Committed | CheckpointError, bool] | None = None
 
-    def __init__(self, path: str, step: int | None, group: Group, number: int, answer_s: float) -> None:
+    def __init__(
+        self,
+        path: str,
+        step: int | None,
+        group: Group,
+        number: int,
+        config: Config,
+        on_outcome: Callable[[CheckpointError | None], object],
+    ) -> None:
         """Plan nothing yet.
 
         Args:
@@ -66,35 +103,49 @@ class SaveOperation(SaveState):
             step: The training step it is of, if it is of one.
             group: The ranks that save together.
             number: Of this save, the same on all ranks.
-            answer_s: Seconds that the worker may take to answer.
+            config: ``timeout`` and ``commit_timeout`` are taken from it.
+            on_outcome: Told, of a save that the worker was told of, what it failed with (None: it is committed),
+                before the handle is.
         """
         super().__init__(path, step)
-        self.group, self.number, self._answer_s = group, number, answer_s
-        self.is_begun = False
-        self.is_whole = False
-        self.is_written = False
-        self.has_ended = False
-        self.is_given_up = False
-        """The engine is aborted: no other rank is told anything."""
+        self.group, self.number = group, number
         self.copied = threading.Event()
-        self.inode: int | None = None
-        self.overdue_at = math.inf
-        self._on_outcome: Callable[[SaveOperation, Failure], object] = _forget
+        self._config = config
+        self._on_outcome = on_outcome
         self._beginning = threading.Lock()
-        self._early: tuple[Committed | CheckpointError, bool] | None = None
 
-    def take(self, captured: Captured, slot: int, retention: Retention, timeout: float) -> None:
-        """A slot is its own from now on.
+    def stage(self, captured: Captured, slot: int, retention: Retention, copier: Copier) -> None:
+        """Copy the state into a slot, which is its own from now on, and hand that over to the worker.
 
         Args:
-            captured: What is to be staged there.
+            captured: What is to be staged. Its tensors must stay as they are until ``staged`` is set.
             slot: Of its staging buffer, nobody's until now.
             retention: What is to become of other checkpoints.
-            timeout: Seconds until the save has to be committed.
+            copier: Who copies. With overlap this returns before that is done.
+
+        Raises:
+            CheckpointError: What the save fails with, unless the copy overlaps.
         """
-        group = self.group
         self.buffer = captured.buffer
-        self.request = WriteRequest(
+        self.request = self._write_request(slot, captured.pickle_bytes, retention)
+        ready = ready_events(captured.tensors)
+        # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
+        self.buffer.slots.take(slot, self.number)
+        self.buffer.write_objects(slot)
+        self._begin()
+        try:
+            self.buffer.begin(slot, self)
+            failure = copier.run(partial(self._copy, captured.tensors, ready, copier.pool))
+        except BaseException as error:  # an interrupt: nobody else would ever call it off
+            if not self.copied.is_set():
+                self._call_off(error)
+            raise
+        if failure is not None:
+            raise failure
+
+    def _write_request(self, slot: int, pickle_bytes: int, retention: Retention) -> WriteRequest:
+        group = self.group
+        return WriteRequest(
             save_id=self.number,
             segment=self.buffer.number,
             slot=slot,
@@ -106,40 +157,10 @@ class SaveOperation(SaveState):
             existing=retention.existing,
             keep_last=retention.keep_last,
             keep=group.rank == 0 and retention.keep is not None and retention.keep(),
-            timeout=timeout,
-            pickle_bytes=captured.pickle_bytes,
+            timeout=self._config.commit_timeout,
+            pickle_bytes=pickle_bytes,
             umask=_umask(),
         )
-        self.overdue_at = overdue_at(self.request)
-
-    def stage(
-        self, tensors: Sequence[torch.Tensor], copier: Copier, on_outcome: Callable[[SaveOperation, Failure], object]
-    ) -> None:
-        """Copy the state into the slot and hand that over to the worker.
-
-        Args:
-            tensors: Of the plan, in its order. They must stay as they are until ``staged`` is set.
-            copier: Who copies. With overlap this returns before that is done.
-            on_outcome: Told what the save failed with (None: it is committed), before the handle is.
-
-        Raises:
-            CheckpointError: What the save fails with, unless the copy overlaps.
-        """
-        self._on_outcome = on_outcome
-        ready = ready_events(tensors)
-        # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
-        self.buffer.slots.take(self.request.slot, self.number)
-        self.buffer.write_objects(self.request.slot)
-        self._begin()
-        try:
-            self.buffer.begin(self.request.slot, self)
-            failure = copier.run(partial(self._copy, tensors, ready, copier.pool))
-        except BaseException as error:  # an interrupt: nobody else would ever call it off
-            if not self.copied.is_set():
-                self._call_off(error)
-            raise
-        if failure is not None:
-            raise failure
 
     def _begin(self) -> None:
         # Of the worker whose memory this is: should it have died since, this says so, and nothing has begun.
@@ -172,26 +193,21 @@ class SaveOperation(SaveState):
 
     def _call_off(self, error: BaseException) -> CheckpointError:
         """Staging has come to nothing. Returns what the save fails with."""
-        failure = error if isinstance(error, CheckpointError) else self._error("staging failed", error)
+        failure = error if isinstance(error, CheckpointError) else None
+        if failure is None:
+            text = f"staging failed: {type(error).__name__}: {error}"
+            failure = CheckpointError(text, path=self.path, rank=self.group.rank, step=self.step)
+            failure.__cause__ = error
         client = self.buffer.client
         client.saves.on_copied(self)
         if client.alive:
-            client.cancel(self, failure, self._answer_s)
+            client.cancel(self, failure, self._config.timeout)
         return failure
-
-    def revoke(self) -> None:
-        """The worker is dead, and the engine aborted: on the first rank, whose worker would have finalized the save,
-        take the attempt away. Only so may anybody remove what is of all ranks.
-        """
-        if self.group.rank == 0:
-            storage = storage_for(path := os.fspath(self.path))
-            with contextlib.suppress(StorageError):
-                storage.remove(storage.revoke(path, self.group.attempt(self.number)))
 
     def on_written(self, inode: int | None) -> None:
         """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name."""
         self.is_written = True
-        self.inode = self.inode if inode is None else inode
+        self._inode = self._inode if inode is None else inode
 
     def on_end(self, outcome: Committed | CheckpointError, *, heard: bool = True) -> None:
         """The worker's part has ended, or, not ``heard``, the worker has. First the engine learns of it, then the
@@ -212,7 +228,7 @@ class SaveOperation(SaveState):
                 with _logged("finding out how a save has ended"):
                     failure = self._resolve(failure)
             with _logged("taking note of the end of a save"):
-                self._on_outcome(self, failure)
+                self._on_outcome(failure)
         finally:
             self._on_outcome = _forget  # a handle that is kept shall not keep the engine
             self.end(failure, outcome.timings if isinstance(outcome, Committed) else None)
@@ -223,19 +239,12 @@ class SaveOperation(SaveState):
         if self.group.rank > 0:
             tell()
         try:
-            if self.group.is_committed(self.request, self.inode):
+            if self.group.is_committed(self.request, self._inode):
                 return None  # its part was done, and it could not say so any more
         except SaveTimeoutError as error:
             return error
         if self.group.rank == 0 and isinstance(failure, WorkerDiedError):
             tell()
-        return failure
-
-    def _error(self, doing: str, error: BaseException) -> CheckpointError:
-        failure = CheckpointError(
-            f"{doing}: {type(error).__name__}: {error}", path=self.path, rank=self.group.rank, step=self.step
-        )
-        failure.__cause__ = error
         return failure
 
 

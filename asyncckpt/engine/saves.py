@@ -1,51 +1,45 @@
-"""The saves of an engine that are under way, and the failures of those that nobody was told of yet."""
+"""The saves of an engine that are under way: where one goes, what it does where no slot is free (backpressure,
+``Config.when_busy``), and the failures that nobody was told of yet.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from concurrent.futures import wait
 
-from asyncckpt.config import Failure
+from asyncckpt.config import Config
 from asyncckpt.engine.save_operation import SaveOperation
-from asyncckpt.errors import CheckpointExistsError, SaveDroppedError, SaveTimeoutError
-from asyncckpt.worker.client import WorkerClient
+from asyncckpt.errors import CheckpointExistsError, SaveDroppedError, SaveTimeoutError, StorageError, located
+from asyncckpt.staging.buffer import StagingBuffer
+from asyncckpt.worker.client import TrackedSave, WorkerClient
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage.storage import exists_error
 
 logger = logging.getLogger(__name__)
 
 
 class Saves:
-    """The books of one engine. Any thread may call."""
+    """The books of one engine. Any thread may call, but slots are taken by one at a time."""
 
-    def __init__(self, policy: Failure) -> None:
-        """``policy``: whether a failure is raised by the next call, or a line in the log is enough."""
-        self._policy = policy
-        self._under_way: dict[SaveOperation, None] = {}
-        self._failed: list[tuple[SaveOperation, BaseException]] = []
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        # Those under way, and those that failed and nobody was told of, the oldest first.
+        self._saves: list[SaveOperation] = []
         self.failures = 0
         """How many have failed."""
 
     def add(self, save: SaveOperation) -> None:
-        """It is under way from now on."""
-        self._under_way[save] = None
+        """It is under way from now on, until its future is done."""
+        self._saves = [each for each in self._saves if not each.future.done() or _is_untold(each)] + [save]
 
-    def discard(self, save: SaveOperation) -> None:
-        """It never was."""
-        self._under_way.pop(save, None)
-
-    def end(self, save: SaveOperation, failure: BaseException | None) -> None:
-        """It has ended, well or with ``failure``."""
-        self.discard(save)
-        if failure is not None and not isinstance(failure, SaveDroppedError):
+    def on_failure(self, failure: BaseException) -> None:
+        """One of them is about to fail with ``failure``."""
+        if not isinstance(failure, SaveDroppedError):
             logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
-            self._failed = [each for each in self._failed if not each[0].is_reported] + [(save, failure)]
             self.failures += 1
-
-    def under_way(self) -> list[SaveOperation]:
-        """Those that have not ended, the oldest first."""
-        return list(self._under_way)
 
     def check_place(self, save: SaveOperation, existing: Existing) -> None:
         """On the first rank, raise ``CheckpointExistsError`` where ``save`` may not go: because of what stands there,
@@ -54,32 +48,119 @@ class Saves:
         path = os.fspath(save.path)
         if save.group.rank > 0:
             return
-        if any(other.path == save.path for other in self.under_way()):
+        if any(other.path == save.path for other in self._under_way()):
             raise CheckpointExistsError("this checkpoint is being saved already", path=path, step=save.step)
-        storage_for(path).check_place(path, existing, save.step)
+        if not storage_for(path).may_put(path, existing):
+            raise located(exists_error(path, existing), step=save.step)
+
+    def take_slot(self, save: SaveOperation, buffer: StagingBuffer) -> int | None:
+        """Find a slot of ``buffer`` to stage ``save`` in. None where the save was dropped instead: then it has ended.
+
+        Raises ``SaveTimeoutError`` where none becomes free in time, ``WorkerDiedError`` where nobody would free one.
+        """
+        if self._config.when_busy != "wait" and self._is_dropped(save, buffer):
+            return None
+        slot: int | None = None
+
+        def claimed() -> bool:
+            nonlocal slot
+            if slot is None:
+                slot = buffer.claim_slot()
+            return slot is not None
+
+        buffer.client.wait_for(claimed, self._config.timeout, "waiting for a free slot")
+        return slot
 
     def give_up(self, worker: WorkerClient | None) -> None:
         """Kill the worker, and take away what it had begun, at once and without a word to the other ranks."""
-        given_up = self.under_way()
+        given_up = self._under_way()
         for save in given_up:
             save.is_given_up = save.is_reported = True
         if worker is not None:
             worker.kill()
         for save in given_up:
-            save.revoke()
+            # Only the first rank, whose worker would have finalized the save, may remove what is of all ranks.
+            if save.group.rank == 0:
+                path = os.fspath(save.path)
+                storage = storage_for(path)
+                with contextlib.suppress(StorageError):
+                    storage.remove(storage.revoke(path, save.group.attempt(save.number)))
 
     def wait(self, timeout: float | None) -> None:
         """Wait until all have ended. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
-        if wait([save.future for save in self.under_way()], timeout).not_done:
+        if wait([save.future for save in self._under_way()], timeout).not_done:
             raise SaveTimeoutError(f"saves are still under way after {timeout:g} s")
 
     def raise_failure(self) -> None:
         """Raise the first failure nobody was told of, unless a line in the log is enough."""
-        failed, self._failed = self._failed, []
-        if self._policy == "warn":
-            return
-        unreported = [(save, failure) for save, failure in failed if not save.is_reported]
-        for save, _ in unreported:
+        untold = [save for save in self._saves if _is_untold(save)]
+        for save in untold:
             save.is_reported = True
-        if unreported:
-            raise unreported[0][1]
+        if untold and untold[0].failure is not None and self._config.failure != "warn":
+            raise untold[0].failure
+
+    def _under_way(self) -> list[SaveOperation]:
+        return [save for save in self._saves if not save.future.done()]
+
+    def _is_dropped(self, save: SaveOperation, buffer: StagingBuffer) -> bool:
+        """Make room as ``when_busy`` says. The first rank decides for all. Returns whether ``save`` was skipped."""
+        group = save.group
+        skips, replaced = group.follow_first("slot", save.number, lambda: self._decide(save, buffer))
+        if skips:
+            dropped = "skipped: all slots were being written"
+            save.is_reported = True
+            save.end(SaveDroppedError(dropped, path=save.path, rank=group.rank, step=save.step))
+        elif replaced is not None and group.rank > 0:
+            self._drop(replaced, save, buffer)
+        return skips
+
+    def _decide(self, save: SaveOperation, buffer: StagingBuffer) -> tuple[bool, int | None]:
+        """First rank: whether to skip ``save``, and which one it replaces."""
+        skip = self._config.when_busy == "skip"
+        # Until a save has ended, some rank may not have a free slot yet.
+        under_way = [other for other in buffer.saves if other is not None and not other.has_ended]
+        if len(under_way) < len(buffer.saves):
+            # Unless all but those under way are being read: then another is free soon.
+            return skip and buffer.claim_slot() is None, None
+        if skip:
+            return True, None
+        for other in sorted(under_way, key=lambda other: -other.request.save_id):
+            if other.is_written or not other.copied.is_set():
+                continue  # its slot is free as it is, or is being copied into
+            if buffer.client.cancel(other, _replaced(other, save), self._config.timeout):
+                return False, other.request.save_id
+        if len(under_way) > 1 and not save.group.alone:
+            # Written here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
+            newest = max(under_way, key=lambda other: other.request.save_id)
+            save.group.report_failure(newest.request.save_id, _replaced(newest, save), begun=True)
+            return False, newest.request.save_id
+        return False, None
+
+    def _drop(self, replaced: int, save: SaveOperation, buffer: StagingBuffer) -> None:
+        """The first rank has taken back the save of that number; here it may be being written, and is so in vain."""
+        timeout = self._config.timeout
+        for other in filter(None, buffer.saves):
+            if other.request.save_id != replaced or other.is_written:
+                continue
+            if not other.copied.wait(timeout):
+                raise SaveTimeoutError(
+                    f"the copy of what is to be replaced has taken {timeout:g} s so far",
+                    path=other.request.path,
+                    rank=other.request.rank,
+                    step=other.request.step,
+                )
+            buffer.client.cancel(other, _replaced(other, save), timeout)
+
+
+def _is_untold(save: SaveOperation) -> bool:
+    """Whether it has failed, and nobody was told."""
+    return not save.is_reported and save.failure is not None and not isinstance(save.failure, SaveDroppedError)
+
+
+def _replaced(other: TrackedSave, save: SaveOperation) -> SaveDroppedError:
+    return SaveDroppedError(
+        f"replaced by the newer save of step {save.step} before it was written",
+        path=other.request.path,
+        rank=other.request.rank,
+        step=other.request.step,
+    )

@@ -53,6 +53,16 @@ class Group:
     """
 
     def __init__(self, config: Config, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        """Talk to no other rank yet.
+
+        Args:
+            config: The timeouts, and ``host``.
+            process_group: The ranks.
+            alone: For this process, whatever the job.
+
+        Raises:
+            ValueError: This process is not in the process group.
+        """
         self._config = config
         self._process_group = process_group
         self._may_join = not alone and dist.is_available()
@@ -74,9 +84,13 @@ class Group:
         # Over the first connection, too, for questions that do not wait for a store that is gone.
         self._quick_questions: Rounds | None = None
 
-    def is_outdated(self) -> bool:
-        """Whether this was made for one process that has become one of many since."""
-        return self._may_join and not self._joined and dist.is_initialized() and dist.get_world_size() > 1
+    def check_current(self) -> None:
+        """Raise ``CheckpointError`` where this was made for one process that has become one of many since."""
+        if self._may_join and not self._joined and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CheckpointError(
+                "torch.distributed was initialised after the first save, which was of one process; close this engine"
+                " or checkpointer, and make a new one"
+            )
 
     @property
     def alone(self) -> bool:
@@ -87,31 +101,30 @@ class Group:
         """The name of save ``number`` on storage: the same on all ranks, and of no other save."""
         return f"{self.token[:12]}-{number}"
 
-    def connect_worker(self, client: WorkerClient) -> None:
-        """Connect this rank's worker with those of the others. The first time this is a collective.
+    def connect_worker(self, start: Callable[[int], WorkerClient]) -> WorkerClient:
+        """This rank's worker, which ``start`` gives, connected with those of the others. At first this is a collective.
 
         A worker that takes the place of a dead one finds the store at its old address, or, on the first rank, hosts it
-        there. Raises ``RankFailedError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+        there. Raises what ``start`` does; ``RankFailedError``, ``WorkerDiedError``, ``SaveTimeoutError``.
         """
+        try:
+            client = start(self.rank)
+        except CheckpointError as error:
+            if not self.alone and self._rendezvous is None:
+                self._connect(self._exchange(error))  # the others wait for this one
+            raise
         if self.alone or client is self._client:
-            return
+            return client
         if self._rendezvous is None:
-            self._connect(self._exchange(client))
+            self._rendezvous = self._connect(self._exchange(client))
         elif self.rank == 0:
             client.host(self._rendezvous.port, self._config.start_timeout)
-        if self._rendezvous is not None:
-            client.join(self._rendezvous, self._config.start_timeout)
+        client.join(self._rendezvous, self._config.start_timeout)
         self._client = client
-
-    def report_no_worker(self, error: CheckpointError) -> None:
-        """This rank has no worker, because of ``error``. In the first rendezvous the others must not wait for it."""
-        if not self.alone and self._rendezvous is None:
-            self._connect(self._exchange(error))
+        return client
 
     def ask_all(self, kind: str, number: int, local: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]) -> U:
-        """Every rank brings a value, and the first rank makes of all values an answer for each.
-
-        Takes at most ``Config.timeout`` seconds.
+        """Every rank brings a value, and the first rank makes of all values an answer for each, which is returned.
 
         Args:
             kind: What is asked; one of ``KINDS`` in a save.
@@ -119,13 +132,9 @@ class Group:
             local: Makes this rank's value.
             decide: First rank: gets the values in the order of the ranks, returns the answers in that order.
 
-        Returns:
-            This rank's answer.
-
         Raises:
             CheckpointError: What ``local`` or ``decide`` raised, on any rank, is raised on all.
-            RankFailedError: A rank is gone.
-            SaveTimeoutError: A rank has brought no value in time.
+            RankFailedError, SaveTimeoutError: A rank is gone, or has brought no value in ``Config.timeout`` seconds.
         """
         if self._questions is None:
             return decide([local()])[0]
@@ -134,7 +143,9 @@ class Group:
             answer: U = self._ask_first(self._questions, name, local)
             return answer
         rounds = self._questions
-        self._host_client().check_usable()
+        if self._client is None:
+            raise RankFailedError("the ranks are not connected yet: please report this", rank=self.rank)
+        self._client.check_usable()  # it hosts the store
         try:
             own = local()
             rounds.report(name, b"")
@@ -150,16 +161,23 @@ class Group:
         _clear(rounds, kind, number)
         return answers[0]
 
+    def gather(self, kind: str, number: int, value: T) -> list[T]:
+        """The values of all ranks, in their order. Raises as ``ask_all`` does, whose ``kind`` and ``number`` these are.
+
+        Args:
+            kind: What is asked.
+            number: The number of the question.
+            value: This rank's.
+        """
+        return self.ask_all(kind, number, lambda: value, lambda values: [values] * len(values))
+
     def follow_first(self, kind: str, number: int, decide: Callable[[], T]) -> T:
-        """The first rank decides, without waiting for the others, and they follow.
+        """The first rank decides, without waiting for the others, and they follow. Returns the decision.
 
         Args:
             kind: What is decided; one of ``KINDS`` in a save.
             number: The number of the save, the same on all ranks.
             decide: First rank: makes the decision.
-
-        Returns:
-            The decision, the same on all ranks.
         """
         return decide() if self._questions is None else self._follow_first(self._questions, kind, number, decide)
 
@@ -185,8 +203,7 @@ class Group:
         Args:
             number: The number of the save.
             error: Why.
-            begun: Whether this rank's worker knows of that save. If so, the first rank's worker concludes it; otherwise
-                nobody would.
+            begun: Whether this rank's worker knows of that save, so that the first rank's worker concludes it.
         """
         found = self._located(error)
         rounds = self._failures
@@ -207,12 +224,12 @@ class Group:
             logger.warning("the other ranks could not be told of a failure: %s", trouble)
 
     def is_committed(self, request: WriteRequest, inode: int | None) -> bool:
-        """Whether a save is committed although this rank's worker, which had a part in it, is dead. If not, it never
-        will be. ``inode``: that of a single file.
+        """Whether a save is committed although this rank's worker, which may have reported its part, is dead. If not,
+        it never will be. ``inode``: that of a single file.
 
-        It may be, if that part was reported. Ranks but the first ask the first, whose outcome is the same for all, and
-        have failed the save before they ask: so the answer comes at once, unless the first is just committing. Raises
-        ``SaveTimeoutError`` where neither the first rank nor storage answers.
+        Ranks but the first ask the first, whose outcome is the same for all, and have failed the save before they ask:
+        so the answer comes at once, unless the first is just committing. Raises ``SaveTimeoutError`` where neither the
+        first rank nor storage answers.
         """
         if self.rank > 0 and self._rendezvous is not None:
             # A connection of its own: failures of other saves must not wait behind this wait.
@@ -230,7 +247,7 @@ class Group:
         for rounds in filter(None, (self._questions, self._failures)):
             rounds.close()
 
-    def _connect(self, rendezvous: Rendezvous) -> None:
+    def _connect(self, rendezvous: Rendezvous) -> Rendezvous:
         self._rendezvous = rendezvous
         self.token = rendezvous.token
         # The first rank's own worker hosts the store: if it is not there, it will not come by waiting.
@@ -239,6 +256,7 @@ class Group:
         self._questions = Rounds(rendezvous, limit, patience)
         self._quick_questions = Rounds(rendezvous, limit, 0.0, self._questions.connection)
         self._failures = Rounds(rendezvous, limit, patience, self._questions.connection if self.rank == 0 else None)
+        return rendezvous
 
     def _ask_first(self, rounds: Rounds, name: str, local: Callable[[], object]) -> Any:
         """Another rank: bring a value, and wait for the first rank's answer."""
@@ -302,12 +320,6 @@ class Group:
         if dist.get_rank() == 0 and "MASTER_ADDR" in os.environ:
             return os.environ["MASTER_ADDR"]  # torchrun's name for the first rank's host, known to all
         return socket.gethostname()
-
-    def _host_client(self) -> WorkerClient:
-        """First rank: the worker that hosts the store."""
-        if self._client is None:
-            raise RankFailedError("the ranks are not connected yet: please report this", rank=self.rank)
-        return self._client
 
     def _is_loss_of_store(self, error: CheckpointError) -> bool:
         """Whether there is nobody left who could be told of ``error``: all notice by themselves."""

@@ -17,9 +17,8 @@ from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
 from asyncckpt.staging.device_copy import Fence, ReadyEvents
 from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.client import TrackedSave, WorkerClient
 from asyncckpt.worker.messages import CheckpointLayout, HeldImage, Region, TorchFileLayout
-from asyncckpt.worker.open_saves import TrackedSave
 
 
 @dataclass

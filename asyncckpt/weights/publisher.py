@@ -78,7 +78,6 @@ class WeightPublisher:
         self._supervisor = Supervisor(
             self._config,
             job_of_weights(address),
-            on_takeover=lambda _: None,
             on_death=lambda: logger.warning("the worker of the weights at %r has died: another is started", address),
             hand_over=self._hand_over,
         )

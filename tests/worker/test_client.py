@@ -18,8 +18,8 @@ from support.workers import Faulty
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.engine import engine
 from asyncckpt.engine.engine import Engine
+from asyncckpt.engine.saves import Saves
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
@@ -120,7 +120,7 @@ def test_killed_between_plan_and_copy_it_is_an_error_and_no_more(root: Path, mon
         checkpointer.save(1, small_state()).result(60)
         worker = checkpointer._engine.worker
         assert worker is not None
-        take_slot: Any = engine.take_slot  # type: ignore[attr-defined]
+        take_slot: Any = Saves.take_slot
 
         def dying(*arguments: Any) -> Any:
             os.kill(worker.pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_killed_between_plan_and_copy_it_is_an_error_and_no_more(root: Path, mon
             return take_slot(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "take_slot", dying)
+            patch.setattr(Saves, "take_slot", dying)
             with pytest.raises(WorkerDiedError, match="SIGKILL"):
                 checkpointer.save(2, small_state())
         checkpointer.save(3, small_state()).result(60)

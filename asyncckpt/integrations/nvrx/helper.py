@@ -32,7 +32,7 @@ from multiprocess.connection import Connection, wait
 from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedError
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment, round_up
-from asyncckpt.worker import wire
+from asyncckpt.worker import messages
 from asyncckpt.worker.process import same_modules
 
 _ALIGNMENT = 64
@@ -108,7 +108,7 @@ class Helper:
                 pickler.copy_storages(segment.view)
             self._unanswered.append(future)
             try:
-                wire.send(self._connection, request)
+                messages.send(self._connection, request)
                 if segment is not None:
                     reduction.send_handle(self._connection, segment.fileno(), self._process.pid)
             except OSError as error:
@@ -134,7 +134,7 @@ class Helper:
     def _listen(self) -> None:
         try:
             while True:
-                error = wire.receive(self._connection)
+                error = messages.receive(self._connection)
                 future = self._unanswered.popleft()
                 if error is None:
                     future.set_result(None)
@@ -199,7 +199,7 @@ def serve(fd: int) -> None:
         error = _run(task)
         del task  # its tensors hold memory
         try:
-            wire.send(connection, error)
+            messages.send(connection, error)
         except OSError:
             pass  # the trainer is gone; the tasks that it gave are run all the same
 
@@ -210,7 +210,7 @@ def _receive_all(connection: Connection, tasks: SimpleQueue[Any]) -> None:
         # A fork of the trainer may keep the socket open after its end.
         parent = os.pidfd_open(os.getppid())
         while connection in wait([connection, parent]):
-            request: _TaskRequest = wire.receive(connection)
+            request: _TaskRequest = messages.receive(connection)
             memory = memoryview(b"")
             if request.nbytes:
                 fd = reduction.recv_handle(connection)
