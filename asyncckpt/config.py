@@ -28,8 +28,8 @@ class Config:
     the one before is being written. None: two, or one if memory is short."""
 
     when_busy: WhenBusy = "wait"
-    """What a save does when all slots are still being written: ``wait`` for one, ``skip`` this save, or take the place
-    of the newest that is staged but not yet being written (``latest``; where there is none it waits)."""
+    """If all slots are still being written: ``wait`` for one, ``skip`` this save, or take the place of the newest that
+    is staged but not yet being written (``latest``; where there is none it waits)."""
 
     overlap: bool = False
     """Return from ``save`` before the tensors are copied. They must then stay as they are until ``Save.wait_staged``

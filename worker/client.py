@@ -45,13 +45,11 @@ class TrackedSave(Protocol):
 
 
 class OpenSaves:
-    """Those that the worker was told of, by their numbers, until they have ended and their slots are free.
-
-    ``changed`` guards them, and is notified whenever a save gets on.
-    """
+    """Those that the worker was told of, by their numbers, until they have ended and their slots are free."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        """Guards them, and is notified whenever a save gets on."""
         self._open: dict[int, TrackedSave] = {}
 
     def __bool__(self) -> bool:
@@ -110,10 +108,9 @@ class OpenSaves:
 
 
 class WorkerClient:
-    """A running worker. Made ready by the constructor; ended by ``close``.
+    """A running worker, to be ended by ``close``. Any thread may call.
 
-    Any thread may call. A listener thread takes the worker's messages; when the worker ends, expected or not, it fails
-    every save that is open with ``WorkerDiedError``.
+    A listener thread takes its messages. When it ends, expected or not, every open save fails with ``WorkerDiedError``.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -146,16 +143,13 @@ class WorkerClient:
     # Questions. Each raises ``WorkerDiedError``, ``SaveTimeoutError`` after ``timeout`` seconds, and what it says.
 
     def allocate(self, nbytes: int, timeout: float) -> tuple[int, Segment]:
-        """Have the worker make a segment. Returns its number there, and the segment mapped here (to be closed).
-
-        Raises ``OutOfMemoryError``.
-        """
+        """A new segment: its number, and its memory, to be closed. Raises ``OutOfMemoryError``."""
         doing = f"allocating {nbytes:,} bytes of shared memory"
         number = self._ask(messages.Allocate(nbytes), messages.Allocated, timeout, doing).segment
         return number, self._allocated.pop(number)
 
     def listen(self, timeout: float) -> None:
-        """Have the worker take its endpoint, where it has one. Raises ``JobTakenError`` when another worker has it."""
+        """Have the worker take its endpoint, if it has one. Raises ``JobTakenError`` where another worker has it."""
         trouble = self._ask(messages.Listen(), messages.Listening, timeout, "making the worker known").trouble
         self.has_endpoint = trouble is None
         if trouble is not None:
@@ -254,7 +248,7 @@ class WorkerClient:
 
         Raises ``SaveTimeoutError`` after ``timeout`` seconds; then the worker goes on, and leaves when it is done.
         """
-        if self._is_ours():
+        if self._may_end():
             self.abandon()
             if self._process.wait(timeout) is None:
                 raise SaveTimeoutError(
@@ -266,15 +260,13 @@ class WorkerClient:
     def detach(self, timeout: float) -> None:
         """Wait until all that was handed over is written, then leave as one that dies does: the worker lingers.
 
-        Raises ``SaveTimeoutError`` after ``timeout`` seconds; the worker goes on all the same.
+        Raises ``SaveTimeoutError`` after ``timeout`` seconds; it lingers all the same.
         """
-        if not self._is_ours():
+        if not self._may_end():
             return
         try:
-            if self._death is None:
+            with contextlib.suppress(WorkerDiedError):  # whose saves it was has been told
                 self.wait_for(lambda: not self.saves, timeout, "writing what was staged")
-        except WorkerDiedError:
-            pass  # whose saves it was has been told
         finally:
             self._closing = self._detaching = True
             self._process.detach()
@@ -292,7 +284,7 @@ class WorkerClient:
 
     def kill(self) -> None:
         """End the worker at once, and wait until all it had to do has failed."""
-        if self._is_ours():
+        if self._may_end():
             self._process.kill()
             self._listener.join()
 
@@ -309,8 +301,7 @@ class WorkerClient:
         if self._owner != os.getpid():
             raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
 
-    def _is_ours(self) -> bool:
-        """Whether there is something to end, and this process may end it."""
+    def _may_end(self) -> bool:
         return self._owner == os.getpid() and not self._connection.closed
 
     def _send(self, message: messages.FromTrainer, fd: int | None = None) -> None:

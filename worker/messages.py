@@ -1,9 +1,5 @@
 """The messages between a trainer and its worker, and between a worker and other processes. Data only, no logic.
 
-They cross a socket pickled by the plain pickler (``send``, ``receive``). ``Connection.send`` would make a pickler that
-knows closures for every message, at 0.3 ms each, in every save. What a user's own function needs to travel can be
-pickled by ``multiprocess`` into a field of a message.
-
 One socket pair joins trainer and worker. In the order of a worker's life:
 
     worker   Ready                        it runs
@@ -103,8 +99,8 @@ class TorchFileLayout:
 
 @dataclass(frozen=True)
 class WeightsLayout:
-    """The layout of a segment that has only a header page: its slots are other segments, of these numbers, each a
-    file of tensors with its own index (see ``asyncckpt/weights/layout.py``).
+    """Of a segment that has only a header page: its slots are other segments, of these numbers, each a file of tensors
+    with its own index (see ``asyncckpt/weights/layout.py``).
     """
 
     slots: tuple[int, ...]
@@ -119,10 +115,8 @@ SegmentLayout = CheckpointLayout | TorchFileLayout | WeightsLayout
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of a job find each other: by a store at ``address``, ``port``, its keys prefixed by ``token``.
-
-    ``secret``: known to the ranks alone, which seal all values in the store with it. ``rank`` and ``world_size`` are
-    those of the group that saves together.
+    """How the ranks of a job find each other: by a store at ``address``, ``port``, its keys prefixed by ``token``, its
+    values sealed with the ``secret`` of the ranks. ``rank`` and ``world_size``: in the group that saves together.
     """
 
     address: str
@@ -164,10 +158,10 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class HeldImage:
-    """A whole image that a worker has in memory: what was staged for ``request``, in a segment of that ``layout``.
+    """A whole image in the memory of a worker: what was staged for ``request``, in a segment of that ``layout``.
 
-    ``constants`` and ``checksums``: checksums of the layout's constant regions, and of the image's spans (unsigned
-    64-bit numbers). ``committed``: whether that save was; None: it has not ended yet.
+    ``constants`` and ``checksums``: of the layout's constant regions, and of the image's spans (unsigned 64-bit
+    numbers). ``committed``: whether that save was; None: it has not ended yet.
     """
 
     request: WriteRequest
@@ -387,6 +381,8 @@ FromWorker = (
 
 def send(connection: Connection, message: object) -> None:
     """Send one message. Raises ``OSError`` when nobody is at the other end."""
+    # By the plain pickler: Connection.send makes one that knows closures, at 0.3 ms a message. A user's own function
+    # can be pickled by multiprocess into a field of a message.
     connection.send_bytes(pickle.dumps(message))
 
 

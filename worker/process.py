@@ -125,9 +125,7 @@ def detached_workers() -> set[int]:
 
 
 def same_modules() -> dict[str, str]:
-    """The environment for a Python that finds the same modules as this one, in the same order, whatever this process
-    did to its path.
-    """
+    """The environment for a Python that finds the same modules as this one, whatever this process did to its path."""
     path = [os.path.abspath(entry) for entry in sys.path if os.path.exists(entry or os.curdir)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 

@@ -185,7 +185,7 @@ class Engine:
                 self._ranks().connect_worker(self._supervisor.running)
 
     def publish(self, save: Save, version: int, *, roll_back: bool = False) -> Publication:
-        """Let readers see what was staged for a save, where it is. With ``overlap`` this waits until all is staged.
+        """Let readers see what was staged for a save, where it is; with ``overlap`` this waits until all is.
 
         Args:
             save: What to publish. Skipped where its image is not there any more, or readers have all other slots.
@@ -207,9 +207,8 @@ class Engine:
             return Publication(published.version, published.epoch, skipped=why_not is not None)
 
     def any_says(self, mine: bool) -> bool:
-        """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it.
-
-        The ranks must have met. No, while the first rank's worker is gone, which brings them together.
+        """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it; no, while its
+        worker is gone, which brings the ranks together. They must have met.
         """
         with self._lock:
             group = self._ranks()
@@ -238,10 +237,10 @@ class Engine:
         self._saves.raise_failure()
 
     def close(self, *, linger: bool = False) -> None:
-        """Wait for all saves, end the worker, give the memory back. Then raise the first failure nobody was told of.
+        """Wait for all saves, end the worker, give the memory back. Safe to call twice.
 
-        Raises ``SaveTimeoutError`` if the worker is still writing after ``config.timeout`` seconds: it goes on alone.
-        ``linger``: the worker stays for a while with what it holds, as if this process had died. Safe to call twice.
+        Raises the first failure nobody was told of, or ``SaveTimeoutError`` if the worker is still writing after
+        ``config.timeout`` seconds: it goes on alone. ``linger``: it stays with what it holds, as if this had died.
         """
         with self._lock:
             if self._closed:
@@ -260,8 +259,8 @@ class Engine:
         self._saves.raise_failure()
 
     def abort(self) -> None:
-        """Give up the saves under way at once, tell no other rank, and close: for a job whose ranks are torn down, and
-        begin anew in the same processes. Handles of such saves say ``WorkerDiedError``.
+        """Give up the saves under way at once (``WorkerDiedError``), tell no other rank, and close: for a job whose
+        ranks are torn down, and begin anew in the same processes.
         """
         with self._lock:
             self._saves.give_up(self.worker)

@@ -1,7 +1,5 @@
-"""The engines that the calls of this process share: one for each group of ranks, started by the first save.
-
-For functions that are called in the place of stock ones, without an object to close: they are closed when the
-interpreter ends, after the last save is written.
+"""The engines that calls without an object to close share: one for each group of ranks, started by the first save, and
+closed when the interpreter ends, after the last save is written.
 """
 
 from __future__ import annotations
@@ -28,8 +26,12 @@ class Engines:
     def get(
         self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False, config: Config | None = None
     ) -> Engine:
-        """The engine for ``process_group`` (None: the whole job), or for this process ``alone``. ``config`` (None: what
-        the environment says) is for one that has to be made.
+        """The engine of these ranks, which is made by the first call.
+
+        Args:
+            process_group: The ranks; None: the whole job.
+            alone: This process, whatever the job.
+            config: For an engine that has to be made; None: what the environment says.
         """
         key = False if alone else process_group
         if key not in self._engines:

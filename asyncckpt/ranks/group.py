@@ -33,9 +33,9 @@ from asyncckpt.worker.rounds import Rounds, grace, round_name
 logger = logging.getLogger(__name__)
 
 _YES = "yes"
-_OWN_PATIENCE_S = 1.0
-# How long another rank looks for the store, which the first may just be bringing back.
-_PATIENCE_S = 10.0
+# How long the first rank looks for the store, which its own worker hosts: if it is not there, it will not come by
+# waiting. And how long another does: the first may just be bringing it back.
+_OWN_PATIENCE_S, _PATIENCE_S = 1.0, 10.0
 # How long the first rank may take to conclude a save that this one has failed, if it is just committing it; and storage
 # to tell what has become of it.
 _RESOLVE_S = 30.0
@@ -75,14 +75,11 @@ class Group:
         self._secret = secrets.token_bytes(32)
         self._rendezvous: Rendezvous | None = None
         self._client: WorkerClient | None = None
-        # A trainer has two connections to the store, each made when it is first used. The training thread asks its
-        # questions over the first, one after the other, and a wait for an outcome occupies it. So the failure of a
-        # save, which another thread may learn of meanwhile, is told over the second. The first rank polls and never
+        # Two connections to the store. A question of the training thread occupies the first until it is answered. So a
+        # failure, which another thread may learn of meanwhile, is told over the second. The first rank polls and never
         # waits in the store: it has only the first.
         self._questions: Rounds | None = None
         self._failures: Rounds | None = None
-        # Over the first connection, too, for questions that do not wait for a store that is gone.
-        self._quick_questions: Rounds | None = None
 
     def check_current(self) -> None:
         """Raise ``CheckpointError`` where this was made for one process that has become one of many since."""
@@ -162,11 +159,11 @@ class Group:
         return answers[0]
 
     def gather(self, kind: str, number: int, value: T) -> list[T]:
-        """The values of all ranks, in their order. Raises as ``ask_all`` does, whose ``kind`` and ``number`` these are.
+        """The values of all ranks, in their order. Raises as ``ask_all`` does.
 
         Args:
-            kind: What is asked.
-            number: The number of the question.
+            kind: As of ``ask_all``.
+            number: As there.
             value: This rank's.
         """
         return self.ask_all(kind, number, lambda: value, lambda values: [values] * len(values))
@@ -175,8 +172,8 @@ class Group:
         """The first rank decides, without waiting for the others, and they follow. Returns the decision.
 
         Args:
-            kind: What is decided; one of ``KINDS`` in a save.
-            number: The number of the save, the same on all ranks.
+            kind: As of ``ask_all``.
+            number: As there.
             decide: First rank: makes the decision.
         """
         return decide() if self._questions is None else self._follow_first(self._questions, kind, number, decide)
@@ -186,9 +183,10 @@ class Group:
 
         No, while the worker that hosts the store is gone.
         """
-        rounds = self._quick_questions
-        if rounds is None:
+        if self._questions is None:
             return mine
+        # Nobody waits for a store that is gone.
+        rounds = Rounds(self._questions.rendezvous, self._config.start_timeout, 0.0, self._questions.connection)
         try:
             if mine and self.rank > 0:
                 rounds.set_flag(_YES)
@@ -224,12 +222,10 @@ class Group:
             logger.warning("the other ranks could not be told of a failure: %s", trouble)
 
     def is_committed(self, request: WriteRequest, inode: int | None) -> bool:
-        """Whether a save is committed although this rank's worker, which may have reported its part, is dead. If not,
-        it never will be. ``inode``: that of a single file.
+        """Whether a save is committed, although this rank's worker is dead; if not, it never will be. ``inode``: of a
+        single file. Raises ``SaveTimeoutError`` where neither the first rank nor storage answers.
 
-        Ranks but the first ask the first, whose outcome is the same for all, and have failed the save before they ask:
-        so the answer comes at once, unless the first is just committing. Raises ``SaveTimeoutError`` where neither the
-        first rank nor storage answers.
+        Ranks but the first have failed the save, and ask the first: it answers at once unless it is just committing.
         """
         if self.rank > 0 and self._rendezvous is not None:
             # A connection of its own: failures of other saves must not wait behind this wait.
@@ -250,11 +246,9 @@ class Group:
     def _connect(self, rendezvous: Rendezvous) -> Rendezvous:
         self._rendezvous = rendezvous
         self.token = rendezvous.token
-        # The first rank's own worker hosts the store: if it is not there, it will not come by waiting.
         patience = _OWN_PATIENCE_S if self.rank == 0 else _PATIENCE_S
         limit = self._config.start_timeout
         self._questions = Rounds(rendezvous, limit, patience)
-        self._quick_questions = Rounds(rendezvous, limit, 0.0, self._questions.connection)
         self._failures = Rounds(rendezvous, limit, patience, self._questions.connection if self.rank == 0 else None)
         return rendezvous
 
