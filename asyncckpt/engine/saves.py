@@ -11,7 +11,7 @@ from concurrent.futures import wait
 
 from asyncckpt.config import Config
 from asyncckpt.engine.save_operation import SaveOperation
-from asyncckpt.errors import CheckpointExistsError, SaveDroppedError, SaveTimeoutError, StorageError, located
+from asyncckpt.errors import CheckpointExistsError, SaveDroppedError, SaveTimeoutError, StorageError
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.worker.client import TrackedSave, WorkerClient
 from asyncckpt.worker.messages import Existing
@@ -51,7 +51,7 @@ class Saves:
         if any(other.path == save.path for other in self._under_way()):
             raise CheckpointExistsError("this checkpoint is being saved already", path=path, step=save.step)
         if not storage_for(path).may_put(path, existing):
-            raise located(exists_error(path, existing), step=save.step)
+            raise exists_error(path, existing, save.step)
 
     def take_slot(self, save: SaveOperation, buffer: StagingBuffer) -> int | None:
         """Find a slot of ``buffer`` to stage ``save`` in. None where the save was dropped instead: then it has ended.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from asyncckpt.errors import CheckpointExistsError, located
+from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.worker.messages import Existing
 
 
@@ -231,20 +231,6 @@ class Storage(ABC):
     def set_aside(self, path: str) -> None:
         """Take the name from a damaged checkpoint, durably, and remove nothing of it."""
 
-    def check_place(self, path: str, existing: Existing, step: int | None = None) -> None:
-        """Raise unless a checkpoint may be put at a place.
-
-        Args:
-            path: The place.
-            existing: What is allowed, as in ``may_put``.
-            step: The step to be saved there, for the error.
-
-        Raises:
-            CheckpointExistsError: Something is there that ``existing`` does not allow for.
-        """
-        if not self.may_put(path, existing):
-            raise located(exists_error(path, existing), step=step)
-
 
 _WHY_TAKEN = {
     "replace": "there is something here that is not a checkpoint, or not only one; move it away or save elsewhere",
@@ -254,6 +240,12 @@ _WHY_TAKEN = {
 }
 
 
-def exists_error(path: str, existing: Existing) -> CheckpointExistsError:
-    """The error for a final ``path`` that is taken."""
-    return CheckpointExistsError(_WHY_TAKEN[existing], path=path)
+def exists_error(path: str, existing: Existing, step: int | None = None) -> CheckpointExistsError:
+    """The error for a place that is taken.
+
+    Args:
+        path: The final path.
+        existing: What is allowed, as in ``may_put``.
+        step: The step to be saved there.
+    """
+    return CheckpointExistsError(_WHY_TAKEN[existing], path=path, step=step)
