@@ -128,9 +128,8 @@ class Checkpointer:
         """Let readers on this host have what was staged for a save. No copy is made.
 
         All ranks call this after ``save`` and before the next one. Readers find it by
-        ``WeightSubscriber.of_checkpoints(root)``. They see all tensors of the state, in the dtypes they have, and while
-        they read, that slot is left alone. One slot always stays for saves, so that no reader holds them up: with the
-        usual two slots one version is readable, with three two.
+        ``WeightSubscriber.of_checkpoints(root)``, and see all tensors of the state; while they read, that slot is left
+        alone. One slot always stays for saves: with the usual two one version is readable, with three two.
 
         Args:
             save: What to publish.

@@ -196,8 +196,15 @@ class Engine:
             VersionError: It is not newer. Also raises as ``save`` does.
         """
         with self._in_use() as group:
-            gather = partial(group.gather, "epoch", next(self._numbers))
-            published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
+            number = next(self._numbers)
+            published = self._versions.admit(
+                version,
+                group.world_size,
+                lambda known: group.ask_all(
+                    "epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know)
+                ),
+                roll_back=roll_back,
+            )
             save.wait_staged(self.config.timeout)
             why_not = _show(self._buffers.image_of(save), published)
             if why_not is not None:

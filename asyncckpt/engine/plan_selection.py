@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,20 +59,13 @@ class Captured(NamedTuple):
     pickle_bytes: int = 0
 
 
+@dataclass(frozen=True)
 class PlanSelection:
-    """Of one engine, out of the plans that ``buffers`` keeps."""
+    """Of one engine: out of the plans that ``buffers`` keeps, in memory of the worker that ``supervisor`` gives."""
 
-    def __init__(self, config: Config, buffers: BufferPool, supervisor: Supervisor) -> None:
-        """Plan nothing yet.
-
-        Args:
-            config: ``slots`` and ``assume_constant_structure`` are taken from it.
-            buffers: Empty.
-            supervisor: Of the worker whose memory it is going to be.
-        """
-        self._config = config
-        self._buffers = buffers
-        self._supervisor = supervisor
+    config: Config
+    buffers: BufferPool
+    supervisor: Supervisor
 
     def for_state(self, wanted: StateToSave) -> Captured:
         """The memory and the tensors of a state dict, as all ranks have planned it.
@@ -79,7 +73,7 @@ class PlanSelection:
         Raises ``UnsavableStateError``, ``OutOfMemoryError``, ``RankFailedError``, ``WorkerDiedError``,
         ``SaveTimeoutError``; ``StructureChangedError`` where ``assume_constant_structure`` was promised in vain.
         """
-        client = wanted.group.connect_worker(self._supervisor.running)
+        client = wanted.group.connect_worker(self.supervisor.running)
         try:
             found = self._kept_by_all(wanted, client)
         except WorkerDiedError as error:
@@ -89,7 +83,7 @@ class PlanSelection:
             # time to start another, for which the other ranks wait. So the first rank asks again.
             logger.warning("asking again: %s", str(error))
             client.wait_for_end(_NOTICE_S)
-            client = wanted.group.connect_worker(self._supervisor.running)
+            client = wanted.group.connect_worker(self.supervisor.running)
             found = self._kept_by_all(wanted, client)
         return found or self._planned_by_all(wanted, client)
 
@@ -101,14 +95,14 @@ class PlanSelection:
             group: This process alone.
             number: That of the save.
         """
-        client = group.connect_worker(self._supervisor.running)
+        client = group.connect_worker(self.supervisor.running)
         nbytes = len(contents.pickle)
-        found = self._buffers.find(contents.key, lambda plan: plan.capture(contents), client)
+        found = self.buffers.find(contents.key, lambda plan: plan.capture(contents), client)
         if found is not None:
             return Captured(*found, nbytes)
         plan = TorchFilePlan.of(contents, number)
-        buffer = self._buffers.make(contents.key, plan, client)
-        self._buffers.keep(contents.key, plan, buffer)
+        buffer = self.buffers.make(contents.key, plan, client)
+        self.buffers.keep(contents.key, plan, buffer)
         return Captured(buffer, plan.capture(contents), nbytes)
 
     def _kept_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured | None:
@@ -119,14 +113,14 @@ class PlanSelection:
             """The number of the plan; 0: there is none."""
             nonlocal found
             wanted.check()
-            kept = self._buffers.find(wanted.key(), lambda plan: plan.capture(wanted.state, wanted.planner), client)
+            kept = self.buffers.find(wanted.key(), lambda plan: plan.capture(wanted.state, wanted.planner), client)
             found = None if kept is None else Captured(*kept)
             return 0 if found is None else found.buffer.plan.number
 
         def decide(plans: list[int]) -> list[bool]:
             return [plans[0] > 0 and plans.count(plans[0]) == len(plans)] * len(plans)
 
-        if wanted.group.alone or (self._config.assume_constant_structure and self._buffers.known):
+        if wanted.group.alone or (self.config.assume_constant_structure and self.buffers.known):
             if not find() and not wanted.group.alone:
                 self._check_new(wanted)
             return found
@@ -135,7 +129,7 @@ class PlanSelection:
     def _check_new(self, wanted: StateToSave) -> None:
         """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""
         names = flat_names(wanted.state, wanted.planner)
-        if any(names & known.plan.names for known in self._buffers.known):
+        if any(names & known.plan.names for known in self.buffers.known):
             raise StructureChangedError(
                 "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"
                 " placement differs), and assume_constant_structure was promised; call prepare with it on all ranks"
@@ -145,11 +139,11 @@ class PlanSelection:
     def _planned_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured:
         """By a new plan, which takes the place of one for the same names in another form."""
         group, number, state, planner, _ = wanted
-        plan = make_plan(state, self._config.slots or DEFAULT_SLOTS, planner, group, number)
+        plan = make_plan(state, self.config.slots or DEFAULT_SLOTS, planner, group, number)
         made: list[StagingBuffer] = []
 
         def allocate() -> int:
-            made.append(self._buffers.make(wanted.key(), plan, client))
+            made.append(self.buffers.make(wanted.key(), plan, client))
             return len(made[0].saves)
 
         try:
@@ -162,5 +156,5 @@ class PlanSelection:
             if isinstance(error, StructureChanged):
                 raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
             raise
-        self._buffers.keep(wanted.key(), plan, made[0])
+        self.buffers.keep(wanted.key(), plan, made[0])
         return Captured(made[0], tensors)

@@ -158,16 +158,6 @@ class Group:
         _clear(rounds, kind, number)
         return answers[0]
 
-    def gather(self, kind: str, number: int, value: T) -> list[T]:
-        """The values of all ranks, in their order. Raises as ``ask_all`` does.
-
-        Args:
-            kind: As of ``ask_all``.
-            number: As there.
-            value: This rank's.
-        """
-        return self.ask_all(kind, number, lambda: value, lambda values: [values] * len(values))
-
     def follow_first(self, kind: str, number: int, decide: Callable[[], T]) -> T:
         """The first rank decides, without waiting for the others, and they follow. Returns the decision.
 
