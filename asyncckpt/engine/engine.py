@@ -28,7 +28,7 @@ from asyncckpt.loading.memory_source import HeldImages
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
-from asyncckpt.publication import Publication, Versions
+from asyncckpt.publication import Publication, Versions, VersionState
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save
 from asyncckpt.shm.slots import PublishedVersion
@@ -93,9 +93,8 @@ class Engine:
         return self._saves.failures
 
     def prepare(self, state_dict: StateDict, planner: SavePlanner | None = None) -> None:
-        """Do all that a first save would have to: start the worker, plan, take the memory and touch it.
-
-        Values are not saved, but the tensors are copied once, to warm up. Raises as ``save`` does.
+        """Do all that a first save would have to: start the worker, plan, take the memory, and copy the tensors once, to
+        warm up. Nothing is saved. Raises as ``save`` does.
         """
         with self._in_use() as group:
             number = next(self._numbers)
@@ -124,8 +123,7 @@ class Engine:
 
         Args:
             path: The checkpoint's folder, the same on all ranks.
-            state_dict: This rank's part. The caller may change its tensors when this returns (with ``Config.overlap``:
-                see there).
+            state_dict: This rank's part. Its tensors may change when this returns (with ``Config.overlap``: see there).
             step: The training step it is of.
             existing: What becomes of what is at ``path``.
             keep_last: How many of the newest steps beside it are kept, once it is committed; None: all.
@@ -196,15 +194,8 @@ class Engine:
             VersionError: It is not newer. Also raises as ``save`` does.
         """
         with self._in_use() as group:
-            number = next(self._numbers)
-            published = self._versions.admit(
-                version,
-                group.world_size,
-                lambda known: group.ask_all(
-                    "epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know)
-                ),
-                roll_back=roll_back,
-            )
+            gather = partial(_gather, group, next(self._numbers))
+            published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
             why_not = _show(self._buffers.image_of(save), published)
             if why_not is not None:
@@ -225,7 +216,7 @@ class Engine:
             return group.any_rank_says(next(self._questions), mine)
 
     def held(self) -> HeldImages | None:
-        """What a dead trainer's worker holds for this rank; None when that is nothing, or this one has begun to save.
+        """What a dead trainer's worker holds for this rank, until this one begins to save; None: nothing.
 
         Raises ``SaveTimeoutError`` where that worker does not answer.
         """
@@ -351,6 +342,10 @@ class Engine:
         """Let go of the memory, which has lost its worker."""
         self._copier.wait()  # it writes into the memory that goes now
         self._buffers.leave()
+
+
+def _gather(group: Group, number: int, known: VersionState) -> list[VersionState]:
+    return group.ask_all("epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know))
 
 
 def _show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion) -> str | None:
