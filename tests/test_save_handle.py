@@ -27,3 +27,11 @@ def test_with_the_hosts_tensors_alone_the_host_waits() -> None:
         save.synchronize_staging(0.01)
     failed = Save.finished("somewhere", CheckpointError("the device is lost"))
     failed.synchronize_staging(0.01)
+
+
+def test_nobody_can_cancel_it() -> None:
+    """``asyncio`` would, when it stops waiting for the future; then the save would count as ended."""
+    save = Save(state := SaveState("somewhere", 1))
+    assert not save.future.cancel() and not save.done()
+    state.end(None)
+    assert save.result(1) == state.path

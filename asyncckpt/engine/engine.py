@@ -93,7 +93,7 @@ class Engine:
         return self._saves.failures
 
     def prepare(self, state_dict: StateDict, planner: SavePlanner | None = None) -> None:
-        """Do all that a first save would have to: start the worker, plan, take the memory, and copy the tensors once, to
+        """Do all that a first save would have to: start the worker, plan, take the memory, and copy the tensors once to
         warm up. Nothing is saved. Raises as ``save`` does.
         """
         with self._in_use() as group:
