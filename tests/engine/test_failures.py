@@ -20,7 +20,10 @@ from support.workers import FAULTY, Faulty
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError, SaveTimeoutError, StorageError, WorkerDiedError
+from asyncckpt.errors import ClosedError, SaveTimeoutError, StorageError, UnsavableStateError, WorkerDiedError
+from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.structure import StructureChanged
+from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.names import attempt_path
 
@@ -301,3 +304,25 @@ def test_leaving_by_an_error_loses_nothing(root: Path, caplog: pytest.LogCapture
     with Checkpointer(root) as checkpointer:
         assert checkpointer.load(into := zeros_like(state)) == 1 and same(into, state)
     assert "loaded step 1 from memory" in caplog.text
+
+
+def test_a_state_that_changes_while_it_is_planned_leaves_no_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[StagingBuffer] = []
+    close = StagingBuffer.close
+
+    def closing(self: StagingBuffer) -> None:
+        closed.append(self)
+        close(self)
+
+    def changed(*_: object) -> None:
+        raise StructureChanged("a tensor has another shape")
+
+    with Checkpointer(root) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(StagingBuffer, "close", closing)
+            patch.setattr(CheckpointPlan, "capture", changed)
+            with pytest.raises(UnsavableStateError, match="while it is looked at"):
+                checkpointer.save(1, small_state())
+        (buffer,) = closed
+        assert buffer.segment.closed
+        checkpointer.save(1, small_state()).result(60)
