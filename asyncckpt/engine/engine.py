@@ -34,8 +34,8 @@ from asyncckpt.planning.torch_file_plan import TorchFileContents
 from asyncckpt.publication import Publication
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save
-from asyncckpt.staging.buffer_pool import BufferPool
-from asyncckpt.staging.device_copy import ready_events
+from asyncckpt.staging.buffer import BufferPool
+from asyncckpt.staging.devices import ready_events
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing

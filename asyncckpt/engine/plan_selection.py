@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StructureChangedError, UnsavableStateError, WorkerDiedError
-from asyncckpt.planning.plan import StateDict, flat_names, make_plan
+from asyncckpt.planning.draft import flat_names, make_plan
+from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
-from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.staging.buffer_pool import DEFAULT_SLOTS, BufferPool
+from asyncckpt.staging.buffer import DEFAULT_SLOTS, BufferPool, StagingBuffer
 from asyncckpt.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class PlanSelection:
             return Captured(*found, nbytes)
         plan = TorchFilePlan.of(contents, number)
         buffer = self._buffers.make(contents.key, plan, client)
-        self._buffers.keep(contents.key, plan, buffer)
+        self._buffers.keep(contents.key, buffer)
         return Captured(buffer, plan.capture(contents), nbytes)
 
     def _kept_by_all(
@@ -156,7 +156,7 @@ class PlanSelection:
             for buffer in made:
                 buffer.close()
             raise
-        self._buffers.keep(key, plan, made[0])
+        self._buffers.keep(key, made[0])
         return Captured(made[0], tensors)
 
 

@@ -10,7 +10,7 @@ from asyncckpt.publication import Publication, Versions, VersionState
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.staging.buffer_pool import BufferPool
+from asyncckpt.staging.buffer import BufferPool
 
 logger = logging.getLogger(__name__)
 

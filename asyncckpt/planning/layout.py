@@ -1,9 +1,8 @@
 """The layout of an image: which byte of a data file stands where.
 
-A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.save`` would write it (a zip
-with the tensor's bytes in the middle, its *payload*), an object as pickled bytes with more reserved behind them. Only
-payloads and objects differ between saves with the same structure. All else, the *envelopes*, is constant, and so is
-every offset.
+A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.save`` writes it (a zip with
+the tensor's bytes, its *payload*, in the middle), an object as pickled bytes with more reserved behind them. Between
+saves with the same structure only payloads and objects differ; all else, the *envelopes* and all offsets, is constant.
 """
 
 from __future__ import annotations

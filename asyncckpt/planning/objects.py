@@ -56,7 +56,7 @@ def _is_constant(value: object) -> bool:
     return kind in _SCALARS or (kind is tuple and all(map(_is_constant, value)))  # type: ignore[call-overload]
 
 
-def pickled(name: str, value: object) -> bytes:
+def _pickled(name: str, value: object) -> bytes:
     """The bytes of one object. Raises ``UnsavableStateError`` naming it."""
     if isinstance(value, Raw):
         return value
@@ -80,7 +80,7 @@ def _saved(name: str, value: object) -> bytes:
 # What torch.save puts around the pickle of a value without tensors, ten times as slowly.
 _PROTOCOL = 2
 _BEFORE, _AFTER = _saved("", "asyncckpt").split(pickle.dumps("asyncckpt", protocol=_PROTOCOL))
-_NONE = pickled("None", None)
+_NONE = _pickled("None", None)
 
 
 def bytes_to_reserve(nbytes: int) -> int:
@@ -92,12 +92,19 @@ class StoredObjects:
     """The objects of one plan: their last values, their bytes, and what each slot has of them."""
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], slots: int) -> None:
-        """Pickle ``values``, which have these ``names``, for images in ``slots`` slots. Those that are ``Raw`` are
-        stored as they are. Raises ``UnsavableStateError``.
+        """Pickle the values.
+
+        Args:
+            names: Their names, for errors.
+            values: The values; those that are ``Raw`` are stored as they are.
+            slots: How many slots the images will have.
+
+        Raises:
+            UnsavableStateError: One cannot be pickled.
         """
-        self.names = names
+        self._names = names
         self._known = [value if _is_constant(value) else None for value in values]
-        self._bytes = list(map(pickled, names, values))
+        self._bytes = list(map(_pickled, names, values))
         self.reserved = [
             data.reserve() if isinstance(data, Raw) else bytes_to_reserve(len(data)) for data in self._bytes
         ]
@@ -107,7 +114,7 @@ class StoredObjects:
     def forget_slots(self) -> None:
         """The slots are in other memory now, which has nothing of the objects."""
         for stale in self._stale:
-            stale.update(range(len(self.names)))
+            stale.update(range(len(self._names)))
 
     def refresh(self, values: Sequence[Any]) -> None:
         """Take the ``values`` of a new save, pickling those that changed.
@@ -124,12 +131,12 @@ class StoredObjects:
             elif type(new) is type(known) and _same(new, known):
                 continue
             elif not is_leaf(new):
-                raise StructureChanged(f"{self.names[number]} is now a {type(new).__name__} with tensors or a mapping")
-            data = pickled(self.names[number], new)
+                raise StructureChanged(f"{self._names[number]} is now a {type(new).__name__} with tensors or a mapping")
+            data = _pickled(self._names[number], new)
             if data != self._bytes[number]:
                 reserved = self.reserved[number]
                 if not (data.fits(reserved) if isinstance(data, Raw) else len(data) <= reserved):
-                    raise StructureChanged(f"{self.names[number]} does not fit its {reserved} bytes")
+                    raise StructureChanged(f"{self._names[number]} does not fit its {reserved} bytes")
                 changed.append((number, new, data))
         for number, new, data in changed:
             self._known[number] = new if _is_constant(new) else None
@@ -138,7 +145,13 @@ class StoredObjects:
                 stale.add(number)
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
-        """See ``SlotObjects.write``."""
+        """Bring the objects in a slot up to what was last captured.
+
+        Args:
+            slot: The number of the slot.
+            image: Its memory.
+            places: Where in it each object stands, in bytes.
+        """
         stale = self._stale[slot]
         for number in stale:
             at, reserved, *_ = places[number]

@@ -27,15 +27,10 @@ from asyncckpt.worker.messages import Region, TorchFileLayout
 
 # What torch.save aligns storages to, where it has no setting for that (as torch 2.6).
 _ALIGNMENT = 64
-# From devices other than these, storages go through torch's own copy to the CPU.
-_STAGED = frozenset({"cpu", "cuda"})
 
 
 class TorchFileContents:
-    """An object taken apart: ``pickle``, its bytes, and ``tensors``, its storages as flat tensors of bytes.
-
-    The storages are the object's own, where they can be staged: nothing is copied yet.
-    """
+    """An object taken apart: ``pickle``, its bytes, and ``tensors``, its own storages as flat tensors of bytes."""
 
     def __init__(self, obj: object, protocol: int) -> None:
         """Pickle ``obj`` as ``torch.save`` does. Raises ``UnsavableStateError``."""
@@ -89,7 +84,7 @@ class _Pickler(pickle.Pickler):
 
 @dataclass
 class TorchFilePlan:
-    """How objects with storages of the same sizes are laid out."""
+    """How objects with storages of the same sizes are laid out; what ``CheckpointPlan`` is for a state dict."""
 
     number: int
     layout: DataLayout
@@ -116,11 +111,11 @@ class TorchFilePlan:
         return contents.tensors
 
     def constants(self) -> dict[str, bytes | memoryview]:
-        """What the worker has to know of the layout, by the name of its region."""
+        """What the worker has to know of the layout, by the name of its region in the segment."""
         return {"sizes": memoryview(array("Q", [self.alignment, self.objects.reserved, *self.sizes])).cast("B")}
 
     def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> TorchFileLayout:
-        """Where all that stands in a segment with images at ``slots``, offsets in bytes."""
+        """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
         return TorchFileLayout(self.layout.nbytes, slots, **regions)
 
 
@@ -135,7 +130,7 @@ class StoredPickle:
         """The slots are in other memory now."""
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
-        """See ``SlotObjects.write``. The pickle is let go of."""
+        """As ``StoredObjects.write``. The pickle is let go of."""
         image[places[0].payload_at : places[0].payload_at + len(self.pickle)] = self.pickle
         self.pickle = b""
 
@@ -164,9 +159,9 @@ class _ArchiveLayout(DataLayout):
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage's bytes."""
-    if storage.device.type not in _STAGED:
-        storage = storage.cpu()  # type: ignore[no-untyped-call]
+    """A storage's bytes, on its device: ``storage.cpu()`` would copy them in the same way, but now."""
+    if storage.device.type == "meta":
+        raise ValueError("a storage on the meta device has no bytes")
     with torch.no_grad():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

@@ -1,25 +1,42 @@
-"""A plan and the shared memory for it: one segment, with the constant files and the slots."""
+"""Staging buffers: a plan with the shared memory for it, and the pool of those that an engine keeps."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
-from asyncckpt.planning.buffer_plan import BufferPlan
+from asyncckpt.config import Config
+from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
+from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.structure import StructureChanged
+from asyncckpt.planning.torch_file_plan import TorchFilePlan
+from asyncckpt.save_handle import Save
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
-from asyncckpt.staging.device_copy import Fence, ReadyEvents
+from asyncckpt.staging.device_copy import Fence
+from asyncckpt.staging.devices import ReadyEvents
 from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import CheckpointLayout, HeldImage, Region, TorchFileLayout
 from asyncckpt.worker.open_saves import TrackedSave
+from asyncckpt.worker.takeover import Takeover
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SLOTS = 2
+# Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
+_MAX_PLANS = 4
+
+Plan: TypeAlias = CheckpointPlan | TorchFilePlan
 
 
 @dataclass
@@ -44,7 +61,7 @@ class StagingBuffer:
     """
 
     def __init__(
-        self, plan: BufferPlan, client: WorkerClient, slots: int, timeout: float, detached: list[DetachedBuffer]
+        self, plan: Plan, client: WorkerClient, slots: int, timeout: float, detached: list[DetachedBuffer]
     ) -> None:
         """Take the memory, and write all that is constant.
 
@@ -165,7 +182,15 @@ class StagingBuffer:
         pool: ThreadPoolExecutor,
         queued: Callable[[Sequence[Fence]], None] = lambda _: None,
     ) -> None:
-        """Copy ``tensors`` into ``slot``, see ``SlotStager.copy``. The first from CUDA has the memory pinned."""
+        """Copy the tensors of a state, and return when that is done. The first from a device has the memory pinned.
+
+        Args:
+            slot: Where to.
+            tensors: All of the plan, in the order of the layout.
+            ready: What the copies from each device wait for.
+            pool: Threads that take part.
+            queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
+        """
         if ready and self._pinned is None:
             # Only large tensors: small ones are brought over many at a time, and no copy may cross a cut.
             large = [each.payload_at for each in self.plan.layout.tensors if _is_on_pages(each)]
@@ -198,6 +223,133 @@ class StagingBuffer:
     def _is_free(self, slot: int) -> bool:
         save = self.saves[slot]
         return save is None or (save.is_written and save.copied.is_set())
+
+
+@dataclass
+class CachedPlan:
+    """A plan, and its memory while there is a worker that holds it.
+
+    ``key``: of planners that plan alike, or of files that are laid out alike.
+    """
+
+    key: Any
+    plan: Plan
+    buffer: StagingBuffer | None = None
+
+
+class BufferPool:
+    """What an engine has planned, and where it is staged.
+
+    ``known``: the most recently used first. ``detached``: memory whose worker is gone, for the next one to adopt.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.known: list[CachedPlan] = []
+        self.detached: list[DetachedBuffer] = []
+
+    def find(
+        self, key: Any, capture: Callable[[Any], Sequence[torch.Tensor]], client: WorkerClient
+    ) -> tuple[StagingBuffer, Sequence[torch.Tensor]] | None:
+        """Find the memory of what is to be saved, if it is as it was planned.
+
+        Args:
+            key: That of the plan.
+            capture: Takes what is to be saved by a plan; raises ``StructureChanged`` where that is not for it.
+            client: The worker.
+
+        Returns:
+            The buffer, and the tensors that were captured; None: there is no such plan.
+        """
+        for known in self.known:
+            if known.key != key:
+                continue
+            try:
+                tensors = capture(known.plan)
+            except StructureChanged as error:
+                logger.debug("not the structure of plan %d: %s", known.plan.number, error)
+                continue
+            self.known.remove(known)
+            self.known.insert(0, known)
+            if known.buffer is None:  # its worker died, and took the memory along
+                known.buffer = self._allocate(known.plan, client)
+            return known.buffer, tensors
+        return None
+
+    def make(self, key: Any, plan: Plan, client: WorkerClient) -> StagingBuffer:
+        """Take memory for a new plan.
+
+        Args:
+            key: That of the plan.
+            plan: The plan; it takes the place of one for the same names, or of the oldest of many.
+            client: The worker.
+
+        Returns:
+            The buffer; ``keep`` it.
+        """
+        outdated = [known for known in self.known if known.key == key and known.plan.names == plan.names]
+        for known in outdated or self.known[_MAX_PLANS - 1 :]:
+            self._give_back(known, client, "writing the save before the structure changed")
+            self.known.remove(known)
+        return self._allocate(plan, client)
+
+    def keep(self, key: Any, buffer: StagingBuffer) -> None:
+        """``find`` it from now on."""
+        self.known.insert(0, CachedPlan(key, buffer.plan, buffer))
+
+    def image_of(self, save: Save) -> tuple[StagingBuffer, int] | None:
+        """Where what was staged for ``save`` still is, whole: the buffer and the slot."""
+        for buffer in (known.buffer for known in self.known if known.buffer is not None):
+            for slot, tracked in enumerate(buffer.saves):
+                if tracked is not None and tracked.is_whole and save.is_of(tracked):
+                    return buffer, slot
+        return None
+
+    def hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
+        """Have ``client`` adopt memory that outlived its worker: ours, or else what a ``predecessor`` holds.
+
+        Raises ``WorkerDiedError``, ``SaveTimeoutError``.
+        """
+        if predecessor is not None and not self.detached:
+            for number, segment in predecessor.segments.items():
+                images = tuple(each for each in predecessor.images if each.request.segment == number)
+                self.detached.append(DetachedBuffer(segment, images[0].layout, images))
+        for detached in self.detached:
+            detached.number = client.adopt(detached.segment, detached.held, self._config.timeout)
+
+    def leave(self) -> None:
+        """Let go of the memory of all plans, which has lost its worker."""
+        for known in self.known:
+            if known.buffer is not None:
+                self.detached.append(known.buffer.leave())
+                known.buffer = None
+
+    def close(self) -> None:
+        """Give back memory that has no worker."""
+        while self.detached:
+            self.detached.pop().segment.close()
+
+    def _allocate(self, plan: Plan, client: WorkerClient) -> StagingBuffer:
+        """Memory for ``plan``; where there is too little, for one slot, or in the place of what was not used lately."""
+        slots = self._config.slots or DEFAULT_SLOTS
+        while True:
+            try:
+                return StagingBuffer(plan, client, slots, self._config.timeout, self.detached)
+            except OutOfMemoryError as error:
+                if self._config.slots is None and slots > 1:
+                    logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
+                    slots = 1
+                elif placed := [known for known in self.known if known.buffer is not None]:
+                    self._give_back(placed[-1], client, "writing what is in memory that is needed")
+                else:
+                    raise
+
+    def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str) -> None:
+        """Give back the memory of a plan, once nothing in it is under way."""
+        if known.buffer is not None:
+            client.wait_for(known.buffer.idle, self._config.timeout, doing)
+            known.buffer.close()
+            known.buffer = None
 
 
 def _is_on_pages(place: Place) -> bool:

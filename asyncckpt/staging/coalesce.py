@@ -22,8 +22,8 @@ from itertools import compress
 import torch
 
 from asyncckpt.planning.structure import picker
-from asyncckpt.staging.destinations import SlotViews
 from asyncckpt.staging.devices import DeviceEvent
+from asyncckpt.staging.host_copy import SlotViews
 
 logger = logging.getLogger(__name__)
 

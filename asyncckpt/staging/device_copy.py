@@ -22,35 +22,19 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 
 import torch
 
-from asyncckpt.staging import devices
 from asyncckpt.staging.coalesce import Slab, SlabBuffer, allocate_slab_buffers, group_by_slab
-from asyncckpt.staging.destinations import SlotViews
-from asyncckpt.staging.devices import DeviceEvent, DeviceKind
-from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, batches
-
-_device = attrgetter("device")
+from asyncckpt.staging.devices import DeviceEvent, DeviceKind, ReadyEvents
+from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches
 
 # What is reported as arrived at once: 1 to 3 ms on the link, so that an event (some us) does not count, and the
 # worker's writes, far slower, begin early.
 _CHUNK_BYTES = 64 << 20
 
-ReadyEvents = dict[torch.device, DeviceEvent]
-"""For each device that has a kind: when what its current stream had been given by the time of the save is done."""
-
 Fence = Callable[[], None]
 """Has the current stream of a device wait, from here on, until the tensors there are copied. The host goes on."""
-
-
-def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
-    """The events of the devices that ``tensors`` are on; called on the caller's own thread, whose streams are meant."""
-    if not any(kind.is_initialized() for kind in devices.KINDS.values()):
-        return {}
-    kinds = {device: devices.kind_of(device) for device in set(map(_device, tensors))}
-    return {device: kind.record(kind.current_stream(device)) for device, kind in kinds.items() if kind is not None}
 
 
 class DeviceCopy:

@@ -14,10 +14,9 @@ import torch
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import devices
-from asyncckpt.staging.destinations import SlotViews
-from asyncckpt.staging.device_copy import DeviceCopy, Fence, ReadyEvents
-from asyncckpt.staging.devices import DeviceEvent
-from asyncckpt.staging.host_copy import CopyUnit, batch_units, copy_units, host_units
+from asyncckpt.staging.device_copy import DeviceCopy, Fence
+from asyncckpt.staging.devices import DeviceEvent, ReadyEvents
+from asyncckpt.staging.host_copy import CopyUnit, SlotViews, batch_units, copy_units, host_units
 
 _device, _begin = attrgetter("device"), attrgetter("begin")
 

@@ -9,7 +9,7 @@ import torch
 
 from asyncckpt.planning.layout import DataLayout, TensorSpec
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging.destinations import SlotViews
+from asyncckpt.staging.host_copy import SlotViews
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32),
