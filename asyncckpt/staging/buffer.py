@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -37,13 +37,14 @@ DEFAULT_SLOTS = 2
 _MAX_PLANS = 4
 
 Plan: TypeAlias = CheckpointPlan | TorchFilePlan
+_Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 
 
 @dataclass
 class DetachedBuffer:
     """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
 
-    ``number``: that of the segment in the worker that has adopted it; None: none has, yet.
+    ``number`` is that of the segment in the worker that has adopted it, if one has.
     """
 
     segment: Segment
@@ -82,18 +83,20 @@ class StagingBuffer:
         self.saves: list[TrackedSave | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
-        regions = {}
+        constants = plan.constants()
+        regions: dict[str, Region] = {}
         end = HEADER_BYTES
-        for name, data in plan.constants().items():
+        for name, data in constants.items():
             regions[name] = Region(end, len(data))
             end = round_up(end + len(data))
+        fixed = [(regions[name], data) for name, data in constants.items()]
         self._offsets = tuple(end + number * plan.layout.nbytes for number in range(slots))
         self.layout = plan.segment_layout(self._offsets, regions)
-        adopted = self._acquire(detached, end + slots * plan.layout.nbytes, timeout)
+        adopted = self._acquire(detached, fixed, end + slots * plan.layout.nbytes, timeout)
         try:
             self.segment.touch()
             self._published = PublishedSlots(self.segment, slots)
-            self._set_up(adopted.held if adopted is not None else (), regions)
+            self._set_up(adopted.held if adopted is not None else (), fixed)
             client.describe(self.number, self.layout, timeout)
         except BaseException:
             if (published := getattr(self, "_published", None)) is not None:
@@ -106,13 +109,18 @@ class StagingBuffer:
                 self.segment.close()
             raise
 
-    def _acquire(self, detached: list[DetachedBuffer], nbytes: int, timeout: float) -> DetachedBuffer | None:
-        """Take what fits of ``detached``, and return it; or allocate a segment of ``nbytes``."""
-        adopted = _fitting(detached, self.layout, self.plan.constants())
-        if adopted is not None and adopted.number is not None:
-            self.segment, self.number = adopted.segment, adopted.number
-            detached.remove(adopted)
-            return adopted
+    def _acquire(
+        self, detached: list[DetachedBuffer], fixed: _Constants, nbytes: int, timeout: float
+    ) -> DetachedBuffer | None:
+        """Take what was for the same plan, down to the last constant byte, or else allocate a segment of ``nbytes``."""
+        for each in detached:
+            view = each.segment.view
+            if each.number is None or each.layout != self.layout:
+                continue
+            if all(view[region.offset : region.offset + region.nbytes] == data for region, data in fixed):
+                self.segment, self.number = each.segment, each.number
+                detached.remove(each)
+                return each
         while detached:
             unfit = detached.pop()
             if unfit.number is not None:
@@ -121,7 +129,7 @@ class StagingBuffer:
         self.number, self.segment = self.client.allocate(nbytes, timeout)
         return None
 
-    def _set_up(self, held: Sequence[HeldImage], regions: Mapping[str, Region]) -> None:
+    def _set_up(self, held: Sequence[HeldImage], fixed: _Constants) -> None:
         """Make the slots free, but for the images that are ``held`` or published, and write the constants."""
         self.slots = SlotTable(self.segment.view)
         kept = [each.request.slot for each in sorted(held, key=lambda each: each.request.save_id)]
@@ -132,8 +140,8 @@ class StagingBuffer:
         view, plan = self.segment.view, self.plan
         for slot in range(len(self.saves)):
             self.slots.set(slot, State.FREE)
-        for name, data in plan.constants().items():
-            view[regions[name].offset : regions[name].offset + regions[name].nbytes] = data
+        for region, data in fixed:
+            view[region.offset : region.offset + region.nbytes] = data
         for place, data in plan.layout.constants():
             for offset in self._offsets:
                 view[offset + place : offset + place + len(data)] = data
@@ -227,10 +235,7 @@ class StagingBuffer:
 
 @dataclass
 class CachedPlan:
-    """A plan, and its memory while there is a worker that holds it.
-
-    ``key``: of planners that plan alike, or of files that are laid out alike.
-    """
+    """A plan, kept under a ``key``, and its memory while there is a worker that holds it."""
 
     key: Any
     plan: Plan
@@ -254,7 +259,7 @@ class BufferPool:
         """Find the memory of what is to be saved, if it is as it was planned.
 
         Args:
-            key: That of the plan.
+            key: Equal for planners that plan alike, and for files that are laid out alike.
             capture: Takes what is to be saved by a plan; raises ``StructureChanged`` where that is not for it.
             client: The worker.
 
@@ -280,7 +285,7 @@ class BufferPool:
         """Take memory for a new plan.
 
         Args:
-            key: That of the plan.
+            key: As in ``find``.
             plan: The plan; it takes the place of one for the same names, or of the oldest of many.
             client: The worker.
 
@@ -355,19 +360,3 @@ class BufferPool:
 def _is_on_pages(place: Place) -> bool:
     """Whether a copy can begin there that no other copy has a part in."""
     return place.payload_bytes >= PAGE_ALIGNED_FROM and place.payload_at % PAGE == 0
-
-
-def _fitting(
-    detached: list[DetachedBuffer],
-    layout: CheckpointLayout | TorchFileLayout,
-    constants: Mapping[str, bytes | memoryview],
-) -> DetachedBuffer | None:
-    """The one that was for the same plan, down to the last constant byte."""
-    for each in detached:
-        regions = {name: getattr(layout, name) for name in constants}
-        if each.layout == layout and all(
-            each.segment.view[region.offset : region.offset + region.nbytes] == constants[name]
-            for name, region in regions.items()
-        ):
-            return each
-    return None

@@ -21,7 +21,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -82,15 +81,16 @@ class DeviceCopy:
                 done(unit)
 
     def fence(self, copied: Sequence[DeviceEvent]) -> Fence:
-        """The fence for what ``queue`` returned: the last copy is behind all others."""
-        return partial(_have_current_stream_wait, self._kind, self._device, copied[-1])
+        """The fence for what ``queue`` returned. It keeps no slot mapped."""
+        kind, device, last = self._kind, self._device, copied[-1]  # the last copy is behind all others
+        return lambda: kind.current_stream(device).wait_event(last)
 
 
 class ChunkCopy:
     """Some elements of a tensor that is too large for one unit."""
 
     def __init__(self, number: int, first: int, elements: int, views: SlotViews) -> None:
-        """Copies part of a tensor.
+        """Describe the copy.
 
         Args:
             number: The number of the tensor.
@@ -118,7 +118,7 @@ class ChunkCopy:
 
 
 def device_units(numbers: Sequence[int], views: SlotViews, buffers: Sequence[SlabBuffer]) -> list[CopyUnit]:
-    """The units of tensors on one device: slabs, then all others.
+    """Divide the tensors on one device into units: slabs, then all others.
 
     Args:
         numbers: The numbers of the tensors, in ascending order.
@@ -182,7 +182,3 @@ def _side_streams(device: torch.device, kind: DeviceKind) -> _SideStreams:
         if streams is None:
             streams = _all_side_streams[device] = _SideStreams(device, kind)
         return streams
-
-
-def _have_current_stream_wait(kind: DeviceKind, device: torch.device, event: DeviceEvent) -> None:
-    kind.current_stream(device).wait_event(event)

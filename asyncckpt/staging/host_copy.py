@@ -38,7 +38,7 @@ _THREADS = max(1, min(4, os.cpu_count() or 1))
 
 
 class SlotViews:
-    """Views of a slot: the memory of each tensor, by the number that it has in the layout."""
+    """Views of a slot: where each tensor of a plan goes, by the number that it has in the layout."""
 
     def __init__(self, specs: Sequence[TensorSpec], places: Sequence[Place], segment: Segment, offset: int) -> None:
         """The views are made when they are asked for.
@@ -82,11 +82,10 @@ class CopyUnit(Protocol):
         """Copy from ``tensors``, those of the plan, which may be others on every call."""
 
 
-class ByteCopy:
-    """Some bytes of a large tensor on the host."""
+class _ByteCopy:
+    """Some bytes of a large tensor on the host, from byte ``offset`` of the tensor on."""
 
     def __init__(self, number: int, offset: int, views: SlotViews) -> None:
-        """Copies from byte ``offset`` on of the tensor ``number`` into ``views``."""
         place = views.places[number]
         self.begin = place.payload_at + offset
         self._number, self._offset, self._views = number, offset, views
@@ -106,8 +105,12 @@ class BatchCopy:
     """Tensors that are copied by one call of torch, whatever device they are on."""
 
     def __init__(self, numbers: Sequence[int], views: SlotViews, non_blocking: bool = False) -> None:
-        """Copies the tensors ``numbers`` into ``views``; if ``non_blocking``, the copies are only queued, on the
-        current stream of the device that the tensors are on.
+        """Describe the copy.
+
+        Args:
+            numbers: The numbers of the tensors.
+            views: Where they go.
+            non_blocking: The copies are only queued, on the current stream of the device that the tensors are on.
         """
         self.begin = views.places[numbers[0]].payload_at
         self._non_blocking = non_blocking
@@ -124,7 +127,7 @@ def host_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
     small = [number for number in numbers if _is_small(views.specs[number])]
     large = [number for number in numbers if not _is_small(views.specs[number])]
     units: list[CopyUnit] = [
-        ByteCopy(number, offset, views)
+        _ByteCopy(number, offset, views)
         for number in large
         for offset in range(0, views.places[number].payload_bytes, _MEMCPY_BYTES)
     ]
@@ -137,14 +140,14 @@ def batch_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
 
 
 def batches(numbers: Sequence[int], places: Sequence[Place], most_bytes: int) -> Iterator[list[int]]:
-    """Tensors that are to be copied by one call each.
+    """Divide tensors into batches that are copied by one call each.
 
     Args:
         numbers: The numbers of the tensors, in the order in which they are to be copied.
         places: Where each tensor of the plan stands.
         most_bytes: The most bytes of one batch. A tensor that has more is a batch by itself.
 
-    Returns:
+    Yields:
         The numbers of each batch.
     """
     batch: list[int] = []
