@@ -53,7 +53,7 @@ class DirectLoad:
     requests: Mapping[ChecksummedFile, ReadRequests]
     left_out: Sequence[str]
 
-    def read(self, progress: Progress | None, *, verify: bool, weights_only: bool) -> None:
+    def read(self, progress: Progress, *, verify: bool, weights_only: bool) -> None:
         """Fill the state dict.
 
         Args:
@@ -67,11 +67,11 @@ class DirectLoad:
             StorageError: Storage cannot be read.
         """
         warn_left_out(self.left_out, self.path)
-        if progress is not None and progress.shown:
+        if progress.shown:
             progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
         with read_pool() as pool:
             for file, requests in self.requests.items():
-                for (name, keys), data in requests.read(file, pool, verify=verify, progress=progress):
+                for (name, keys), data in requests.read(file, pool, progress.update, verify=verify):
                     value = load_object(io.BytesIO(data), name, self.path, weights_only=weights_only)
                     set_element(self.state_dict, keys, value)
 

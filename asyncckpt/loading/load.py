@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.loading.catalog import is_stock
 from asyncckpt.loading.dcp_reader import CheckingPlanner, load_by_dcp, open_reader
 from asyncckpt.loading.direct_load import draft
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import Source, StorageSource
+from asyncckpt.loading.source import Source, StorageSource, is_stock
 from asyncckpt.planning.structure import stateful_types
 from asyncckpt.ranks.collectives import gather, on_all
 from asyncckpt.worker.storage import storage_for
@@ -67,7 +66,7 @@ def load(
     path = os.path.abspath(path)
     ranks = False if no_dist else process_group
     with _states(state_dict) as states, contextlib.ExitStack() as held, _without_gc(), _without_dcps_wrapping():
-        bar = held.enter_context(Progress("loading", delay=_LONG_S)) if progress and _is_first() else None
+        bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
         found = on_all(lambda: source or _open(path, held), ranks)
         direct = on_all(lambda: draft(states, found, path, held) if planner is None and found else None, ranks)
         if all(gather(direct is not None, ranks)) and direct is not None:

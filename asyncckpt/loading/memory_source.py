@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
-from asyncckpt.loading.catalog import latest
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
-from asyncckpt.loading.source import StorageSource
+from asyncckpt.loading.source import StorageSource, latest
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.index import Index, data_name
@@ -51,7 +50,7 @@ class HeldImages:
         path = os.path.join(held.request.path, layout.data_name)
         text = bytes(self._region(held, layout.index_head)) + Index.tail(array("Q", held.checksums))
         data = self._region(held, Region(layout.slots[held.request.slot], layout.data_bytes))
-        return MemoryFile(path, Index.parse(text, path), data, self._region(held, layout.spans).cast("Q"))
+        return MemoryFile(path, Index.parse(text, path), data)
 
     def _check(self, held: HeldImage) -> None:
         """The trainer could write there until it died, and may have died of writing where it should not."""
@@ -122,15 +121,13 @@ class MemorySource:
         self._takeovers: dict[int, Takeover] = {}
 
     def metadata(self) -> bytes:
-        """DCP's ``.metadata``."""
         return self._metadata
 
     def data_files(self) -> list[str]:
-        """One a rank."""
         return [data_name(rank) for rank in range(self._held.request.world_size)]
 
     def open(self, name: str) -> ChecksummedFile:
-        """The data file ``name``, to be closed. Raises ``CheckpointNotFoundError`` where it is out of reach."""
+        """As ``Source.open``. Raises ``CheckpointNotFoundError`` where the file is out of reach."""
         request = self._held.request
         if name == self._held.layout.data_name:
             return self._images.file(self._held)

@@ -18,7 +18,7 @@ from support.states import equal, replicas
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import verify
 from asyncckpt.planning import draft
 from asyncckpt.ranks import group
 from asyncckpt.staging import slot_copy as staging
