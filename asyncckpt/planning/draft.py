@@ -1,8 +1,4 @@
-"""Making the plan of a checkpoint, with all ranks.
-
-DCP's own planner turns the state dict into write items and spreads what all ranks have over them, so that what DCP
-users know (DTensor, nested dicts, ...) works as they know it, and DCP's metadata comes out as DCP reads it.
-"""
+"""Making the plan of a checkpoint, with all ranks: by DCP's own planner, so that all works as DCP users know it."""
 
 from __future__ import annotations
 
@@ -47,8 +43,7 @@ def make_plan(
 
     Raises:
         UnsavableStateError: A value cannot be saved.
-        RankFailedError: Another rank failed.
-        SaveTimeoutError: The ranks did not meet in time.
+        RankFailedError, SaveTimeoutError: Another rank failed, or the ranks did not meet in time.
     """
     draft = Draft(state_dict, _fresh(planner), slots, group.rank)
     final = group.ask_all("plan", number, draft.local_plan, draft.global_plans)
@@ -94,11 +89,8 @@ class Draft:
             slots: How many slots the images will have.
             rank: The number of this rank.
         """
-        self.plan: CheckpointPlan  # from ``lay_out`` on
-        self._state_dict = state_dict
-        self._planner = planner
-        self._slots = slots
-        self._rank = rank
+        self.plan: CheckpointPlan  # from ``lay_out`` on; complete with the metadata
+        self._state_dict, self._planner, self._slots, self._rank = state_dict, planner, slots, rank
         self._flat: dict[str, Any] | None = None
         self._local = SavePlan([])
         # First rank: what all have, until it becomes the metadata.
@@ -126,7 +118,7 @@ class Draft:
         return self._finals
 
     def lay_out(self, final: SavePlan, number: int) -> _Places:
-        """Lay out this rank's file for its ``final`` plan; returns where its items stand."""
+        """Lay out this rank's file for its ``final`` plan. Returns where its items stand."""
         with _planning():
             items = self._planner.finish_plan(final).items
         values = self._capture(items)

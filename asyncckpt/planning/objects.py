@@ -1,9 +1,9 @@
 """Small values beside the tensors: step counters, learning rates, names, and whatever else pickles.
 
-DCP pickles each of them on every save. Here their bytes are kept: a value that is what it was is not pickled again.
-More bytes are reserved for each in the image than it takes, filled up with zeros, so that a changed value moves no
-other byte. The pickle is ``torch.save``'s older form, which ``torch.load`` reads just the same and which ends where it
-ends: zeros behind it are not looked at (a zip would have to end with its directory).
+DCP pickles each of them on every save. Here a value that is what it was is not pickled again. More bytes are reserved
+for each in the image than it takes, filled up with zeros, so that a changed value moves no other byte. The pickle is
+``torch.save``'s older form, which ``torch.load`` reads just the same, and without a look at the zeros behind it (a zip
+would have to end with its directory).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
 class Raw(bytes):
     """Bytes that a user's own planner made; they are stored as they are.
 
-    Those that ``torch.save`` made (a zip, as Megatron-LM's planner hands over) can grow all the same: what is left of
-    the reserved bytes becomes the zip's comment. For any others exactly their own length is reserved.
+    For a zip, as ``torch.save`` makes it and Megatron-LM's planner hands it over, more is reserved than it takes: what
+    is left becomes the zip's comment. For any others exactly their own length is reserved.
     """
 
     def _is_zip(self) -> bool:
         return self.startswith(b"PK\3\4") and self[-22:-18] == b"PK\5\6" and self[-2:] == b"\0\0"
 
     def reserve(self) -> int:
-        """The bytes to reserve."""
+        """How many bytes to reserve."""
         return len(self) + min(_COMMENT_BYTES, max(1024, len(self))) if self._is_zip() else len(self)
 
     def fits(self, reserved: int) -> bool:

@@ -1,8 +1,7 @@
 """The structure of a state dict: its containers with their keys, its leaves in their order, the forms of its tensors.
 
-DCP flattens a state dict anew on every save, at microseconds a value. Here that is done once; a later save only looks
-whether the containers still have the same keys, which for a flat dict of any size is one comparison of two lists, and
-whether the tensors still have the same form, which is one pass in C.
+DCP flattens a state dict anew on every save, at microseconds a value. Here a later save only compares: the keys, which
+for a flat dict of any size are two lists, and the forms of the tensors, in one pass in C.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The plan of a single file as ``torch.save`` writes it: an object's storages and pickle, and where they stand.
 
 A tensor pickles as a reference to its storage, which is stored once, whole, however many tensors are views of it. So
-the objects whose storages have the same sizes share a plan: where each byte stands depends on nothing else, as long as
-the pickle, behind the storages, fits the bytes that are reserved for it.
+objects whose storages have the same sizes share a plan, as long as the pickle, behind the storages, fits the bytes that
+are reserved for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ class TorchFilePlan:
         """The plan for ``contents``, and for others with the same ``key``."""
         alignment, sizes = contents.alignment, contents.sizes
         objects = StoredPickle(bytes_to_reserve(len(contents.pickle)))
-        return cls(number, _ArchiveLayout.of(alignment, objects.reserved, sizes), objects, alignment, sizes)
+        return cls(number, _lay_out(alignment, objects.reserved, sizes), objects, alignment, sizes)
 
     def capture(self, contents: TorchFileContents) -> Sequence[torch.Tensor]:
         """The tensors of ``contents`` in the order of the layout; its pickle is taken into ``objects``.
@@ -135,27 +135,17 @@ class StoredPickle:
         self.pickle = b""
 
 
-@dataclass(frozen=True)
-class _ArchiveLayout(DataLayout):
+def _lay_out(alignment: int, reserved: int, sizes: Sequence[int]) -> DataLayout:
     """The layout of an archive: storages are its tensors, the pickle is its object; the worker adds the rest behind."""
-
-    headers: Sequence[tuple[int, bytes]]
-
-    @classmethod
-    def of(cls, alignment: int, reserved: int, sizes: Sequence[int]) -> _ArchiveLayout:
-        records = lay_out(alignment, reserved, *sizes)
-        places = [Place(record.at, record.end - record.at, record.payload_at, record.nbytes) for record in records]
-        return cls(
-            specs=[TensorSpec(torch.uint8, (nbytes,)) for nbytes in sizes],
-            tensors=places[:-1],
-            objects=places[-1:],
-            nbytes=round_up(records[-1].end + tail_room(alignment, len(sizes))),
-            headers=[(record.at, header(record)) for record in records],
-        )
-
-    def constants(self) -> Iterator[tuple[int, bytes]]:
-        """The records' headers, as (offset, bytes)."""
-        return iter(self.headers)
+    records = lay_out(alignment, reserved, *sizes)
+    places = [Place(record.at, record.end - record.at, record.payload_at, record.nbytes) for record in records]
+    return DataLayout(
+        specs=[TensorSpec(torch.uint8, (nbytes,)) for nbytes in sizes],
+        tensors=places[:-1],
+        objects=places[-1:],
+        nbytes=round_up(records[-1].end + tail_room(alignment, len(sizes))),
+        constants=[(record.at, header(record)) for record in records],
+    )
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -142,7 +142,7 @@ class StagingBuffer:
             self.slots.set(slot, State.FREE)
         for region, data in fixed:
             view[region.offset : region.offset + region.nbytes] = data
-        for place, data in plan.layout.constants():
+        for place, data in plan.layout.constants:
             for offset in self._offsets:
                 view[offset + place : offset + place + len(data)] = data
         self._stagers = [SlotStager(plan.layout, self.segment, offset) for offset in self._offsets]
