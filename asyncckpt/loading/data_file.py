@@ -65,10 +65,9 @@ class ChecksummedFile(ABC):
         *,
         verify: bool = True,
     ) -> Iterator[ReadRun]:
-        """Read the spans that ``ranges`` touch, and bring the bytes to their destinations.
+        """Read the spans that ``ranges`` touch, and bring the bytes to their destinations, those of damaged spans, too.
 
-        The memory there is written until the iterator is exhausted or closed, by the threads of ``pool``. Damaged spans
-        are written there, too: whoever iterates decides what a damage means.
+        The memory there is written until the iterator is exhausted or closed.
 
         Args:
             ranges: First byte and end of what is to be read; they may overlap.
@@ -116,10 +115,7 @@ class ChecksummedFile(ABC):
         """
 
     def _runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The spans that ``ranges`` touch, as runs of adjacent ones, (first, last + 1).
-
-        Each of up to ``RUN_BYTES``, if no span is longer.
-        """
+        """The spans that ``ranges`` touch, as runs (first, last + 1) of up to ``RUN_BYTES``, if no span is longer."""
         bounds = self._bounds
         for first, last in self._touched(ranges):
             while first < last:
@@ -244,15 +240,15 @@ class StoredFile(ChecksummedFile):
 
 
 class MemoryFile(ChecksummedFile):
-    """A data file that is still in memory: ``data``, which must not change until it is closed."""
+    """A data file that is still in memory."""
 
     def __init__(self, path: str, index: Index, data: memoryview) -> None:
-        """Describe the file.
+        """Read nothing yet.
 
         Args:
             path: Where the file would be on storage.
             index: What stands in it, and the checksum of each span.
-            data: Its bytes.
+            data: Its bytes, which must not change until this is closed.
         """
         super().__init__(path, index)
         self._data = data

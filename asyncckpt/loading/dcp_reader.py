@@ -66,8 +66,7 @@ def open_reader(
         weights_only: No value may run code while it is unpickled.
 
     Raises:
-        UntrustedValueError: The metadata could run code.
-        DamagedCheckpointError: The metadata is damaged or missing.
+        UntrustedValueError, DamagedCheckpointError: The metadata could run code, or is damaged or missing.
         StorageError: Storage cannot be read.
     """
     reader: StorageReader
@@ -117,8 +116,7 @@ class CheckpointReader(StorageReader):
             progress: Told of the bytes that are read; None: there is no bar.
 
         Raises:
-            CheckpointNotFoundError: There is no checkpoint.
-            DamagedCheckpointError: Its manifest is damaged.
+            CheckpointNotFoundError, DamagedCheckpointError: There is no checkpoint, or its manifest is damaged.
         """
         self._verify = verify
         self._weights_only = weights_only

@@ -1,8 +1,8 @@
 """Loading without a plan: where every value is stored in the form it is loaded to, its bytes go straight to it.
 
-DCP's planner can load any placement into any other. For that it makes some ten objects a tensor, which takes longer
-than the bytes of a small one. The indexes of a checkpoint say what stands where just as well, and that is enough for
-most states. A state that is not as plain as that is left to DCP, whole, and so is saying what is wrong with it.
+DCP's planner can load any placement into any other, and makes some ten objects a tensor for that, which takes longer
+than the bytes of a small one. For most states the indexes of a checkpoint say enough. A state that is not as plain as
+that is left to DCP, whole, and so is saying what is wrong with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.read_requests import ReadRequests, dtype_of
+from asyncckpt.loading.read_requests import ReadRequests, dtype_named
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.structure import PLAIN, is_leaf
@@ -43,7 +43,7 @@ class _NotPlain(Exception):
 
 @dataclass(frozen=True)
 class DirectLoad:
-    """All of a load but the reading: the ``requests`` that fill ``state_dict``, for each open file.
+    """A load that is left to be read: the ``requests`` that fill ``state_dict``, for each open file.
 
     ``path`` is the folder of the checkpoint, for errors; ``left_out`` are values that were not asked for.
     """
@@ -62,8 +62,7 @@ class DirectLoad:
             weights_only: No value may run code while it is unpickled.
 
         Raises:
-            DamagedCheckpointError: Bytes are damaged.
-            UntrustedValueError: A value could run code.
+            DamagedCheckpointError, UntrustedValueError: Bytes are damaged, or a value could run code.
             StorageError: Storage cannot be read.
         """
         warn_left_out(self.left_out, self.path)
@@ -193,7 +192,7 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
             raise _NotPlain(f"{name} is not there, or in pieces, or no tensor")
         file, item = found
         # The size says the same, unless whoever wrote the index means harm.
-        same = tensor.dtype == dtype_of(item) and [*tensor.shape] == item.shape
+        same = tensor.dtype == dtype_named(item.dtype) and [*tensor.shape] == item.shape
         if not same or tensor.nbytes != item.payload_bytes:
             raise _NotPlain(f"{name} is stored in another form")
         requests[file].whole(tensor, item)

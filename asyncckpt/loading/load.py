@@ -19,7 +19,7 @@ from asyncckpt.loading.direct_load import draft
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Source, StorageSource, is_stock
 from asyncckpt.planning.structure import stateful_types
-from asyncckpt.ranks.collectives import gather, on_all
+from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.worker.storage import storage_for
 
 # A load that takes longer has a progress bar.
@@ -100,7 +100,7 @@ def _open(path: str, held: contextlib.ExitStack) -> Source | None:
 
 def _is_first() -> bool:
     """Whether this is the first rank of the job, which alone shows the bar."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return not many(None) or dist.get_rank() == 0
 
 
 @contextlib.contextmanager

@@ -67,10 +67,9 @@ class HeldImages:
 def choose_in_memory(
     root: str, step: int | None, offers: Sequence[Sequence[WriteRequest]], committed: Set[str]
 ) -> str | None:
-    """Choose which checkpoint to load from memory.
+    """Choose which checkpoint to load from memory: a whole one, and no older than what is in storage.
 
-    It must be whole, and no older than what is in storage: there it may have been replaced, or removed by somebody who
-    did not want it.
+    There it may have been replaced, or removed by somebody who did not want it.
 
     Args:
         root: The folder of the run's checkpoints.
@@ -109,15 +108,14 @@ class MemorySource:
     """
 
     def __init__(self, images: HeldImages, held: HeldImage, metadata: bytes) -> None:
-        """Make one image a checkpoint to load from.
+        """Read nothing yet.
 
         Args:
             images: What this rank's worker holds.
             held: The one of them that is this rank's part of the checkpoint.
             metadata: DCP's ``.metadata``, checked.
         """
-        self._images, self._held = images, held
-        self._metadata = metadata
+        self._images, self._held, self._metadata = images, held, metadata
         self._takeovers: dict[int, Takeover] = {}
 
     def metadata(self) -> bytes:

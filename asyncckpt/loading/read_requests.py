@@ -28,16 +28,16 @@ class BoxCopy(NamedTuple):
     def fill(self, data: memoryview) -> None:
         """Copy ``data``, the bytes of the box, into the tensor."""
         if data:
-            source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_of(self.item))
+            source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_named(self.item.dtype))
             with torch.no_grad():
                 self.tensor.copy_(source.as_strided(tuple(self.lengths), _strides(self.item.shape)))
 
 
 class ReadRequests:
-    """The bytes to be read of one data file; they may overlap.
+    """The bytes to be read of one data file, as rows; they may overlap.
 
-    Each row is a range of the file. Its bytes go straight to an address in this process; or they are collected, and
-    once they are all there and good they become a tensor (``BoxCopy``) or are given to the caller with a key.
+    The bytes of a row go straight to an address in this process; or they are collected, and once they are all there and
+    good they become a tensor (``BoxCopy``) or are given to the caller with a key.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class ReadRequests:
             lengths: How long the box is, in elements, for each dimension.
         """
         first, count = _extent(item.shape, offsets, lengths)
-        dtype = dtype_of(item)
+        dtype = dtype_named(item.dtype)
         begin, nbytes = item.payload_at + first * dtype.itemsize, count * dtype.itemsize
         is_a_row = tensor.dtype == dtype and tensor.numel() == count
         is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.is_cpu
@@ -178,13 +178,9 @@ class ReadRequests:
         return Destinations(*([column[row] for row in to] for column in (begins, ends, addresses)))
 
 
-def dtype_of(item: Item) -> torch.dtype:
-    """The dtype of a stored tensor."""
-    return _dtype(item.dtype)
-
-
 @functools.cache
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that an index calls ``name``."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
