@@ -53,31 +53,6 @@ def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool
         state_dict_loader.load(state_dict, process_group=process_group, **options)
 
 
-def open_reader(
-    path: str, source: Source | None, progress: Progress, *, verify: bool, weights_only: bool
-) -> StorageReader:
-    """The reader for DCP, which has read its metadata: of what is wrong with that DCP would make a text.
-
-    Args:
-        path: The folder of the checkpoint.
-        source: Its files; None: stock DCP wrote it, and reads it.
-        progress: Told of the bytes that are read.
-        verify: Whether the checksums are compared.
-        weights_only: No value may run code while it is unpickled.
-
-    Raises:
-        UntrustedValueError, DamagedCheckpointError: The metadata could run code, or is damaged or missing.
-        StorageError: Storage cannot be read.
-    """
-    reader: StorageReader
-    if source is None:
-        reader = StockReader(path, weights_only=weights_only)
-    else:
-        reader = CheckpointReader(path, verify=verify, weights_only=weights_only, source=source, progress=progress)
-    reader.read_metadata()
-    return reader
-
-
 class StockReader(FileSystemReader):
     """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
 

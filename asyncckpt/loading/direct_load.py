@@ -91,7 +91,7 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
         leaves = _Leaves(state_dict)
         source.metadata()  # nothing in it is needed, but it is a part of the checkpoint, and is checked as all of it
         stored = _stored(source, held)
-        left = left_out(leaves.names(), stored)
+        left = left_out(leaves.tensors.keys() | leaves.others.keys(), stored)
         if not leaves.containers.isdisjoint(left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
         return DirectLoad(state_dict, path, _requests(leaves, stored), left)
@@ -133,18 +133,12 @@ class _Leaves:
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         """Raises ``_NotPlain``."""
         self.tensors: dict[str, torch.Tensor] = {}
-        self.others: dict[str, _Keys] = {}
-        """The keys that lead to each other value."""
-        self.containers: set[str] = set()
-        """The names of containers with a leaf in them, whatever DCP would call them."""
+        self.others: dict[str, _Keys] = {}  # the keys that lead to each other value
+        self.containers: set[str] = set()  # those with a leaf in them, whatever DCP would call them
         self._collect(state_dict, (), "")
         self.containers.discard("")
-        if len(self.names()) < len(self.tensors) + len(self.others):
+        if not self.tensors.keys().isdisjoint(self.others):
             raise _NotPlain("a name is there twice")
-
-    def names(self) -> set[str]:
-        """Of all leaves."""
-        return self.tensors.keys() | self.others.keys()
 
     def _collect(self, container: Any, keys: _Keys, prefix: str) -> None:
         is_dict = isinstance(container, dict)

@@ -12,9 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.loading.dcp_reader import CheckingPlanner, load_by_dcp, open_reader
+from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import draft
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Source, StorageSource, is_stock
@@ -73,7 +74,7 @@ def load(
             with _as_dcp_raises():
                 on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
         else:
-            reader = on_all(lambda: open_reader(path, found, bar, verify=verify, weights_only=weights_only), ranks)
+            reader = on_all(lambda: _open_reader(path, found, bar, verify, weights_only), ranks)
             planner = planner or CheckingPlanner(path, weights_only=weights_only)
             load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
 
@@ -96,6 +97,17 @@ def _open(path: str, held: contextlib.ExitStack) -> Source | None:
     """The checkpoint ``path``, which is ``held`` against removal; None: stock DCP wrote it."""
     held.enter_context(storage_for(path).reading(path))
     return None if is_stock(path) else StorageSource(path)
+
+
+def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, weights_only: bool) -> StorageReader:
+    """For DCP. It has read its metadata here: of what is wrong with that DCP would make a text."""
+    reader: StorageReader
+    if source is None:
+        reader = StockReader(path, weights_only=weights_only)
+    else:
+        reader = CheckpointReader(path, verify=verify, weights_only=weights_only, source=source, progress=bar)
+    reader.read_metadata()
+    return reader
 
 
 def _is_first() -> bool:

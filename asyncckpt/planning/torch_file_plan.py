@@ -88,7 +88,7 @@ class TorchFilePlan:
 
     number: int
     layout: DataLayout
-    objects: StoredPickle
+    objects: _StoredPickle
     alignment: int
     sizes: Sequence[int]
     names: frozenset[str] = frozenset()  # where more has to be reserved for the pickle, a new plan replaces this one
@@ -97,7 +97,7 @@ class TorchFilePlan:
     def of(cls, contents: TorchFileContents, number: int) -> TorchFilePlan:
         """The plan for ``contents``, and for others with the same ``key``."""
         alignment, sizes = contents.alignment, contents.sizes
-        objects = StoredPickle(bytes_to_reserve(len(contents.pickle)))
+        objects = _StoredPickle(bytes_to_reserve(len(contents.pickle)))
         return cls(number, _lay_out(alignment, objects.reserved, sizes), objects, alignment, sizes)
 
     def capture(self, contents: TorchFileContents) -> Sequence[torch.Tensor]:
@@ -120,7 +120,7 @@ class TorchFilePlan:
 
 
 @dataclass
-class StoredPickle:
+class _StoredPickle:
     """The one object of a file: its pickle, with ``reserved`` bytes in the image. No slot keeps what it had before."""
 
     reserved: int
