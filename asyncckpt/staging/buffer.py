@@ -114,9 +114,9 @@ class StagingBuffer:
     ) -> DetachedBuffer | None:
         """Take what was for the same plan, down to the last constant byte, or else allocate a segment of ``nbytes``."""
         for each in detached:
-            view = each.segment.view
             if each.number is None or each.layout != self.layout:
                 continue
+            view = each.segment.view
             if all(view[region.offset : region.offset + region.nbytes] == data for region, data in fixed):
                 self.segment, self.number = each.segment, each.number
                 detached.remove(each)
