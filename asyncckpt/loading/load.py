@@ -48,11 +48,9 @@ def load(
         state_dict: What to load; its tensors have the shapes to fill.
         path: The folder of the checkpoint; with ``source`` it is for errors.
         planner: DCP's planner to use; None: the default one, where a plan is needed at all.
-        verify: Check all bytes against their checksums while they are copied. After an error part of ``state_dict``
-            may be loaded, also with bad bytes.
+        verify: Check all bytes while they are copied. After an error part of ``state_dict`` may have bad bytes.
         weights_only: No value may run code while it is unpickled, see ``unpickle.py``.
-        process_group: The ranks that load together, each what its part needs; None: all of the job. What goes wrong
-            on one rank is raised on all.
+        process_group: The ranks that load together; None: all of the job. What goes wrong on one is raised on all.
         no_dist: This process loads alone.
         source: Where to read from; None: the folder ``path``.
         progress: Show a bar on the terminal, see ``Config.progress``.

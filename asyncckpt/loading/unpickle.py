@@ -34,8 +34,6 @@ _METADATA_GLOBALS = frozenset(
         ("pathlib._local", "PosixPath"),
     }
 )
-
-
 # Constants of Python that torch does not know to be harmless.
 _HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice]
 

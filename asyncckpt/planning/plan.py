@@ -48,11 +48,10 @@ class CheckpointPlan:
     metadata: bytes = b""
 
     def capture(self, state_dict: StateDict, planner: SavePlanner | None = None) -> Sequence[torch.Tensor]:
-        """The tensors of ``state_dict`` in the order of the layout; its objects are taken into ``objects``.
+        """The caller's own tensors, in the order of the layout; the objects are taken into ``objects``.
 
-        ``planner``: the user's for this save, of the kind this was planned with. The tensors are the caller's own,
-        nothing is copied yet. Raises ``StructureChanged`` if this plan is not for this state dict,
-        ``UnsavableStateError`` if a value cannot be saved.
+        ``planner``: the user's for this save, of the kind this was planned with. Raises ``StructureChanged`` if this
+        plan is not for this state dict, ``UnsavableStateError`` if a value cannot be saved.
         """
         tensors, objects = self.values.take(state_dict, planner)
         self.fingerprint.check(tensors)

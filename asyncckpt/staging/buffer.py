@@ -56,9 +56,8 @@ class DetachedBuffer:
 class StagingBuffer:
     """Where the states of one structure are staged: a plan with its segment.
 
-    The segment holds the header page, the constants (of a checkpoint ``.metadata``, index, spans), then one image a
-    slot, each from a page on. ``saves`` has, for each slot, the save that last took it. ``client`` is the worker whose
-    memory it is.
+    The segment holds the header page, the constants, then one image a slot, each from a page on. ``saves`` has, for
+    each slot, the save that last took it. ``client`` is the worker whose memory it is.
     """
 
     def __init__(
@@ -71,8 +70,7 @@ class StagingBuffer:
             client: The worker; it has adopted what is ``detached``.
             slots: How many images there are to be.
             timeout: Seconds that each answer of the worker may take.
-            detached: Memory that outlived its worker. That which was for the same plan is used again; otherwise all of
-                it is given back before memory is allocated.
+            detached: Memory that outlived its worker. What was for the same plan is used again; else all is given back.
 
         Raises:
             OutOfMemoryError: There is too little memory.
@@ -168,7 +166,7 @@ class StagingBuffer:
         return [slot for slot in self._by_age if self.saves[slot] is None and slot not in self._kept]
 
     def publish(self, slot: int, published: PublishedVersion) -> bool:
-        """Let readers see what was staged in ``slot``; see ``PublishedSlots.publish_unless_last``."""
+        """As ``PublishedSlots.publish_unless_last``."""
         return self._published.publish_unless_last(slot, published)
 
     def begin(self, slot: int, save: TrackedSave) -> None:
@@ -243,9 +241,9 @@ class CachedPlan:
 
 
 class BufferPool:
-    """What an engine has planned, and where it is staged.
+    """What an engine has planned, and where it is staged; ``known``: the most recently used first.
 
-    ``known``: the most recently used first. ``detached``: memory whose worker is gone, for the next one to adopt.
+    ``detached`` is memory whose worker is gone, for the next one to adopt.
     """
 
     def __init__(self, config: Config) -> None:
