@@ -17,7 +17,7 @@ from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
-from asyncckpt.staging.buffer import DEFAULT_SLOTS, BufferPool, StagingBuffer
+from asyncckpt.staging.buffer import BufferPool, StagingBuffer
 from asyncckpt.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class PlanSelection:
     ) -> Captured:
         """By a new plan, which takes the place of one for the same names in another form."""
         key = _key_of(planner)
-        plan = make_plan(state, self._config.slots or DEFAULT_SLOTS, planner, group, number)
+        plan = make_plan(state, planner, group, number)
         made: list[StagingBuffer] = []
 
         def allocate() -> int:

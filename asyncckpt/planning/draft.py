@@ -26,14 +26,11 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.worker.index import Index, Item, data_name, spans
 
 
-def make_plan(
-    state_dict: StateDict, slots: int, planner: SavePlanner | None, group: Group, number: int
-) -> CheckpointPlan:
+def make_plan(state_dict: StateDict, planner: SavePlanner | None, group: Group, number: int) -> CheckpointPlan:
     """Plan a state dict with all ranks. What any rank raises, all raise.
 
     Args:
         state_dict: This rank's part, without ``Stateful`` values.
-        slots: How many slots the images will have.
         planner: The user's own; None: DCP's default one.
         group: The ranks, which all call this.
         number: The number of the plan: new, and the same on all ranks.
@@ -45,7 +42,7 @@ def make_plan(
         UnsavableStateError: A value cannot be saved.
         RankFailedError, SaveTimeoutError: Another rank failed, or the ranks did not meet in time.
     """
-    draft = Draft(state_dict, _fresh(planner), slots, group.rank)
+    draft = Draft(state_dict, _fresh(planner), group.rank)
     final = group.ask_all("plan", number, draft.local_plan, draft.global_plans)
     metadata = group.ask_all("layout", number, partial(draft.lay_out, final, number), draft.metadata)
     draft.plan.metadata = metadata
@@ -80,17 +77,16 @@ _Places = tuple["array[int]", "array[int]", Sequence[MetadataIndex] | None]
 class Draft:
     """A plan being made, step by step, as all ranks take the steps together."""
 
-    def __init__(self, state_dict: StateDict, planner: SavePlanner, slots: int, rank: int) -> None:
+    def __init__(self, state_dict: StateDict, planner: SavePlanner, rank: int) -> None:
         """Plan nothing yet.
 
         Args:
             state_dict: This rank's part, without ``Stateful`` values.
             planner: One that has planned no other state.
-            slots: How many slots the images will have.
             rank: The number of this rank.
         """
         self.plan: CheckpointPlan  # from ``lay_out`` on; complete with the metadata
-        self._state_dict, self._planner, self._slots, self._rank = state_dict, planner, slots, rank
+        self._state_dict, self._planner, self._rank = state_dict, planner, rank
         self._flat: dict[str, Any] | None = None
         self._local = SavePlan([])
         # First rank: what all have, until it becomes the metadata.
@@ -131,7 +127,7 @@ class Draft:
             TensorSpec(tensor.dtype, tuple(tensor.shape), aliases.get(number)) for number, tensor in enumerate(tensors)
         ]
         tensor_items, object_items = split_items(items)
-        stored = StoredObjects([item.index.fqn for item in object_items], objects, self._slots)
+        stored = StoredObjects([item.index.fqn for item in object_items], objects)
         layout = DataLayout.lay_out(specs, stored.reserved)
         indexed = _index_items(layout, tensor_items, object_items)
         data = data_name(self._rank)

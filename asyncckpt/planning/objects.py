@@ -91,17 +91,8 @@ def bytes_to_reserve(nbytes: int) -> int:
 class StoredObjects:
     """The objects of one plan: their last values, their bytes, and what each slot has of them."""
 
-    def __init__(self, names: Sequence[str], values: Sequence[Any], slots: int) -> None:
-        """Pickle the values.
-
-        Args:
-            names: Their names, for errors.
-            values: The values; those that are ``Raw`` are stored as they are.
-            slots: How many slots the images will have.
-
-        Raises:
-            UnsavableStateError: One cannot be pickled.
-        """
+    def __init__(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        """Pickle ``values``, which have these ``names``. Raises ``UnsavableStateError``."""
         self._names = names
         self._known = [value if _is_constant(value) else None for value in values]
         self._bytes = list(map(_pickled, names, values))
@@ -109,12 +100,12 @@ class StoredObjects:
             data.reserve() if isinstance(data, Raw) else bytes_to_reserve(len(data)) for data in self._bytes
         ]
         """The bytes reserved for each."""
-        self._stale: list[set[int]] = [set(range(len(values))) for _ in range(slots)]
+        # For each slot that was written to, the numbers of the objects that have changed since.
+        self._stale: dict[int, set[int]] = {}
 
     def forget_slots(self) -> None:
         """The slots are in other memory now, which has nothing of the objects."""
-        for stale in self._stale:
-            stale.update(range(len(self._names)))
+        self._stale.clear()
 
     def refresh(self, values: Sequence[Any]) -> None:
         """Take the ``values`` of a new save, pickling those that changed.
@@ -141,7 +132,7 @@ class StoredObjects:
         for number, new, data in changed:
             self._known[number] = new if _is_constant(new) else None
             self._bytes[number] = data
-            for stale in self._stale:
+            for stale in self._stale.values():
                 stale.add(number)
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
@@ -152,12 +143,11 @@ class StoredObjects:
             image: Its memory.
             places: Where in it each object stands, in bytes.
         """
-        stale = self._stale[slot]
-        for number in stale:
+        for number in self._stale.get(slot, range(len(self._bytes))):
             at, reserved, *_ = places[number]
             data = self._bytes[number]
             image[at : at + reserved] = data.filled(reserved) if isinstance(data, Raw) else data.ljust(reserved, b"\0")
-        stale.clear()
+        self._stale[slot] = set()
 
 
 def _same(new: Any, known: Any) -> bool:

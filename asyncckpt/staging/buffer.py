@@ -32,7 +32,7 @@ from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SLOTS = 2
+_DEFAULT_SLOTS = 2
 # Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
 _MAX_PLANS = 4
 
@@ -334,7 +334,7 @@ class BufferPool:
 
     def _allocate(self, plan: Plan, client: WorkerClient) -> StagingBuffer:
         """Memory for ``plan``; where there is too little, for one slot, or in the place of what was not used lately."""
-        slots = self._config.slots or DEFAULT_SLOTS
+        slots = self._config.slots or _DEFAULT_SLOTS
         while True:
             try:
                 return StagingBuffer(plan, client, slots, self._config.timeout, self.detached)
