@@ -21,9 +21,9 @@ from asyncckpt.errors import (
     DamagedCheckpointError,
     StorageError,
 )
-from asyncckpt.loading import catalog
 from asyncckpt.loading.load import load
 from asyncckpt.loading.memory_source import HeldImages, MemorySource, choose_in_memory
+from asyncckpt.loading.source import latest, wait_for_attempts
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, gather
@@ -261,8 +261,8 @@ class Checkpointer:
 
     def _settled(self) -> int | None:
         """The newest in storage, once nobody is writing there any more."""
-        catalog.wait_for_attempts(self.root, self.config.timeout)
-        return catalog.latest(self.root)
+        wait_for_attempts(self.root, self.config.timeout)
+        return latest(self.root)
 
     def _older(self, step: int) -> int | None:
         return max((each for each in self.steps() if each < step), default=None)

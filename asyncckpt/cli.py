@@ -17,10 +17,8 @@ from tabulate import tabulate
 
 from asyncckpt.demo import run as demo
 from asyncckpt.errors import CheckpointError
-from asyncckpt.loading import catalog
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import StorageSource
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import StorageSource, read_manifest, verify
 from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.steps import complete_steps, step_folder
 
@@ -81,7 +79,7 @@ def _ls(args: argparse.Namespace) -> int:
     if not os.path.isdir(args.root):
         raise CheckpointError("there is no such folder", path=args.root)
     paths = {step: step_folder(args.root, step) for step in complete_steps(args.root)}
-    rows = [{"step": step, **_facts(catalog.read_manifest(path)), "path": path} for step, path in paths.items()]
+    rows = [{"step": step, **_facts(read_manifest(path)), "path": path} for step, path in paths.items()]
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -124,7 +122,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     with Progress("verifying", shown=not args.json) as bar:
         with contextlib.suppress(CheckpointError):  # verify says what is wrong
-            bar.expect(catalog.read_manifest(args.path).nbytes)
+            bar.expect(read_manifest(args.path).nbytes)
         report = verify(args.path, bar.update)
     if args.json:
         damages = [{"file": damage.path, "what": damage.message} for damage in report.damages]

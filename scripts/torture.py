@@ -43,7 +43,7 @@ from tqdm import tqdm
 from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from asyncckpt.loading.data_file import READ_THREADS
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import verify
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE, endpoint_name
 from asyncckpt.worker.steps import complete_steps, step_folder
 from asyncckpt.worker.takeover import Takeover

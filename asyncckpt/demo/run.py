@@ -29,7 +29,7 @@ from typing import Any
 from tabulate import tabulate
 
 from asyncckpt.errors import StorageError
-from asyncckpt.loading import catalog
+from asyncckpt.loading.source import wait_for_attempts
 from asyncckpt.worker.steps import complete_steps
 
 Event = dict[str, Any]
@@ -237,7 +237,7 @@ def _checkpoints(folder: str | None) -> Iterator[str]:
         finally:
             for root in Path(temporary).iterdir():
                 with contextlib.suppress(StorageError):
-                    catalog.wait_for_attempts(str(root), _SETTLE_TIMEOUT_S)
+                    wait_for_attempts(str(root), _SETTLE_TIMEOUT_S)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -32,9 +32,8 @@ from asyncckpt.publication import Publication, Versions, VersionState
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.staging.buffer_pool import BufferPool
-from asyncckpt.staging.device_copy import ready_events
+from asyncckpt.staging.buffer import BufferPool, StagingBuffer
+from asyncckpt.staging.devices import ready_events
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StructureChangedError, UnsavableStateError, WorkerDiedError
-from asyncckpt.planning.plan import StateDict, flat_names, make_plan
+from asyncckpt.planning.draft import flat_names, make_plan
+from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
-from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.staging.buffer_pool import DEFAULT_SLOTS, BufferPool
+from asyncckpt.staging.buffer import BufferPool, StagingBuffer
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 
@@ -102,7 +102,7 @@ class PlanSelection:
             return Captured(*found, nbytes)
         plan = TorchFilePlan.of(contents, number)
         buffer = self.buffers.make(contents.key, plan, client)
-        self.buffers.keep(contents.key, plan, buffer)
+        self.buffers.keep(contents.key, buffer)
         return Captured(buffer, plan.capture(contents), nbytes)
 
     def _kept_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured | None:
@@ -139,7 +139,7 @@ class PlanSelection:
     def _planned_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured:
         """By a new plan, which takes the place of one for the same names in another form."""
         group, number, state, planner, _ = wanted
-        plan = make_plan(state, self.config.slots or DEFAULT_SLOTS, planner, group, number)
+        plan = make_plan(state, planner, group, number)
         made: list[StagingBuffer] = []
 
         def allocate() -> int:
@@ -156,5 +156,5 @@ class PlanSelection:
             if isinstance(error, StructureChanged):
                 raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
             raise
-        self.buffers.keep(wanted.key(), plan, made[0])
+        self.buffers.keep(wanted.key(), made[0])
         return Captured(made[0], tensors)

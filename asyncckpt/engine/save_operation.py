@@ -21,7 +21,7 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import SaveState
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.staging.device_copy import ReadyEvents, ready_events
+from asyncckpt.staging.devices import ReadyEvents, ready_events
 from asyncckpt.staging.host_copy import copy_pool
 from asyncckpt.worker.messages import Committed, Existing, WriteRequest
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
-import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
 from typing import NamedTuple
@@ -22,7 +19,7 @@ from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.index import Index
-from asyncckpt.worker.storage.os_errors import translated
+from asyncckpt.worker.storage.storage import InputFile
 
 # Read at once: so much that a disk is as fast as with more.
 RUN_BYTES = 2 << 20
@@ -31,19 +28,10 @@ READ_THREADS = 4
 # Runs that are given to the threads before the first of them is done: a slow one must not keep the others waiting.
 _AHEAD = 4 * READ_THREADS
 
-# From linux/stat.h and linux/fcntl.h; Python has no statx before 3.15.
-_AT_EMPTY_PATH = 0x1000
-_STATX_DIOALIGN = 0x2000
-_STATX_BYTES = 256
-_STX_MASK_AT = 0
-_STX_DIO_MEM_ALIGN_AT = 152
-
 # Of each thread: what is read at once, and the rest of the blocks at its ends.
 _BUFFER_BYTES = RUN_BYTES + 2 * PAGE
 
 _NOWHERE = Destinations([], [], [])
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ReadRun(NamedTuple):
@@ -64,17 +52,10 @@ class FilePart(NamedTuple):
 class ChecksummedFile(ABC):
     """A data file, wherever its bytes are. ``path`` is for errors."""
 
-    def __init__(self, path: str, index: Index, bounds: Sequence[int]) -> None:
-        """Describe the file.
-
-        Args:
-            path: The file.
-            index: What stands in it, and the checksum of each span.
-            bounds: Where the spans begin and end, in bytes: one number more than spans.
-        """
+    def __init__(self, path: str, index: Index) -> None:
         self.path = path
         self.index = index
-        self._bounds = bounds
+        self._bounds = index.bounds
 
     def read(
         self,
@@ -84,10 +65,9 @@ class ChecksummedFile(ABC):
         *,
         verify: bool = True,
     ) -> Iterator[ReadRun]:
-        """Read the spans that ``ranges`` touch, and bring the bytes to their destinations.
+        """Read the spans that ``ranges`` touch, and bring the bytes to their destinations, those of damaged spans, too.
 
-        The memory there is written until the iterator is exhausted or closed, by the threads of ``pool``. Damaged spans
-        are written there, too: whoever iterates decides what a damage means.
+        The memory there is written until the iterator is exhausted or closed.
 
         Args:
             ranges: First byte and end of what is to be read; they may overlap.
@@ -119,11 +99,6 @@ class ChecksummedFile(ABC):
         """How many bytes ``read`` has to read for the byte ``ranges``: whole spans."""
         return sum(self._bounds[last] - self._bounds[first] for first, last in self._touched(ranges))
 
-    @property
-    def nbytes(self) -> int:
-        """The size the file was written with."""
-        return self.index.nbytes
-
     @abstractmethod
     def close(self) -> None:
         """Give back what is held."""
@@ -140,10 +115,7 @@ class ChecksummedFile(ABC):
         """
 
     def _runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The spans that ``ranges`` touch, as runs of adjacent ones, (first, last + 1).
-
-        Each of up to ``RUN_BYTES``, if no span is longer.
-        """
+        """The spans that ``ranges`` touch, as runs (first, last + 1) of up to ``RUN_BYTES``, if no span is longer."""
         bounds = self._bounds
         for first, last in self._touched(ranges):
             while first < last:
@@ -214,38 +186,23 @@ class ChecksummedFile(ABC):
 
 
 class StoredFile(ChecksummedFile):
-    """A data file on storage, open for reading past the page cache where the file system allows.
+    """A data file on storage. It is read in whole blocks into aligned memory, or straight to where it belongs."""
 
-    It is read in whole blocks, into aligned memory. If the process forks meanwhile, what is read may end up in the
-    child, see open(2).
-    """
-
-    def __init__(self, path: str, index: Index) -> None:
-        """Raises ``DamagedCheckpointError`` if the file is missing, else ``StorageError``."""
-        super().__init__(path, index, index.bounds)
-        self._memory_alignment = 0  # 0: nothing is read straight to memory of others
-        with translated("opening", path):
-            try:
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-                self._memory_alignment = memory_alignment(self._fd)
-            except FileNotFoundError as error:
-                raise DamagedCheckpointError("a file of this checkpoint is missing", path=path) from error
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, file: InputFile, index: Index) -> None:
+        """``file`` is closed with this."""
+        super().__init__(file.path, index)
+        self._file = file
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         to = destinations.only(begin, end)
         if to is not None:
             # Of it, what is whole blocks of the file, and as the device wants its memory aligned.
             first, last = round_up(max(to.begin, begin)), min(to.end, end) // PAGE * PAGE
-            address = to.address + first - to.begin
-            may_read = self._memory_alignment > 0 and address % self._memory_alignment == 0
-            if last - first >= RUN_BYTES and may_read:
+            address, alignment = to.address + first - to.begin, self._file.alignment
+            if last - first >= RUN_BYTES and alignment and address % alignment == 0:
                 parts = self._read_around(begin, first, last, end, address)
                 if parts is not None:
                     yield from parts
@@ -260,70 +217,40 @@ class StoredFile(ChecksummedFile):
         """The bytes from ``begin`` to ``end``, or as many as there are; good until this thread reads again."""
         aligned = begin // PAGE * PAGE
         buffer = _buffer(round_up(end) - aligned)
-        with translated("reading", self.path):
-            try:
-                done = self._read([buffer], aligned)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # Some file systems refuse direct I/O only now, or want other blocks than ours.
-                self._memory_alignment = 0
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-                done = self._read([buffer], aligned)
+        done = self._file.read([buffer], aligned)
         return buffer[:done][begin - aligned : end - aligned]
 
     def _read_around(self, begin: int, first: int, last: int, end: int, address: int) -> list[FilePart] | None:
         """Read from ``begin`` to ``end``, and of that the whole blocks from ``first`` to ``last`` to ``address``.
 
-        Returns three parts; None if the kernel refuses that after all, and then it is not tried again.
+        Returns three parts; None if storage refuses that after all.
         """
         aligned = begin // PAGE * PAGE
         buffer = _buffer(first - aligned + round_up(end) - last)
         head, tail = buffer[: first - aligned], buffer[first - aligned :]
         middle = memoryview((ctypes.c_char * (last - first)).from_address(address)).cast("B")
-        with translated("reading", self.path):
-            try:
-                done = self._read([head, middle, tail], aligned)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EFAULT):  # of memory that no device may write to
-                    raise
-                self._memory_alignment = 0
-                return None
+        done = self._file.read_in_place([head, middle, tail], aligned)
+        if done is None:
+            return None
         return [
             FilePart(begin, head[:done][begin - aligned :]),
             FilePart(first, middle[: max(0, done - len(head))], placed=True),
             FilePart(last, tail[: max(0, done - len(head) - len(middle))][: end - last]),
         ]
 
-    def _read(self, views: Sequence[memoryview], offset: int) -> int:
-        """Fill ``views`` one after the other with what stands from ``offset`` on. Returns how many bytes that is."""
-        left = [view for view in views if view]
-        done = 0
-        while left:
-            count = os.preadv(self._fd, left, offset + done)
-            if count == 0:
-                break
-            done += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if count:
-                left[0] = left[0][count:]
-        return done
-
 
 class MemoryFile(ChecksummedFile):
     """A data file that is still in memory."""
 
-    def __init__(self, path: str, index: Index, data: memoryview, bounds: Sequence[int]) -> None:
-        """Describe the file.
+    def __init__(self, path: str, index: Index, data: memoryview) -> None:
+        """Read nothing yet.
 
         Args:
             path: Where the file would be on storage.
             index: What stands in it, and the checksum of each span.
-            data: Its bytes; they must not change until it is closed.
-            bounds: Where the spans begin and end, in bytes.
+            data: Its bytes, which must not change until this is closed.
         """
-        super().__init__(path, index, bounds)
+        super().__init__(path, index)
         self._data = data
 
     def close(self) -> None:
@@ -339,22 +266,6 @@ class MemoryFile(ChecksummedFile):
 def read_pool() -> ThreadPoolExecutor:
     """The threads that read."""
     return ThreadPoolExecutor(READ_THREADS, thread_name_prefix="asyncckpt-read")
-
-
-def memory_alignment(fd: int) -> int:
-    """What addresses have to be a multiple of for direct reads of the file ``fd``, in bytes; 0: nobody says.
-
-    Linux 6.1 and later says so; it is what the device wants, from 4 bytes (most NVMe) to 512, or all of a block.
-    """
-    facts = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
-    try:
-        code = _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, facts)
-    except AttributeError:  # glibc before 2.28
-        return 0
-    if code != 0 or not facts[_STX_MASK_AT // 4] & _STATX_DIOALIGN:
-        return 0
-    alignment = int(facts[_STX_DIO_MEM_ALIGN_AT // 4])
-    return alignment if int(facts[_STX_DIO_MEM_ALIGN_AT // 4 + 1]) <= PAGE else 0
 
 
 def _buffer(nbytes: int) -> memoryview:

@@ -53,32 +53,6 @@ def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool
         state_dict_loader.load(state_dict, process_group=process_group, **options)
 
 
-def open_reader(
-    path: str, source: Source | None, progress: Progress | None, *, verify: bool, weights_only: bool
-) -> StorageReader:
-    """The reader for DCP, which has read its metadata: of what is wrong with that DCP would make a text.
-
-    Args:
-        path: The folder of the checkpoint.
-        source: Its files; None: stock DCP wrote it, and reads it.
-        progress: Told of the bytes that are read.
-        verify: Whether the checksums are compared.
-        weights_only: No value may run code while it is unpickled.
-
-    Raises:
-        UntrustedValueError: The metadata could run code.
-        DamagedCheckpointError: The metadata is damaged or missing.
-        StorageError: Storage cannot be read.
-    """
-    reader: StorageReader
-    if source is None:
-        reader = StockReader(path, weights_only=weights_only)
-    else:
-        reader = CheckpointReader(path, verify=verify, weights_only=weights_only, source=source, progress=progress)
-    reader.read_metadata()
-    return reader
-
-
 class StockReader(FileSystemReader):
     """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
 
@@ -114,15 +88,14 @@ class CheckpointReader(StorageReader):
             verify: Whether the checksums are compared.
             weights_only: No value may run code while it is unpickled.
             source: Where its files are; None: in the folder ``path``.
-            progress: Told of the bytes that are read.
+            progress: Told of the bytes that are read; None: there is no bar.
 
         Raises:
-            CheckpointNotFoundError: There is no checkpoint.
-            DamagedCheckpointError: Its manifest is damaged.
+            CheckpointNotFoundError, DamagedCheckpointError: There is no checkpoint, or its manifest is damaged.
         """
         self._verify = verify
         self._weights_only = weights_only
-        self._progress = progress
+        self._progress = progress or Progress("loading", shown=False)
         self._metadata: Metadata | None = None
         self._path = os.path.abspath(os.fspath(path))
         self._source = source or StorageSource(self._path)
@@ -157,15 +130,14 @@ class CheckpointReader(StorageReader):
             per_file.setdefault(stored.relative_path, []).append((item, stored.offset))
             sizes.setdefault(stored.relative_path, {})[stored.offset] = stored.length
         expected = {name: sum(each.values()) for name, each in sizes.items()}
-        if self._progress is not None:
-            self._progress.expect(sum(expected.values()))
+        self._progress.expect(sum(expected.values()))
         with read_pool() as pool:
             for name, items in sorted(per_file.items()):
                 with contextlib.closing(self._source.open(name)) as file:
                     requests, filled = _requests(file, items, planner)
-                    if self._progress is not None and self._progress.shown:
+                    if self._progress.shown:
                         self._progress.expect(requests.nbytes_read(file) - expected[name])
-                    for item, data in requests.read(file, pool, verify=self._verify, progress=self._progress):
+                    for item, data in requests.read(file, pool, self._progress.update, verify=self._verify):
                         planner.load_bytes(item, io.BytesIO(data))
                 for item, tensor in filled:
                     planner.commit_tensor(item, tensor)

@@ -1,8 +1,8 @@
 """Loading without a plan: where every value is stored in the form it is loaded to, its bytes go straight to it.
 
-DCP's planner can load any placement into any other. For that it makes some ten objects a tensor, which takes longer
-than the bytes of a small one. The indexes of a checkpoint say what stands where just as well, and that is enough for
-most states. A state that is not as plain as that is left to DCP, whole, and so is saying what is wrong with it.
+DCP's planner can load any placement into any other, and makes some ten objects a tensor for that, which takes longer
+than the bytes of a small one. For most states the indexes of a checkpoint say enough. A state that is not as plain as
+that is left to DCP, whole, and so is saying what is wrong with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.read_requests import ReadRequests, dtype_of
+from asyncckpt.loading.read_requests import ReadRequests, dtype_named
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.structure import PLAIN, is_leaf
@@ -43,7 +43,7 @@ class _NotPlain(Exception):
 
 @dataclass(frozen=True)
 class DirectLoad:
-    """All of a load but the reading: the ``requests`` that fill ``state_dict``, for each open file.
+    """A load that is left to be read: the ``requests`` that fill ``state_dict``, for each open file.
 
     ``path`` is the folder of the checkpoint, for errors; ``left_out`` are values that were not asked for.
     """
@@ -53,7 +53,7 @@ class DirectLoad:
     requests: Mapping[ChecksummedFile, ReadRequests]
     left_out: Sequence[str]
 
-    def read(self, progress: Progress | None, *, verify: bool, weights_only: bool) -> None:
+    def read(self, progress: Progress, *, verify: bool, weights_only: bool) -> None:
         """Fill the state dict.
 
         Args:
@@ -62,16 +62,15 @@ class DirectLoad:
             weights_only: No value may run code while it is unpickled.
 
         Raises:
-            DamagedCheckpointError: Bytes are damaged.
-            UntrustedValueError: A value could run code.
+            DamagedCheckpointError, UntrustedValueError: Bytes are damaged, or a value could run code.
             StorageError: Storage cannot be read.
         """
         warn_left_out(self.left_out, self.path)
-        if progress is not None and progress.shown:
+        if progress.shown:
             progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
         with read_pool() as pool:
             for file, requests in self.requests.items():
-                for (name, keys), data in requests.read(file, pool, verify=verify, progress=progress):
+                for (name, keys), data in requests.read(file, pool, progress.update, verify=verify):
                     value = load_object(io.BytesIO(data), name, self.path, weights_only=weights_only)
                     set_element(self.state_dict, keys, value)
 
@@ -92,7 +91,7 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
         leaves = _Leaves(state_dict)
         source.metadata()  # nothing in it is needed, but it is a part of the checkpoint, and is checked as all of it
         stored = _stored(source, held)
-        left = left_out(leaves.names(), stored)
+        left = left_out(leaves.tensors.keys() | leaves.others.keys(), stored)
         if not leaves.containers.isdisjoint(left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
         return DirectLoad(state_dict, path, _requests(leaves, stored), left)
@@ -134,18 +133,12 @@ class _Leaves:
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         """Raises ``_NotPlain``."""
         self.tensors: dict[str, torch.Tensor] = {}
-        self.others: dict[str, _Keys] = {}
-        """The keys that lead to each other value."""
-        self.containers: set[str] = set()
-        """The names of containers with a leaf in them, whatever DCP would call them."""
+        self.others: dict[str, _Keys] = {}  # the keys that lead to each other value
+        self.containers: set[str] = set()  # those with a leaf in them, whatever DCP would call them
         self._collect(state_dict, (), "")
         self.containers.discard("")
-        if len(self.names()) < len(self.tensors) + len(self.others):
+        if not self.tensors.keys().isdisjoint(self.others):
             raise _NotPlain("a name is there twice")
-
-    def names(self) -> set[str]:
-        """Of all leaves."""
-        return self.tensors.keys() | self.others.keys()
 
     def _collect(self, container: Any, keys: _Keys, prefix: str) -> None:
         is_dict = isinstance(container, dict)
@@ -193,7 +186,7 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
             raise _NotPlain(f"{name} is not there, or in pieces, or no tensor")
         file, item = found
         # The size says the same, unless whoever wrote the index means harm.
-        same = tensor.dtype == dtype_of(item) and [*tensor.shape] == item.shape
+        same = tensor.dtype == dtype_named(item.dtype) and [*tensor.shape] == item.shape
         if not same or tensor.nbytes != item.payload_bytes:
             raise _NotPlain(f"{name} is stored in another form")
         requests[file].whole(tensor, item)

@@ -12,15 +12,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.loading.catalog import is_stock
-from asyncckpt.loading.dcp_reader import CheckingPlanner, load_by_dcp, open_reader
+from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import draft
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import Source, StorageSource
+from asyncckpt.loading.source import Source, StorageSource, is_stock
 from asyncckpt.planning.structure import stateful_types
-from asyncckpt.ranks.collectives import gather, on_all
+from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.worker.storage import storage_for
 
 # A load that takes longer has a progress bar.
@@ -48,11 +48,9 @@ def load(
         state_dict: What to load; its tensors have the shapes to fill.
         path: The folder of the checkpoint; with ``source`` it is for errors.
         planner: DCP's planner to use; None: the default one, where a plan is needed at all.
-        verify: Check all bytes against their checksums while they are copied. After an error part of ``state_dict``
-            may be loaded, also with bad bytes.
+        verify: Check all bytes while they are copied. After an error part of ``state_dict`` may have bad bytes.
         weights_only: No value may run code while it is unpickled, see ``unpickle.py``.
-        process_group: The ranks that load together, each what its part needs; None: all of the job. What goes wrong
-            on one rank is raised on all.
+        process_group: The ranks that load together; None: all of the job. What goes wrong on one is raised on all.
         no_dist: This process loads alone.
         source: Where to read from; None: the folder ``path``.
         progress: Show a bar on the terminal, see ``Config.progress``.
@@ -67,14 +65,14 @@ def load(
     path = os.path.abspath(path)
     ranks = False if no_dist else process_group
     with _states(state_dict) as states, contextlib.ExitStack() as held, _without_gc(), _without_dcps_wrapping():
-        bar = held.enter_context(Progress("loading", delay=_LONG_S)) if progress and _is_first() else None
+        bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
         found = on_all(lambda: source or _open(path, held), ranks)
         direct = on_all(lambda: draft(states, found, path, held) if planner is None and found else None, ranks)
         if all(gather(direct is not None, ranks)) and direct is not None:
             with _as_dcp_raises():
                 on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
         else:
-            reader = on_all(lambda: open_reader(path, found, bar, verify=verify, weights_only=weights_only), ranks)
+            reader = on_all(lambda: _open_reader(path, found, bar, verify, weights_only), ranks)
             planner = planner or CheckingPlanner(path, weights_only=weights_only)
             load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
 
@@ -99,9 +97,20 @@ def _open(path: str, held: contextlib.ExitStack) -> Source | None:
     return None if is_stock(path) else StorageSource(path)
 
 
+def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, weights_only: bool) -> StorageReader:
+    """For DCP. It has read its metadata here: of what is wrong with that DCP would make a text."""
+    reader: StorageReader
+    if source is None:
+        reader = StockReader(path, weights_only=weights_only)
+    else:
+        reader = CheckpointReader(path, verify=verify, weights_only=weights_only, source=source, progress=bar)
+    reader.read_metadata()
+    return reader
+
+
 def _is_first() -> bool:
     """Whether this is the first rank of the job, which alone shows the bar."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return not many(None) or dist.get_rank() == 0
 
 
 @contextlib.contextmanager

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
-from asyncckpt.loading.catalog import latest
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
-from asyncckpt.loading.source import StorageSource
+from asyncckpt.loading.source import StorageSource, latest
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.index import Index, data_name
@@ -51,7 +50,7 @@ class HeldImages:
         path = os.path.join(held.request.path, layout.data_name)
         text = bytes(self._region(held, layout.index_head)) + Index.tail(array("Q", held.checksums))
         data = self._region(held, Region(layout.slots[held.request.slot], layout.data_bytes))
-        return MemoryFile(path, Index.parse(text, path), data, self._region(held, layout.spans).cast("Q"))
+        return MemoryFile(path, Index.parse(text, path), data)
 
     def _check(self, held: HeldImage) -> None:
         """The trainer could write there until it died, and may have died of writing where it should not."""
@@ -68,10 +67,9 @@ class HeldImages:
 def choose_in_memory(
     root: str, step: int | None, offers: Sequence[Sequence[WriteRequest]], committed: Set[str]
 ) -> str | None:
-    """Choose which checkpoint to load from memory.
+    """Choose which checkpoint to load from memory: a whole one, and no older than what is in storage.
 
-    It must be whole, and no older than what is in storage: there it may have been replaced, or removed by somebody who
-    did not want it.
+    There it may have been replaced, or removed by somebody who did not want it.
 
     Args:
         root: The folder of the run's checkpoints.
@@ -110,27 +108,24 @@ class MemorySource:
     """
 
     def __init__(self, images: HeldImages, held: HeldImage, metadata: bytes) -> None:
-        """Make one image a checkpoint to load from.
+        """Read nothing yet.
 
         Args:
             images: What this rank's worker holds.
             held: The one of them that is this rank's part of the checkpoint.
             metadata: DCP's ``.metadata``, checked.
         """
-        self._images, self._held = images, held
-        self._metadata = metadata
+        self._images, self._held, self._metadata = images, held, metadata
         self._takeovers: dict[int, Takeover] = {}
 
     def metadata(self) -> bytes:
-        """DCP's ``.metadata``."""
         return self._metadata
 
     def data_files(self) -> list[str]:
-        """One a rank."""
         return [data_name(rank) for rank in range(self._held.request.world_size)]
 
     def open(self, name: str) -> ChecksummedFile:
-        """The data file ``name``, to be closed. Raises ``CheckpointNotFoundError`` where it is out of reach."""
+        """As ``Source.open``. Raises ``CheckpointNotFoundError`` where the file is out of reach."""
         request = self._held.request
         if name == self._held.layout.data_name:
             return self._images.file(self._held)

@@ -22,8 +22,8 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # nothing is iterated over
 _Bar.set_lock(threading.RLock())
 
 
-class Progress:
-    """How many bytes are done, on stderr, if that is a terminal.
+class Progress(contextlib.AbstractContextManager["Progress"]):
+    """How many bytes are done, on stderr, if that is a terminal. It goes at the end of the context.
 
     The methods are for any thread, and raise nothing: when the terminal fails, there is no bar any more.
     """
@@ -50,7 +50,7 @@ class Progress:
         return self._bar is not None
 
     def expect(self, nbytes: int) -> None:
-        """So many bytes more are to be done; less, if it is negative."""
+        """So many bytes more are to be done, or less."""
         with self._harmless():
             if self._bar is not None:
                 self._bar.total = (self._bar.total or 0) + nbytes
@@ -63,18 +63,11 @@ class Progress:
             if self._bar is not None:
                 self._bar.update(nbytes)
 
-    def close(self) -> None:
-        """Take the bar away; safe to call twice."""
+    def __exit__(self, *_: object) -> None:
         with self._harmless():
             if self._bar is not None:
                 self._bar.close()
                 self._bar = None
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextlib.contextmanager
     def _harmless(self) -> Iterator[None]:

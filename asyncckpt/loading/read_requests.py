@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncckpt.loading.data_file import ChecksummedFile
-from asyncckpt.loading.progress import Progress
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
 from asyncckpt.worker.index import Item
@@ -29,16 +28,16 @@ class BoxCopy(NamedTuple):
     def fill(self, data: memoryview) -> None:
         """Copy ``data``, the bytes of the box, into the tensor."""
         if data:
-            source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_of(self.item))
+            source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_named(self.item.dtype))
             with torch.no_grad():
                 self.tensor.copy_(source.as_strided(tuple(self.lengths), _strides(self.item.shape)))
 
 
 class ReadRequests:
-    """The bytes to be read of one data file; they may overlap.
+    """The bytes to be read of one data file, as rows; they may overlap.
 
-    Each row is a range of the file. Its bytes go straight to an address in this process; or they are collected, and
-    once they are all there and good they become a tensor (``BoxCopy``) or are given to the caller with a key.
+    The bytes of a row go straight to an address in this process; or they are collected, and once they are all there and
+    good they become a tensor (``BoxCopy``) or are given to the caller with a key.
     """
 
     def __init__(self) -> None:
@@ -65,7 +64,7 @@ class ReadRequests:
             lengths: How long the box is, in elements, for each dimension.
         """
         first, count = _extent(item.shape, offsets, lengths)
-        dtype = dtype_of(item)
+        dtype = dtype_named(item.dtype)
         begin, nbytes = item.payload_at + first * dtype.itemsize, count * dtype.itemsize
         is_a_row = tensor.dtype == dtype and tensor.numel() == count
         is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.is_cpu
@@ -83,15 +82,20 @@ class ReadRequests:
         return sum(file.nbytes_read(self._ranges(rows)) for rows in self._batches())
 
     def read(
-        self, file: ChecksummedFile, pool: ThreadPoolExecutor, *, verify: bool, progress: Progress | None = None
+        self,
+        file: ChecksummedFile,
+        pool: ThreadPoolExecutor,
+        progress: Callable[[int], None] = lambda nbytes: None,
+        *,
+        verify: bool,
     ) -> Iterator[tuple[Any, memoryview]]:
         """Read all that is requested, and fill the tensors.
 
         Args:
             file: The file to read.
             pool: The threads that read.
+            progress: Called with the bytes read since the last call.
             verify: Whether the checksums are compared.
-            progress: Told of the bytes that are read.
 
         Yields:
             The key of each object, with its bytes, which are good until the next one.
@@ -103,7 +107,26 @@ class ReadRequests:
         """
         # What must be collected first is read a batch at a time, to bound that memory.
         for rows in self._batches():
-            yield from self._read_batch(rows, file, pool, verify, progress)
+            yield from self._read_batch(rows, file, pool, progress, verify)
+
+    def _read_batch(
+        self,
+        rows: Sequence[int],
+        file: ChecksummedFile,
+        pool: ThreadPoolExecutor,
+        progress: Callable[[int], None],
+        verify: bool,
+    ) -> Iterator[tuple[Any, memoryview]]:
+        collected = self._take_memory(rows, file)
+        for run in file.read(self._ranges(rows), pool, self._destinations(rows), verify=verify):
+            if run.damages:
+                raise run.damages[0]
+            progress(run.nbytes)
+        for becomes, data in collected:
+            if isinstance(becomes, BoxCopy):
+                becomes.fill(data)
+            else:
+                yield becomes, data
 
     def _add(self, begin: int, nbytes: int, address: int) -> None:
         self._begins.append(begin)
@@ -134,41 +157,30 @@ class ReadRequests:
     def _ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         return [(self._begins[row], self._ends[row]) for row in rows]
 
-    def _read_batch(
-        self, rows: Sequence[int], file: ChecksummedFile, pool: ThreadPoolExecutor, verify: bool, bar: Progress | None
-    ) -> Iterator[tuple[Any, memoryview]]:
-        begins, ends, addresses = self._begins, self._ends, self._addresses
-        collected: list[tuple[Any, memoryview]] = []
+    def _take_memory(self, rows: Sequence[int], file: ChecksummedFile) -> list[tuple[Any, memoryview]]:
+        """What is to be collected of ``rows``, each with memory for it, or where it is in the file's own."""
+        collected = []
         for row in rows if self._collected else ():
             if row not in self._collected:
                 continue
-            data = file.in_place(begins[row], ends[row])
+            begin, end = self._begins[row], self._ends[row]
+            data = file.in_place(begin, end)
             if data is None:
-                data = memoryview(bytearray(ends[row] - begins[row]))
-                addresses[row] = address_of(data) if data else 0
+                data = memoryview(bytearray(end - begin))
+                self._addresses[row] = address_of(data) if data else 0
             collected.append((self._collected[row], data))
-        # Those that have an address: to copy, or to read there.
+        return collected
+
+    def _destinations(self, rows: Sequence[int]) -> Destinations:
+        """Of those that have an address: to copy, or to read there."""
+        begins, ends, addresses = self._begins, self._ends, self._addresses
         to = [row for row in rows if addresses[row] and begins[row] < ends[row]]
-        destinations = Destinations(*([column[row] for row in to] for column in (begins, ends, addresses)))
-        for run in file.read(self._ranges(rows), pool, destinations, verify=verify):
-            if run.damages:
-                raise run.damages[0]
-            if bar is not None:
-                bar.update(run.nbytes)
-        for becomes, data in collected:
-            if isinstance(becomes, BoxCopy):
-                becomes.fill(data)
-            else:
-                yield becomes, data
-
-
-def dtype_of(item: Item) -> torch.dtype:
-    """The dtype of a stored tensor."""
-    return _dtype(item.dtype)
+        return Destinations(*([column[row] for row in to] for column in (begins, ends, addresses)))
 
 
 @functools.cache
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that an index calls ``name``."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -1,17 +1,70 @@
-"""Where a checkpoint is read from: its files, wherever they are, each checked against what was written."""
+"""Checkpoints in storage: which there are, what each is, and its files, each checked against what was written.
+
+All of it works without torch, and reads no pickle.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.loading.catalog import read_manifest
-from asyncckpt.loading.data_file import ChecksummedFile, StoredFile
+from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.worker.index import Index, index_name
-from asyncckpt.worker.manifest import METADATA_NAME, checksum
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum
+from asyncckpt.worker.steps import complete_steps
 from asyncckpt.worker.storage import storage_for
+
+_POLL_S = 0.02
+
+
+def latest(root: str) -> int | None:
+    """The newest step under ``root`` with a complete checkpoint."""
+    return max(complete_steps(root), default=None)
+
+
+def wait_for_attempts(root: str, timeout: float) -> None:
+    """Wait until no worker is writing under ``root`` any more: one whose trainer died may be about to finalize.
+
+    Raises ``StorageError`` after ``timeout`` seconds.
+    """
+    storage, deadline = storage_for(root), time.monotonic() + timeout
+    while attempts := storage.attempts_under_way(root):
+        if time.monotonic() >= deadline:
+            raise StorageError(
+                f"a worker is still writing here after {timeout:g} s; wait for it, or name the step to load",
+                path=attempts[0],
+            )
+        time.sleep(_POLL_S)
+
+
+def is_stock(path: str) -> bool:
+    """Whether stock DCP wrote the checkpoint ``path``: it has DCP's metadata, and not our manifest."""
+    storage = storage_for(path)
+    if storage.exists(os.path.join(path, MANIFEST_NAME)):
+        return False
+    return storage.exists(os.path.join(path, METADATA_NAME))
+
+
+def read_manifest(path: str) -> Manifest:
+    """The manifest of the checkpoint ``path``.
+
+    Raises ``CheckpointNotFoundError`` where there is none, ``DamagedCheckpointError``, ``StorageError``.
+    """
+    storage, name = storage_for(path), os.path.join(path, MANIFEST_NAME)
+    if storage.exists(name):
+        return Manifest.parse(storage.read(name), name)
+    if is_stock(path):
+        raise DamagedCheckpointError(
+            f"there is no {MANIFEST_NAME} beside {METADATA_NAME}: it was removed, or another program wrote this"
+            " (then torch.distributed.checkpoint loads it, and nothing can verify it)",
+            path=path,
+        )
+    raise CheckpointNotFoundError("there is no checkpoint here", path=path)
 
 
 class Source(Protocol):
@@ -43,8 +96,9 @@ class StorageSource:
         return list(self.manifest.data_files())
 
     def open(self, name: str) -> ChecksummedFile:
-        self.check_size(name)
-        return StoredFile(os.path.join(self.path, name), self.index(name))
+        path = self._checked(name)
+        index = self.index(name)
+        return StoredFile(self._storage.open(path), index)
 
     def index(self, data: str) -> Index:
         """The index of the data file ``data``, checked."""
@@ -60,18 +114,62 @@ class StorageSource:
         facts = self.manifest.files.get(name)
         if facts is None:
             raise DamagedCheckpointError(f"the manifest knows no {name}", path=self.path)
-        self.check_size(name)
-        data = self._storage.read(file := os.path.join(self.path, name))
+        data = self._storage.read(path := self._checked(name))
         if f"{checksum(data):016x}" != facts["xxh3"]:
-            raise DamagedCheckpointError("the file is damaged: its checksum does not match", path=file)
+            raise DamagedCheckpointError("the file is damaged: its checksum does not match", path=path)
         return data
 
-    def check_size(self, name: str) -> None:
-        """Raise ``DamagedCheckpointError`` unless the file ``name`` is there, with the size it was written with."""
-        size = self._storage.size(file := os.path.join(self.path, name))
+    def _checked(self, name: str) -> str:
+        """Where the file ``name`` is, which has the size it was written with."""
+        size = self._storage.size(path := os.path.join(self.path, name))
         if size is None:
-            raise DamagedCheckpointError("a file of this checkpoint is missing", path=file)
+            raise DamagedCheckpointError("a file of this checkpoint is missing", path=path)
         if size != (written := self.manifest.files[name]["bytes"]):
             raise DamagedCheckpointError(
-                f"the file is damaged: it has {size:,} bytes and was written with {written:,}", path=file
+                f"the file is damaged: it has {size:,} bytes and was written with {written:,}", path=path
             )
+        return path
+
+
+@dataclass
+class Report:
+    """What ``verify`` found: ``nbytes`` checked, and an error for each damage, with its file."""
+
+    path: str
+    nbytes: int = 0
+    damages: list[DamagedCheckpointError] = field(default_factory=list)
+
+
+def verify(path: str, progress: Callable[[int], object] = lambda nbytes: None) -> Report:
+    """Check every byte of the checkpoint ``path`` and report all that is damaged, each with file and tensor.
+
+    ``progress`` is called with the bytes read since the last call. Raises ``CheckpointNotFoundError`` where there is no
+    checkpoint at all, ``StorageError`` where it cannot be read.
+    """
+    path = os.path.abspath(path)
+    report = Report(path)
+    with storage_for(path).reading(path):
+        try:
+            source = StorageSource(path)
+        except DamagedCheckpointError as error:
+            report.damages.append(error)
+            return report
+        for name, facts in source.manifest.files.items():
+            try:
+                if facts["xxh3"] is None:
+                    _verify_data(report, source.open(name), progress)
+                else:
+                    source.read(name)
+                    progress(facts["bytes"])
+            except DamagedCheckpointError as error:
+                if error.args not in [known.args for known in report.damages]:  # an index is read twice
+                    report.damages.append(error)
+            report.nbytes += facts["bytes"]
+    return report
+
+
+def _verify_data(report: Report, file: ChecksummedFile, progress: Callable[[int], object]) -> None:
+    with closing(file), read_pool() as pool:
+        for run in file.read([(0, file.index.nbytes)], pool):
+            report.damages += run.damages
+            progress(run.nbytes)

@@ -1,8 +1,7 @@
 """Unpickling what a checkpoint holds, so that its bytes cannot run code.
 
-DCP's format has pickles: its ``.metadata``, and each value that is not a tensor. With ``weights_only`` the first may
-name only what DCP itself writes there, the second only what ``torch.load(weights_only=True)`` takes; both also what
-``torch.serialization.add_safe_globals`` was given.
+With ``weights_only`` DCP's ``.metadata`` may name only what DCP itself writes there, a value only what
+``torch.load(weights_only=True)`` takes; both also what ``torch.serialization.add_safe_globals`` was given.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ _METADATA_GLOBALS = frozenset(
         ("pathlib._local", "PosixPath"),
     }
 )
-
-
 # Constants of Python that torch does not know to be harmless.
 _HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice]
 

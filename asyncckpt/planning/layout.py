@@ -1,9 +1,8 @@
 """The layout of an image: which byte of a data file stands where.
 
-A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.save`` would write it (a zip
-with the tensor's bytes in the middle, its *payload*), an object as pickled bytes with more reserved behind them. Only
-payloads and objects differ between saves with the same structure. All else, the *envelopes*, is constant, and so is
-every offset.
+A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.save`` writes it (a zip with
+the tensor's bytes, its *payload*, in the middle), an object as pickled bytes with more reserved behind them. Between
+saves with the same structure only payloads and objects differ; all else, the *envelopes* and all offsets, is constant.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,20 +28,11 @@ _ALIGNMENT = 64
 PAGE_ALIGNED_FROM = 1 << 20
 
 
-class Envelope(NamedTuple):
-    """The constant bytes around the payload of a tensor."""
-
-    before: bytes
-    after: bytes
-
-
 @functools.lru_cache(maxsize=65536)
-def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
-    """What ``torch.save`` puts around the bytes of a contiguous CPU tensor; independent of its values.
-
-    Saving a fake tensor writes the zip with zeros in the place of the data. The checksum in it is not that of the real
-    bytes, but ``torch.load`` never looks at it.
-    """
+def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What ``torch.save`` puts before and behind the bytes of a contiguous CPU tensor, whatever its values."""
+    # Saving a fake tensor writes the zip with zeros in the place of the data. The checksum in it is not that of the
+    # real bytes, but torch.load never looks at it.
     with FakeTensorMode():
         fake = torch.empty(shape, dtype=dtype)
     nbytes = fake.numel() * fake.element_size()
@@ -58,16 +48,12 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
         name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
         payload_at = record.header_offset + len(header) + name_bytes + extra_bytes
         end = os.fstat(file.fileno()).st_size
-        return Envelope(
-            before=os.pread(file.fileno(), payload_at, 0),
-            after=os.pread(file.fileno(), end - payload_at - nbytes, payload_at + nbytes),
-        )
+        before = os.pread(file.fileno(), payload_at, 0)
+        return before, os.pread(file.fileno(), end - payload_at - nbytes, payload_at + nbytes)
 
 
 class TensorSpec(NamedTuple):
-    """What a stored tensor (one shard of it) looks like. ``alias`` is the number of an earlier one that has the same
-    bytes.
-    """
+    """A stored tensor, or a shard of it. ``alias`` is the number of an earlier one that has the same bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -85,40 +71,38 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class DataLayout:
-    """Where all items of a data file stand: tensors, then objects, in the order given. ``nbytes`` is whole pages."""
+    """Where all items of a data file stand: tensors, then objects, in the order given. ``nbytes`` is whole pages.
+
+    ``constants`` are the bytes around the items, each with its offset.
+    """
 
     specs: Sequence[TensorSpec]
     tensors: Sequence[Place]
     objects: Sequence[Place]
     nbytes: int
+    constants: Sequence[tuple[int, bytes]] = ()
 
     @classmethod
     def lay_out(cls, specs: Sequence[TensorSpec], reserved: Sequence[int]) -> DataLayout:
         """Place tensors of ``specs``, and objects with ``reserved`` bytes for each."""
         tensors: list[Place] = []
+        constants: list[tuple[int, bytes]] = []
         end = 0
         for spec in specs:
             if spec.alias is not None:
                 tensors.append(tensors[spec.alias])
                 continue
-            before, after = envelope(spec.dtype, spec.shape)
+            before, after = _envelope(spec.dtype, spec.shape)
             payload_bytes = math.prod(spec.shape) * spec.dtype.itemsize
             alignment = PAGE if payload_bytes >= PAGE_ALIGNED_FROM else _ALIGNMENT
             payload_at = round_up(end + len(before), alignment)
             at = payload_at - len(before)
             end = payload_at + payload_bytes + len(after)
             tensors.append(Place(at, end - at, payload_at, payload_bytes))
+            constants += [(at, before), (payload_at + payload_bytes, after)]
         objects = []
         for nbytes in reserved:
             at = round_up(end, _ALIGNMENT)
             objects.append(Place(at, nbytes, at, nbytes))
             end = at + nbytes
-        return cls(specs, tensors, objects, round_up(end))
-
-    def constants(self) -> Iterator[tuple[int, bytes]]:
-        """The envelopes, as (offset, bytes)."""
-        for spec, place in zip(self.specs, self.tensors, strict=True):
-            if spec.alias is None:
-                before, after = envelope(spec.dtype, spec.shape)
-                yield place.at, before
-                yield place.payload_at + place.payload_bytes, after
+        return cls(specs, tensors, objects, round_up(end), constants)

@@ -1,9 +1,9 @@
 """Small values beside the tensors: step counters, learning rates, names, and whatever else pickles.
 
-DCP pickles each of them on every save. Here their bytes are kept: a value that is what it was is not pickled again.
-More bytes are reserved for each in the image than it takes, filled up with zeros, so that a changed value moves no
-other byte. The pickle is ``torch.save``'s older form, which ``torch.load`` reads just the same and which ends where it
-ends: zeros behind it are not looked at (a zip would have to end with its directory).
+DCP pickles each of them on every save. Here a value that is what it was is not pickled again. More bytes are reserved
+for each in the image than it takes, filled up with zeros, so that a changed value moves no other byte. The pickle is
+``torch.save``'s older form, which ``torch.load`` reads just the same, and without a look at the zeros behind it (a zip
+would have to end with its directory).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
 class Raw(bytes):
     """Bytes that a user's own planner made; they are stored as they are.
 
-    Those that ``torch.save`` made (a zip, as Megatron-LM's planner hands over) can grow all the same: what is left of
-    the reserved bytes becomes the zip's comment. For any others exactly their own length is reserved.
+    For a zip, as ``torch.save`` makes it and Megatron-LM's planner hands it over, more is reserved than it takes: what
+    is left becomes the zip's comment. For any others exactly their own length is reserved.
     """
 
     def _is_zip(self) -> bool:
         return self.startswith(b"PK\3\4") and self[-22:-18] == b"PK\5\6" and self[-2:] == b"\0\0"
 
     def reserve(self) -> int:
-        """The bytes to reserve."""
+        """How many bytes to reserve."""
         return len(self) + min(_COMMENT_BYTES, max(1024, len(self))) if self._is_zip() else len(self)
 
     def fits(self, reserved: int) -> bool:
@@ -56,7 +56,7 @@ def _is_constant(value: object) -> bool:
     return kind in _SCALARS or (kind is tuple and all(map(_is_constant, value)))  # type: ignore[call-overload]
 
 
-def pickled(name: str, value: object) -> bytes:
+def _pickled(name: str, value: object) -> bytes:
     """The bytes of one object. Raises ``UnsavableStateError`` naming it."""
     if isinstance(value, Raw):
         return value
@@ -80,7 +80,7 @@ def _saved(name: str, value: object) -> bytes:
 # What torch.save puts around the pickle of a value without tensors, ten times as slowly.
 _PROTOCOL = 2
 _BEFORE, _AFTER = _saved("", "asyncckpt").split(pickle.dumps("asyncckpt", protocol=_PROTOCOL))
-_NONE = pickled("None", None)
+_NONE = _pickled("None", None)
 
 
 def bytes_to_reserve(nbytes: int) -> int:
@@ -91,23 +91,21 @@ def bytes_to_reserve(nbytes: int) -> int:
 class StoredObjects:
     """The objects of one plan: their last values, their bytes, and what each slot has of them."""
 
-    def __init__(self, names: Sequence[str], values: Sequence[Any], slots: int) -> None:
-        """Pickle ``values``, which have these ``names``, for images in ``slots`` slots. Those that are ``Raw`` are
-        stored as they are. Raises ``UnsavableStateError``.
-        """
-        self.names = names
+    def __init__(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        """Pickle ``values``, which have these ``names``. Raises ``UnsavableStateError``."""
+        self._names = names
         self._known = [value if _is_constant(value) else None for value in values]
-        self._bytes = list(map(pickled, names, values))
+        self._bytes = list(map(_pickled, names, values))
         self.reserved = [
             data.reserve() if isinstance(data, Raw) else bytes_to_reserve(len(data)) for data in self._bytes
         ]
         """The bytes reserved for each."""
-        self._stale: list[set[int]] = [set(range(len(values))) for _ in range(slots)]
+        # For each slot that was written to, the numbers of the objects that have changed since.
+        self._stale: dict[int, set[int]] = {}
 
     def forget_slots(self) -> None:
         """The slots are in other memory now, which has nothing of the objects."""
-        for stale in self._stale:
-            stale.update(range(len(self.names)))
+        self._stale.clear()
 
     def refresh(self, values: Sequence[Any]) -> None:
         """Take the ``values`` of a new save, pickling those that changed.
@@ -124,27 +122,32 @@ class StoredObjects:
             elif type(new) is type(known) and _same(new, known):
                 continue
             elif not is_leaf(new):
-                raise StructureChanged(f"{self.names[number]} is now a {type(new).__name__} with tensors or a mapping")
-            data = pickled(self.names[number], new)
+                raise StructureChanged(f"{self._names[number]} is now a {type(new).__name__} with tensors or a mapping")
+            data = _pickled(self._names[number], new)
             if data != self._bytes[number]:
                 reserved = self.reserved[number]
                 if not (data.fits(reserved) if isinstance(data, Raw) else len(data) <= reserved):
-                    raise StructureChanged(f"{self.names[number]} does not fit its {reserved} bytes")
+                    raise StructureChanged(f"{self._names[number]} does not fit its {reserved} bytes")
                 changed.append((number, new, data))
         for number, new, data in changed:
             self._known[number] = new if _is_constant(new) else None
             self._bytes[number] = data
-            for stale in self._stale:
+            for stale in self._stale.values():
                 stale.add(number)
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
-        """See ``SlotObjects.write``."""
-        stale = self._stale[slot]
-        for number in stale:
+        """Bring the objects in a slot up to what was last captured.
+
+        Args:
+            slot: The number of the slot.
+            image: Its memory.
+            places: Where in it each object stands, in bytes.
+        """
+        for number in self._stale.get(slot, range(len(self._bytes))):
             at, reserved, *_ = places[number]
             data = self._bytes[number]
             image[at : at + reserved] = data.filled(reserved) if isinstance(data, Raw) else data.ljust(reserved, b"\0")
-        stale.clear()
+        self._stale[slot] = set()
 
 
 def _same(new: Any, known: Any) -> bool:

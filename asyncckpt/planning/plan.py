@@ -1,65 +1,57 @@
-"""The plan of a checkpoint: what of a state dict goes where. Made once for a structure, then only checked.
+"""The plan of a checkpoint: what of a state dict goes where. Made once for a structure, in ``draft.py``.
 
-DCP's own planner turns the state dict into write items and spreads what all ranks have over them, so that what DCP
-users know (DTensor, nested dicts, ...) works as they know it, and DCP's metadata comes out as DCP reads it. What is
-left to do on a later save is ``capture``: see that the state still has the planned structure, and hand its tensors over
-in the order of the layout.
+A later save only captures: it sees that the state still has the planned structure, and hands its tensors over in the
+order of the layout. For DCP's default planner they are picked by position; a planner of the user's own is asked anew.
 """
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.capture import Capture, FlatCapture, Opaque, PlannerCapture, is_opaque, split_items
-from asyncckpt.planning.fingerprint import Fingerprint, alias_key
-from asyncckpt.planning.layout import DataLayout, TensorSpec
-from asyncckpt.planning.objects import StoredObjects
-from asyncckpt.planning.structure import StructureChanged
-from asyncckpt.ranks.group import Group
-from asyncckpt.worker.index import Index, Item, data_name, spans
+from asyncckpt.planning.layout import DataLayout
+from asyncckpt.planning.objects import Raw, StoredObjects
+from asyncckpt.planning.structure import PLAIN, Fingerprint, Structure, StructureChanged, has_no_bytes, picker
 from asyncckpt.worker.messages import CheckpointLayout, Region
 
 StateDict = Mapping[str, Any]
 
+_spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")
+
 
 @dataclass
 class CheckpointPlan:
-    """How states of one structure are laid out, and the bytes of the files that come out the same every time."""
+    """How states of one structure are laid out, and the bytes of the files that come out the same every time.
+
+    ``number`` is the same on all ranks, and no other plan has it. ``metadata`` is DCP's, on the first rank alone, which
+    writes it. A new plan takes the place of one with the same ``names``.
+    """
 
     number: int
-    """The same on all ranks, and for no other plan."""
     layout: DataLayout
     objects: StoredObjects
     fingerprint: Fingerprint
-    values: Capture
+    values: FlatCapture | PlannerCapture
     names: frozenset[str]
     data_name: str
     index_head: bytes
     spans: array[int]
     metadata: bytes = b""
-    """DCP's; on the first rank alone, which writes it."""
 
     def capture(self, state_dict: StateDict, planner: SavePlanner | None = None) -> Sequence[torch.Tensor]:
-        """The tensors of ``state_dict`` in the order of the layout; its objects are taken into ``objects``.
+        """The caller's own tensors, in the order of the layout; the objects are taken into ``objects``.
 
-        ``planner``: the user's for this save, of the kind this was planned with. The tensors are the caller's own,
-        nothing is copied yet. Raises ``StructureChanged`` if this plan is not for this state dict,
-        ``UnsavableStateError`` if a value cannot be saved.
+        ``planner``: the user's for this save, of the kind this was planned with. Raises ``StructureChanged`` if this
+        plan is not for this state dict, ``UnsavableStateError`` if a value cannot be saved.
         """
         tensors, objects = self.values.take(state_dict, planner)
         self.fingerprint.check(tensors)
@@ -67,200 +59,122 @@ class CheckpointPlan:
         return tensors
 
     def constants(self) -> dict[str, bytes | memoryview]:
-        """The files that are the same in every save, by the name of their region."""
-        return {
-            "metadata": self.metadata,
-            "index_head": self.index_head,
-            "spans": memoryview(self.spans).cast("B"),
-        }
+        """The files that are the same in every save, by the name of their region in the segment."""
+        spans = memoryview(self.spans).cast("B")
+        return {"metadata": self.metadata, "index_head": self.index_head, "spans": spans}
 
     def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> CheckpointLayout:
-        """Where all that stands in a segment with images at ``slots``, offsets in bytes."""
+        """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
         return CheckpointLayout(self.data_name, self.layout.nbytes, slots, **regions)
 
 
-def make_plan(
-    state_dict: StateDict, slots: int, planner: SavePlanner | None, group: Group, number: int
-) -> CheckpointPlan:
-    """Plan a state dict with all ranks. What any rank raises, all raise.
+class FlatCapture:
+    """Picks the values by position, once the structure is compared: as DCP's default planner would have them."""
 
-    Args:
-        state_dict: This rank's part, without ``Stateful`` values.
-        slots: How many slots the images will have.
-        planner: The user's own; None: DCP's default one.
-        group: The ranks, which all call this.
-        number: The number of the plan: new, and the same on all ranks.
+    def __init__(
+        self, state_dict: StateDict, flat: Mapping[str, Any], nested: bool, items: Sequence[WriteItem]
+    ) -> None:
+        """Learn where the values are.
 
-    Returns:
-        The plan of this rank's file.
+        Args:
+            state_dict: The state that was planned.
+            flat: Its values by their names, as DCP flattened it.
+            nested: Whether DCP went into nested containers for that.
+            items: The items of this rank's final plan.
+        """
+        self._structure = Structure(state_dict, nested)
+        leaves = self._structure.leaves(state_dict)
+        if len(leaves) != len(flat) or any(one is not other for one, other in zip(leaves, flat.values(), strict=True)):
+            raise UnsavableStateError("DCP flattens this state dict in an order of its own: please report this")
+        position = {name: number for number, name in enumerate(flat)}
+        tensor_at, object_at = ([position[item.index.fqn] for item in its] for its in split_items(items))
+        self._pick_tensors, self._pick_objects = picker(tensor_at), picker(object_at)
+        self._types = list(map(type, leaves))
+        self._opaque_at = {at for at in object_at if isinstance(leaves[at], torch.Tensor)}
+        # DTensors, by their place among the tensors: their local bytes are stored, their spec is part of the structure.
+        self._sharded = [number for number, at in enumerate(tensor_at) if isinstance(leaves[at], DTensor)]
+        self._pick_sharded = picker(self._sharded)
+        self._specs = [_spec(leaves[tensor_at[number]]) for number in self._sharded]
 
-    Raises:
-        UnsavableStateError: A value cannot be saved.
-        RankFailedError: Another rank failed.
-        SaveTimeoutError: The ranks did not meet in time.
-    """
-    draft = Draft(state_dict, _fresh(planner), slots, group.rank)
-    final = group.ask_all("plan", number, draft.local_plan, draft.global_plans)
-    metadata = group.ask_all("layout", number, partial(draft.lay_out, final, number), draft.metadata)
-    return draft.plan(metadata)
+    def take(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+        """The tensors and the objects of ``state_dict``, in the order of the layout, not copied.
+
+        Raises ``StructureChanged`` if they are not as planned.
+        """
+        leaves = self._structure.leaves(state_dict)
+        types = list(map(type, leaves))
+        if types != self._types:
+            self._check_types(types)
+        if not all(is_opaque(leaves[at]) for at in self._opaque_at):
+            raise StructureChanged("a tensor has plain bytes now, and had none")
+        tensors = list(self._pick_tensors(leaves))
+        if self._sharded:
+            sharded = self._pick_sharded(tensors)
+            if list(map(_spec, sharded)) != self._specs:  # in C, and at a glance where they are the same objects
+                raise StructureChanged("a DTensor is placed differently")
+            for number, local in zip(self._sharded, map(_local_tensor, sharded), strict=True):
+                # A collective may still be filling it.
+                tensors[number] = local.wait() if type(local) is not torch.Tensor and hasattr(local, "wait") else local
+        return tensors, self._pick_objects(leaves)
+
+    def _check_types(self, types: Sequence[type]) -> None:
+        """An object may become one of another type; a tensor that comes or goes is another structure."""
+        for old, new in zip(self._types, types, strict=True):
+            if old is not new and (issubclass(old, torch.Tensor) or issubclass(new, torch.Tensor)):
+                raise StructureChanged(f"a {old.__name__} is now a {new.__name__}")
 
 
-def flat_names(state_dict: StateDict, planner: SavePlanner | None) -> frozenset[str]:
-    """The names of the values of ``state_dict``, as DCP's default planner would give them."""
-    if type(planner) is DefaultSavePlanner and not planner.flatten_state_dict:
-        return frozenset(map(str, state_dict))
-    return frozenset(flatten_state_dict(dict(state_dict))[0])
+class PlannerCapture:
+    """Asks the planner anew, on every save: one of the user's own, or for values that only DCP can take apart."""
 
+    def __init__(self, planner: SavePlanner, local: SavePlan, items: Sequence[WriteItem], is_coordinator: bool) -> None:
+        """Keep what was planned.
 
-def _fresh(planner: SavePlanner | None) -> SavePlanner:
-    """A planner of DCP's own that does as ``planner``, but knows nothing of earlier saves; a user's own as it is."""
-    if planner is None:
-        return DefaultSavePlanner()
-    if type(planner) is not DefaultSavePlanner:
-        return planner
-    return DefaultSavePlanner(
-        flatten_state_dict=planner.flatten_state_dict,
-        flatten_sharded_tensors=planner.flatten_sharded_tensors,
-        dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
-    )
-
-
-# Where a rank's items stand in its file: their offsets and sizes in bytes, in the order of its final plan, and their
-# indices where those are not the ones that the first rank knows.
-_Places = tuple["array[int]", "array[int]", Sequence[MetadataIndex] | None]
-
-
-class Draft:
-    """A plan being made, step by step, as all ranks take the steps together."""
-
-    def __init__(self, state_dict: StateDict, planner: SavePlanner, slots: int, rank: int) -> None:
-        """The arguments are those of ``make_plan``, for the rank ``rank``."""
-        self._state_dict = state_dict
+        Args:
+            planner: The planner, for saves that come without one.
+            local: What it planned on this rank alone.
+            items: The items of this rank's final plan.
+            is_coordinator: Whether this is the first rank.
+        """
         self._planner = planner
-        self._slots = slots
-        self._rank = rank
-        self._flat: dict[str, Any] | None = None
-        self._local = SavePlan([])
-        # First rank: what all have, until it becomes the metadata.
-        self._finals: list[SavePlan] = []
-        self._metadata = Metadata({})
+        self._is_coordinator = is_coordinator
+        self._local = local
+        self._tensor_items, self._object_items = split_items(items)
 
-    def local_plan(self) -> SavePlan:
-        """What this rank has."""
-        planner = self._planner
-        with _planning():
-            planner.set_up_planner(dict(self._state_dict), StorageMeta(), self._rank == 0)
-            if type(planner) is DefaultSavePlanner and not any(map(_is_sharded, planner.state_dict.values())):
-                self._flat = planner.state_dict
-                # What has no plain bytes is planned, and stored, as an object.
-                planner.state_dict = {
-                    name: Opaque(name, value) if is_opaque(value) else value for name, value in self._flat.items()
-                }
-            self._local = planner.create_local_plan()
-        return self._local
-
-    def global_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """First rank: who writes what."""
-        with _planning():
-            self._finals, self._metadata = self._planner.create_global_plan(plans)
-        return self._finals
-
-    def lay_out(self, final: SavePlan, number: int) -> _Places:
-        """Lay out this rank's file for its ``final`` plan; returns where its items stand."""
-        with _planning():
-            items = self._planner.finish_plan(final).items
-        values = self._capture(items)
-        try:
-            tensors, objects = values.take(self._state_dict, self._planner)
-        except StructureChanged as error:
-            raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
-        aliases = _aliases(tensors)
-        specs = [
-            TensorSpec(tensor.dtype, tuple(tensor.shape), aliases.get(number)) for number, tensor in enumerate(tensors)
-        ]
-        tensor_items, object_items = split_items(items)
-        stored = StoredObjects([item.index.fqn for item in object_items], objects, self._slots)
-        layout = DataLayout.lay_out(specs, stored.reserved)
-        indexed = _index_items(layout, tensor_items, object_items)
-        data = data_name(self._rank)
-        self._plan = CheckpointPlan(
-            number=number,
-            layout=layout,
-            objects=stored,
-            fingerprint=Fingerprint(tensors, sorted(aliases.items())),
-            values=values,
-            names=frozenset(item.index.fqn for item in self._local.items),
-            data_name=data,
-            index_head=Index.head(data, layout.nbytes, indexed),
-            spans=spans((item.at for item in indexed), layout.nbytes),
-        )
-        tensor_places, object_places = iter(layout.tensors), iter(layout.objects)
-        places = [next(object_places if item.type == WriteItemType.BYTE_IO else tensor_places) for item in items]
-        same = [item.index for item in final.items] == [item.index for item in items]
-        return (
-            array("Q", (place.at for place in places)),
-            array("Q", (place.nbytes for place in places)),
-            None if same else [item.index for item in items],
-        )
-
-    def metadata(self, places: list[_Places]) -> list[bytes]:
-        """First rank: DCP's metadata, with the places of all ranks; for the first alone, which writes it."""
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        for rank, (plan, (at, nbytes, indices)) in enumerate(zip(self._finals, places, strict=True)):
-            if indices is None:
-                indices = [item.index for item in plan.items]
-            data = data_name(rank)
-            for index, offset, size in zip(indices, at, nbytes, strict=True):
-                storage[index] = _StorageInfo(data, offset, size)
-        self._metadata.storage_data = storage
-        self._metadata.storage_meta = StorageMeta()
-        return [pickle.dumps(self._metadata)] + [b""] * (len(places) - 1)
-
-    def plan(self, metadata: bytes) -> CheckpointPlan:
-        """The result."""
-        self._plan.metadata = metadata
-        return self._plan
-
-    def _capture(self, items: Sequence[WriteItem]) -> Capture:
-        if self._flat is not None and isinstance(self._planner, DefaultSavePlanner):
-            return FlatCapture(self._state_dict, self._flat, self._planner.flatten_state_dict, items)
-        return PlannerCapture(self._planner, self._local, items, self._rank == 0)
+    def take(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+        """As ``FlatCapture.take``; ``planner`` is the one for this save."""
+        planner = planner or self._planner
+        planner.set_up_planner(dict(state_dict), StorageMeta(), self._is_coordinator)
+        local = planner.create_local_plan()
+        if local.items != self._local.items or local.planner_data != self._local.planner_data:
+            raise StructureChanged("the planner plans something else now")
+        tensors = []
+        for item in self._tensor_items:
+            tensor = planner.resolve_data(item)
+            if not isinstance(tensor, torch.Tensor) or has_no_bytes(tensor):
+                raise UnsavableStateError(
+                    f"{item.index.fqn!r} has no plain bytes, and its planner does not say how to save it"
+                )
+            tensors.append(tensor.detach())
+        values = []
+        for item in self._object_items:
+            buffer = planner.resolve_data(item)
+            if isinstance(buffer, torch.Tensor):
+                raise UnsavableStateError(
+                    f"the planner planned {item.index.fqn!r} as bytes and resolved it to a tensor"
+                )
+            values.append(Raw(buffer.getbuffer()))
+        return tensors, values
 
 
-@contextlib.contextmanager
-def _planning() -> Iterator[None]:
-    """What a planner raises is about the state dict."""
-    try:
-        yield
-    except UnsavableStateError:
-        raise
-    except Exception as error:
-        raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
+def is_opaque(value: object) -> bool:
+    """Whether ``value`` is a tensor that has no plain bytes of its own: sparse, quantised, a subclass, without data."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return type(value) not in PLAIN or has_no_bytes(value)
 
 
-def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Which tensors are the same bytes as an earlier one: stored once, under both names."""
-    first: dict[Any, int] = {}
-    aliases = {}
-    for number, tensor in enumerate(tensors):
-        key = alias_key(tensor)
-        if key is not None and first.setdefault(key, number) != number:
-            aliases[number] = first[key]
-    return aliases
-
-
-def _index_items(layout: DataLayout, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]) -> list[Item]:
-    """The items of the index, in the order of the file."""
-    items = []
-    for item, spec, place in zip(tensors, layout.specs, layout.tensors, strict=True):
-        offsets = list(item.index.offset or [0] * len(spec.shape))
-        dtype = str(spec.dtype).removeprefix("torch.")
-        items.append(Item(item.index.fqn, "tensor", dtype, list(spec.shape), offsets, *place))
-    for item, place in zip(objects, layout.objects, strict=True):
-        items.append(Item(item.index.fqn, "object", "", [], [], *place))
-    return items
-
-
-def _is_sharded(value: object) -> bool:
-    """Whether DCP has its own way to take ``value`` apart (ShardedTensor and its like, but not DTensor)."""
-    return hasattr(value, "__create_write_items__") and not isinstance(value, DTensor) or hasattr(value, "local_shards")
+def split_items(items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
+    """Those for tensors, and those for objects."""
+    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    return [item for item in items if item.type != WriteItemType.BYTE_IO], objects

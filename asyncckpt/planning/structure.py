@@ -1,14 +1,14 @@
-"""The structure of a nested state dict: which containers it has, and the leaves in their order.
+"""The structure of a state dict: its containers with their keys, its leaves in their order, the forms of its tensors.
 
-DCP flattens a state dict anew on every save, at microseconds a value. Here that is done once; a later save only looks
-whether the containers still have the same keys, which for a flat dict of any size is one comparison of two lists.
+DCP flattens a state dict anew on every save, at microseconds a value. Here a later save only compares: the keys, which
+for a flat dict of any size are two lists, and the forms of the tensors, in one pass in C.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter, eq, itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 # The types of most values at the top of a state dict: no need to ask whether they are ``Stateful``.
 _STATELESS = PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool, str, bytes, type(None)}
+
+_form = attrgetter("dtype", "shape", "layout")
 
 
 class StructureChanged(Exception):
@@ -44,6 +46,11 @@ def is_leaf(value: object) -> bool:
     return True
 
 
+def has_no_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the values of ``tensor`` do not lie in memory as its shape and dtype say."""
+    return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
+
+
 def stateful_types(state_dict: Mapping[str, Any]) -> set[type]:
     """The types of those values at the top of ``state_dict`` that are ``Stateful``."""
     if set(map(type, state_dict.values())) <= _STATELESS:
@@ -62,10 +69,9 @@ def stateful_to_dict(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Structure:
-    """The containers of one state dict, as a tree."""
+    """The containers of one state dict, as a tree. With ``nested`` false every value of it is a leaf."""
 
     def __init__(self, container: Mapping[Any, Any] | list[Any], nested: bool = True) -> None:
-        """The structure of ``container``; with ``nested`` false every value of it is a leaf."""
         self._kind: Any = type(container)
         self._keys = list(container) if isinstance(container, Mapping) else None
         values: list[Any] = container if isinstance(container, list) else list(container.values())
@@ -102,6 +108,29 @@ class Structure:
         found.extend(values[begin:] if begin else values)
 
 
-def has_no_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the values of ``tensor`` do not lie in memory as its shape and dtype say."""
-    return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
+class Fingerprint:
+    """What of a list of strided tensors must be as planned: dtypes, shapes, layouts, and which share their bytes.
+
+    It is looked at on every save, so it is one pass over all tensors, in C, that keeps nothing: 0.25 us a tensor.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], aliases: Sequence[tuple[int, int]]) -> None:
+        """``aliases``: pairs of positions whose tensors are the same bytes in the same form."""
+        self._forms = list(map(_form, tensors))
+        self._aliases = aliases
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise ``StructureChanged`` unless ``tensors`` have this fingerprint too."""
+        if not all(map(eq, map(_form, tensors), self._forms)):
+            raise StructureChanged("a tensor's dtype, shape or layout changed")
+        for one, other in self._aliases:
+            if alias_key(tensors[one]) != alias_key(tensors[other]):
+                raise StructureChanged("two tensors that were one are two now")
+
+
+def alias_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Equal for tensors that are the same memory in the same form; None where there are no bytes to share."""
+    if tensor.numel() == 0:
+        return None
+    form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *form)

@@ -1,8 +1,8 @@
 """The plan of a single file as ``torch.save`` writes it: an object's storages and pickle, and where they stand.
 
 A tensor pickles as a reference to its storage, which is stored once, whole, however many tensors are views of it. So
-the objects whose storages have the same sizes share a plan: where each byte stands depends on nothing else, as long as
-the pickle, behind the storages, fits the bytes that are reserved for it.
+objects whose storages have the same sizes share a plan, as long as the pickle, behind the storages, fits the bytes that
+are reserved for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +27,10 @@ from asyncckpt.worker.messages import Region, TorchFileLayout
 
 # What torch.save aligns storages to, where it has no setting for that (as torch 2.6).
 _ALIGNMENT = 64
-# From devices other than these, storages go through torch's own copy to the CPU.
-_STAGED = frozenset({"cpu", "cuda"})
 
 
 class TorchFileContents:
-    """An object taken apart: ``pickle``, its bytes, and ``tensors``, its storages as flat tensors of bytes.
-
-    The storages are the object's own, where they can be staged: nothing is copied yet.
-    """
+    """An object taken apart: ``pickle``, its bytes, and ``tensors``, its own storages as flat tensors of bytes."""
 
     def __init__(self, obj: object, protocol: int) -> None:
         """Pickle ``obj`` as ``torch.save`` does. Raises ``UnsavableStateError``."""
@@ -89,11 +84,11 @@ class _Pickler(pickle.Pickler):
 
 @dataclass
 class TorchFilePlan:
-    """How objects with storages of the same sizes are laid out."""
+    """How objects with storages of the same sizes are laid out; what ``CheckpointPlan`` is for a state dict."""
 
     number: int
     layout: DataLayout
-    objects: StoredPickle
+    objects: _StoredPickle
     alignment: int
     sizes: Sequence[int]
     names: frozenset[str] = frozenset()  # where more has to be reserved for the pickle, a new plan replaces this one
@@ -102,8 +97,8 @@ class TorchFilePlan:
     def of(cls, contents: TorchFileContents, number: int) -> TorchFilePlan:
         """The plan for ``contents``, and for others with the same ``key``."""
         alignment, sizes = contents.alignment, contents.sizes
-        objects = StoredPickle(bytes_to_reserve(len(contents.pickle)))
-        return cls(number, _ArchiveLayout.of(alignment, objects.reserved, sizes), objects, alignment, sizes)
+        objects = _StoredPickle(bytes_to_reserve(len(contents.pickle)))
+        return cls(number, _lay_out(alignment, objects.reserved, sizes), objects, alignment, sizes)
 
     def capture(self, contents: TorchFileContents) -> Sequence[torch.Tensor]:
         """The tensors of ``contents`` in the order of the layout; its pickle is taken into ``objects``.
@@ -116,16 +111,16 @@ class TorchFilePlan:
         return contents.tensors
 
     def constants(self) -> dict[str, bytes | memoryview]:
-        """What the worker has to know of the layout, by the name of its region."""
+        """What the worker has to know of the layout, by the name of its region in the segment."""
         return {"sizes": memoryview(array("Q", [self.alignment, self.objects.reserved, *self.sizes])).cast("B")}
 
     def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> TorchFileLayout:
-        """Where all that stands in a segment with images at ``slots``, offsets in bytes."""
+        """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
         return TorchFileLayout(self.layout.nbytes, slots, **regions)
 
 
 @dataclass
-class StoredPickle:
+class _StoredPickle:
     """The one object of a file: its pickle, with ``reserved`` bytes in the image. No slot keeps what it had before."""
 
     reserved: int
@@ -135,38 +130,28 @@ class StoredPickle:
         """The slots are in other memory now."""
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
-        """See ``SlotObjects.write``. The pickle is let go of."""
+        """As ``StoredObjects.write``. The pickle is let go of."""
         image[places[0].payload_at : places[0].payload_at + len(self.pickle)] = self.pickle
         self.pickle = b""
 
 
-@dataclass(frozen=True)
-class _ArchiveLayout(DataLayout):
+def _lay_out(alignment: int, reserved: int, sizes: Sequence[int]) -> DataLayout:
     """The layout of an archive: storages are its tensors, the pickle is its object; the worker adds the rest behind."""
-
-    headers: Sequence[tuple[int, bytes]]
-
-    @classmethod
-    def of(cls, alignment: int, reserved: int, sizes: Sequence[int]) -> _ArchiveLayout:
-        records = lay_out(alignment, reserved, *sizes)
-        places = [Place(record.at, record.end - record.at, record.payload_at, record.nbytes) for record in records]
-        return cls(
-            specs=[TensorSpec(torch.uint8, (nbytes,)) for nbytes in sizes],
-            tensors=places[:-1],
-            objects=places[-1:],
-            nbytes=round_up(records[-1].end + tail_room(alignment, len(sizes))),
-            headers=[(record.at, header(record)) for record in records],
-        )
-
-    def constants(self) -> Iterator[tuple[int, bytes]]:
-        """The records' headers, as (offset, bytes)."""
-        return iter(self.headers)
+    records = lay_out(alignment, reserved, *sizes)
+    places = [Place(record.at, record.end - record.at, record.payload_at, record.nbytes) for record in records]
+    return DataLayout(
+        specs=[TensorSpec(torch.uint8, (nbytes,)) for nbytes in sizes],
+        tensors=places[:-1],
+        objects=places[-1:],
+        nbytes=round_up(records[-1].end + tail_room(alignment, len(sizes))),
+        constants=[(record.at, header(record)) for record in records],
+    )
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage's bytes."""
-    if storage.device.type not in _STAGED:
-        storage = storage.cpu()  # type: ignore[no-untyped-call]
+    """A storage's bytes, on its device: ``storage.cpu()`` would copy them in the same way, but now."""
+    if storage.device.type == "meta":
+        raise ValueError("a storage on the meta device has no bytes")
     with torch.no_grad():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

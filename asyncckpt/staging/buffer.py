@@ -1,31 +1,49 @@
-"""A plan and the shared memory for it: one segment, with the constant files and the slots."""
+"""Staging buffers: a plan with the shared memory for it, and the pool of those that an engine keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
-from asyncckpt.planning.buffer_plan import BufferPlan
+from asyncckpt.config import Config
+from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
+from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.structure import StructureChanged
+from asyncckpt.planning.torch_file_plan import TorchFilePlan
+from asyncckpt.save_handle import Save
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
-from asyncckpt.staging.device_copy import Fence, ReadyEvents
+from asyncckpt.staging.device_copy import Fence
+from asyncckpt.staging.devices import ReadyEvents
 from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.client import TrackedSave, WorkerClient
 from asyncckpt.worker.messages import CheckpointLayout, HeldImage, Region, TorchFileLayout
+from asyncckpt.worker.takeover import Takeover
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_SLOTS = 2
+# Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
+_MAX_PLANS = 4
+
+Plan: TypeAlias = CheckpointPlan | TorchFilePlan
+_Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 
 
 @dataclass
 class DetachedBuffer:
     """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
 
-    ``number``: that of the segment in the worker that has adopted it; None: none has, yet.
+    ``number`` is that of the segment in the worker that has adopted it, if one has.
     """
 
     segment: Segment
@@ -37,13 +55,12 @@ class DetachedBuffer:
 class StagingBuffer:
     """Where the states of one structure are staged: a plan with its segment.
 
-    The segment holds the header page, the constants (of a checkpoint ``.metadata``, index, spans), then one image a
-    slot, each from a page on. ``saves`` has, for each slot, the save that last took it. ``client`` is the worker whose
-    memory it is.
+    The segment holds the header page, the constants, then one image a slot, each from a page on. ``saves`` has, for
+    each slot, the save that last took it. ``client`` is the worker whose memory it is.
     """
 
     def __init__(
-        self, plan: BufferPlan, client: WorkerClient, slots: int, timeout: float, detached: list[DetachedBuffer]
+        self, plan: Plan, client: WorkerClient, slots: int, timeout: float, detached: list[DetachedBuffer]
     ) -> None:
         """Take the memory, and write all that is constant.
 
@@ -52,8 +69,7 @@ class StagingBuffer:
             client: The worker; it has adopted what is ``detached``.
             slots: How many images there are to be.
             timeout: Seconds that each answer of the worker may take.
-            detached: Memory that outlived its worker. That which was for the same plan is used again; otherwise all of
-                it is given back before memory is allocated.
+            detached: Memory that outlived its worker. What was for the same plan is used again; else all is given back.
 
         Raises:
             OutOfMemoryError: There is too little memory.
@@ -64,18 +80,20 @@ class StagingBuffer:
         self.saves: list[TrackedSave | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
-        regions = {}
+        constants = plan.constants()
+        regions: dict[str, Region] = {}
         end = HEADER_BYTES
-        for name, data in plan.constants().items():
+        for name, data in constants.items():
             regions[name] = Region(end, len(data))
             end = round_up(end + len(data))
+        fixed = [(regions[name], data) for name, data in constants.items()]
         self._offsets = tuple(end + number * plan.layout.nbytes for number in range(slots))
         self.layout = plan.segment_layout(self._offsets, regions)
-        adopted = self._acquire(detached, end + slots * plan.layout.nbytes, timeout)
+        adopted = self._acquire(detached, fixed, end + slots * plan.layout.nbytes, timeout)
         try:
             self.segment.touch()
             self._published = PublishedSlots(self.segment, slots)
-            self._set_up(adopted.held if adopted is not None else (), regions)
+            self._set_up(adopted.held if adopted is not None else (), fixed)
             client.describe(self.number, self.layout, timeout)
         except BaseException:
             if (published := getattr(self, "_published", None)) is not None:
@@ -88,13 +106,18 @@ class StagingBuffer:
                 self.segment.close()
             raise
 
-    def _acquire(self, detached: list[DetachedBuffer], nbytes: int, timeout: float) -> DetachedBuffer | None:
-        """Take what fits of ``detached``, and return it; or allocate a segment of ``nbytes``."""
-        adopted = _fitting(detached, self.layout, self.plan.constants())
-        if adopted is not None and adopted.number is not None:
-            self.segment, self.number = adopted.segment, adopted.number
-            detached.remove(adopted)
-            return adopted
+    def _acquire(
+        self, detached: list[DetachedBuffer], fixed: _Constants, nbytes: int, timeout: float
+    ) -> DetachedBuffer | None:
+        """Take what was for the same plan, down to the last constant byte, or else allocate a segment of ``nbytes``."""
+        for each in detached:
+            if each.number is None or each.layout != self.layout:
+                continue
+            view = each.segment.view
+            if all(view[region.offset : region.offset + region.nbytes] == data for region, data in fixed):
+                self.segment, self.number = each.segment, each.number
+                detached.remove(each)
+                return each
         while detached:
             unfit = detached.pop()
             if unfit.number is not None:
@@ -103,7 +126,7 @@ class StagingBuffer:
         self.number, self.segment = self.client.allocate(nbytes, timeout)
         return None
 
-    def _set_up(self, held: Sequence[HeldImage], regions: Mapping[str, Region]) -> None:
+    def _set_up(self, held: Sequence[HeldImage], fixed: _Constants) -> None:
         """Make the slots free, but for the images that are ``held`` or published, and write the constants."""
         self.slots = SlotTable(self.segment.view)
         kept = [each.request.slot for each in sorted(held, key=lambda each: each.request.save_id)]
@@ -114,9 +137,9 @@ class StagingBuffer:
         view, plan = self.segment.view, self.plan
         for slot in range(len(self.saves)):
             self.slots.set(slot, State.FREE)
-        for name, data in plan.constants().items():
-            view[regions[name].offset : regions[name].offset + regions[name].nbytes] = data
-        for place, data in plan.layout.constants():
+        for region, data in fixed:
+            view[region.offset : region.offset + region.nbytes] = data
+        for place, data in plan.layout.constants:
             for offset in self._offsets:
                 view[offset + place : offset + place + len(data)] = data
         self._stagers = [SlotStager(plan.layout, self.segment, offset) for offset in self._offsets]
@@ -142,7 +165,7 @@ class StagingBuffer:
         return [slot for slot in self._by_age if self.saves[slot] is None and slot not in self._kept]
 
     def publish(self, slot: int, published: PublishedVersion) -> bool:
-        """Let readers see what was staged in ``slot``; see ``PublishedSlots.publish_unless_last``."""
+        """As ``PublishedSlots.publish_unless_last``."""
         return self._published.publish_unless_last(slot, published)
 
     def begin(self, slot: int, save: TrackedSave) -> None:
@@ -164,7 +187,15 @@ class StagingBuffer:
         pool: ThreadPoolExecutor,
         queued: Callable[[Sequence[Fence]], None] = lambda _: None,
     ) -> None:
-        """Copy ``tensors`` into ``slot``, see ``SlotStager.copy``. The first from CUDA has the memory pinned."""
+        """Copy the tensors of a state, and return when that is done. The first from a device has the memory pinned.
+
+        Args:
+            slot: Where to.
+            tensors: All of the plan, in the order of the layout.
+            ready: What the copies from each device wait for.
+            pool: Threads that take part.
+            queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
+        """
         if ready and self._pinned is None:
             # Only large tensors: small ones are brought over many at a time, and no copy may cross a cut.
             large = [each.payload_at for each in self.plan.layout.tensors if _is_on_pages(each)]
@@ -199,22 +230,130 @@ class StagingBuffer:
         return save is None or (save.is_written and save.copied.is_set())
 
 
+@dataclass
+class CachedPlan:
+    """A plan, kept under a ``key``, and its memory while there is a worker that holds it."""
+
+    key: Any
+    plan: Plan
+    buffer: StagingBuffer | None = None
+
+
+class BufferPool:
+    """What an engine has planned, and where it is staged; ``known``: the most recently used first.
+
+    ``detached`` is memory whose worker is gone, for the next one to adopt.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.known: list[CachedPlan] = []
+        self.detached: list[DetachedBuffer] = []
+
+    def find(
+        self, key: Any, capture: Callable[[Any], Sequence[torch.Tensor]], client: WorkerClient
+    ) -> tuple[StagingBuffer, Sequence[torch.Tensor]] | None:
+        """Find the memory of what is to be saved, if it is as it was planned.
+
+        Args:
+            key: Equal for planners that plan alike, and for files that are laid out alike.
+            capture: Takes what is to be saved by a plan; raises ``StructureChanged`` where that is not for it.
+            client: The worker.
+
+        Returns:
+            The buffer, and the tensors that were captured; None: there is no such plan.
+        """
+        for known in self.known:
+            if known.key != key:
+                continue
+            try:
+                tensors = capture(known.plan)
+            except StructureChanged as error:
+                logger.debug("not the structure of plan %d: %s", known.plan.number, error)
+                continue
+            self.known.remove(known)
+            self.known.insert(0, known)
+            if known.buffer is None:  # its worker died, and took the memory along
+                known.buffer = self._allocate(known.plan, client)
+            return known.buffer, tensors
+        return None
+
+    def make(self, key: Any, plan: Plan, client: WorkerClient) -> StagingBuffer:
+        """Take memory for a new plan.
+
+        Args:
+            key: As in ``find``.
+            plan: The plan; it takes the place of one for the same names, or of the oldest of many.
+            client: The worker.
+
+        Returns:
+            The buffer; ``keep`` it.
+        """
+        outdated = [known for known in self.known if known.key == key and known.plan.names == plan.names]
+        for known in outdated or self.known[_MAX_PLANS - 1 :]:
+            self._give_back(known, client, "writing the save before the structure changed")
+            self.known.remove(known)
+        return self._allocate(plan, client)
+
+    def keep(self, key: Any, buffer: StagingBuffer) -> None:
+        """``find`` it from now on."""
+        self.known.insert(0, CachedPlan(key, buffer.plan, buffer))
+
+    def image_of(self, save: Save) -> tuple[StagingBuffer, int] | None:
+        """Where what was staged for ``save`` still is, whole: the buffer and the slot."""
+        for buffer in (known.buffer for known in self.known if known.buffer is not None):
+            for slot, tracked in enumerate(buffer.saves):
+                if tracked is not None and tracked.is_whole and save.is_of(tracked):
+                    return buffer, slot
+        return None
+
+    def hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
+        """Have ``client`` adopt memory that outlived its worker: ours, or else what a ``predecessor`` holds.
+
+        Raises ``WorkerDiedError``, ``SaveTimeoutError``.
+        """
+        if predecessor is not None and not self.detached:
+            for number, segment in predecessor.segments.items():
+                images = tuple(each for each in predecessor.images if each.request.segment == number)
+                self.detached.append(DetachedBuffer(segment, images[0].layout, images))
+        for detached in self.detached:
+            detached.number = client.adopt(detached.segment, detached.held, self._config.timeout)
+
+    def leave(self) -> None:
+        """Let go of the memory of all plans, which has lost its worker."""
+        for known in self.known:
+            if known.buffer is not None:
+                self.detached.append(known.buffer.leave())
+                known.buffer = None
+
+    def close(self) -> None:
+        """Give back memory that has no worker."""
+        while self.detached:
+            self.detached.pop().segment.close()
+
+    def _allocate(self, plan: Plan, client: WorkerClient) -> StagingBuffer:
+        """Memory for ``plan``; where there is too little, for one slot, or in the place of what was not used lately."""
+        slots = self._config.slots or _DEFAULT_SLOTS
+        while True:
+            try:
+                return StagingBuffer(plan, client, slots, self._config.timeout, self.detached)
+            except OutOfMemoryError as error:
+                if self._config.slots is None and slots > 1:
+                    logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
+                    slots = 1
+                elif placed := [known for known in self.known if known.buffer is not None]:
+                    self._give_back(placed[-1], client, "writing what is in memory that is needed")
+                else:
+                    raise
+
+    def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str) -> None:
+        """Give back the memory of a plan, once nothing in it is under way."""
+        if known.buffer is not None:
+            client.wait_for(known.buffer.idle, self._config.timeout, doing)
+            known.buffer.close()
+            known.buffer = None
+
+
 def _is_on_pages(place: Place) -> bool:
     """Whether a copy can begin there that no other copy has a part in."""
     return place.payload_bytes >= PAGE_ALIGNED_FROM and place.payload_at % PAGE == 0
-
-
-def _fitting(
-    detached: list[DetachedBuffer],
-    layout: CheckpointLayout | TorchFileLayout,
-    constants: Mapping[str, bytes | memoryview],
-) -> DetachedBuffer | None:
-    """The one that was for the same plan, down to the last constant byte."""
-    for each in detached:
-        regions = {name: getattr(layout, name) for name in constants}
-        if each.layout == layout and all(
-            each.segment.view[region.offset : region.offset + region.nbytes] == constants[name]
-            for name, region in regions.items()
-        ):
-            return each
-    return None

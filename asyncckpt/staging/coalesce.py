@@ -1,15 +1,14 @@
 """Slabs: runs of small tensors on a device that are brought over by one copy.
 
-A copy from a device to the host costs the host some 6 us whatever its size (the call, the checks, the launch), in which
-a PCIe link moves 150 KB (at 25 GB/s) to 300 KB (at 50 GB/s). So smaller tensors keep the link waiting. On the device
-itself ``torch._foreach_copy_`` copies 64 tensors and more with one launch, 0.1 us each, and all that it costs beside is
-some tenths of a microsecond a tensor. Hence a slab: tensors that stand next to each other in the image are first
-coalesced in a slab buffer, memory on the device that looks like that part of the image, and then copied out at once. By
-this reckoning 8,000 tensors of 50 kB are 50 ms of calls one by one; as 25 slabs they are some 4 ms of calls, hidden by
-the 8 ms of their bytes.
+A copy from a device to the host costs the host some 6 us whatever its size, in which a PCIe link moves 150 KB (at 25
+GB/s) to 300 KB (at 50 GB/s): smaller tensors keep the link waiting. On the device itself ``torch._foreach_copy_``
+copies 64 tensors and more with one launch, 0.1 us each, and some tenths of a microsecond a tensor beside. Hence a slab:
+tensors that stand next to each other in the image are first coalesced in a slab buffer, memory on the device that looks
+like that part of the image, and then copied out at once. By this reckoning 8,000 tensors of 50 kB are 50 ms of calls
+one by one; as 25 slabs they are some 4 ms of calls, hidden by the 8 ms of their bytes.
 
-The slab buffer has to have the bytes between the tensors too, the envelopes. They are fetched out of the slot itself,
-where they stand from the beginning: that is the other direction of the link, and one call more for a slab.
+The slab buffer needs the bytes between the tensors too, the envelopes. They are fetched out of the slot, where they
+stand from the beginning: in the other direction of the link, and by one call more for a slab.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from itertools import compress
 import torch
 
 from asyncckpt.planning.structure import picker
-from asyncckpt.staging.destinations import SlotViews
 from asyncckpt.staging.devices import DeviceEvent
+from asyncckpt.staging.host_copy import SlotViews
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +48,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class SlabBuffer:
-    """Memory on a device for one slab after the other."""
+    """``SLAB_BYTES`` on a device, for one slab after the other; ``free``: when the last one has been copied out."""
 
     memory: torch.Tensor
-    """``SLAB_BYTES`` bytes."""
     free: DeviceEvent | None = None
-    """When what was last in it has been copied out."""
 
 
 class Slab:
@@ -64,7 +61,13 @@ class Slab:
     """
 
     def __init__(self, numbers: Sequence[int], views: SlotViews, buffer: SlabBuffer) -> None:
-        """Copies the tensors ``numbers`` into ``views`` by way of ``buffer``, which other slabs may use too."""
+        """Describe the slab.
+
+        Args:
+            numbers: The numbers of the tensors.
+            views: Where they go.
+            buffer: By way of which they go there; other slabs may use it too.
+        """
         first, last = views.places[numbers[0]], views.places[numbers[-1]]
         self.begin = first.payload_at
         self.buffer = buffer

@@ -21,36 +21,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import attrgetter
 
 import torch
 
-from asyncckpt.staging import devices
 from asyncckpt.staging.coalesce import Slab, SlabBuffer, allocate_slab_buffers, group_by_slab
-from asyncckpt.staging.destinations import SlotViews
-from asyncckpt.staging.devices import DeviceEvent, DeviceKind
-from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, batches
-
-_device = attrgetter("device")
+from asyncckpt.staging.devices import DeviceEvent, DeviceKind, ReadyEvents
+from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches
 
 # What is reported as arrived at once: 1 to 3 ms on the link, so that an event (some us) does not count, and the
 # worker's writes, far slower, begin early.
 _CHUNK_BYTES = 64 << 20
 
-ReadyEvents = dict[torch.device, DeviceEvent]
-"""For each device that has a kind: when what its current stream had been given by the time of the save is done."""
-
 Fence = Callable[[], None]
 """Has the current stream of a device wait, from here on, until the tensors there are copied. The host goes on."""
-
-
-def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
-    """The events of the devices that ``tensors`` are on; called on the caller's own thread, whose streams are meant."""
-    if not any(kind.is_initialized() for kind in devices.KINDS.values()):
-        return {}
-    kinds = {device: devices.kind_of(device) for device in set(map(_device, tensors))}
-    return {device: kind.record(kind.current_stream(device)) for device, kind in kinds.items() if kind is not None}
 
 
 class DeviceCopy:
@@ -98,15 +81,16 @@ class DeviceCopy:
                 done(unit)
 
     def fence(self, copied: Sequence[DeviceEvent]) -> Fence:
-        """The fence for what ``queue`` returned: the last copy is behind all others."""
-        return partial(_have_current_stream_wait, self._kind, self._device, copied[-1])
+        """The fence for what ``queue`` returned. It keeps no slot mapped."""
+        kind, device, last = self._kind, self._device, copied[-1]  # the last copy is behind all others
+        return lambda: kind.current_stream(device).wait_event(last)
 
 
 class ChunkCopy:
     """Some elements of a tensor that is too large for one unit."""
 
     def __init__(self, number: int, first: int, elements: int, views: SlotViews) -> None:
-        """Copies part of a tensor.
+        """Describe the copy.
 
         Args:
             number: The number of the tensor.
@@ -134,7 +118,7 @@ class ChunkCopy:
 
 
 def device_units(numbers: Sequence[int], views: SlotViews, buffers: Sequence[SlabBuffer]) -> list[CopyUnit]:
-    """The units of tensors on one device: slabs, then all others.
+    """Divide the tensors on one device into units: slabs, then all others.
 
     Args:
         numbers: The numbers of the tensors, in ascending order.
@@ -198,7 +182,3 @@ def _side_streams(device: torch.device, kind: DeviceKind) -> _SideStreams:
         if streams is None:
             streams = _all_side_streams[device] = _SideStreams(device, kind)
         return streams
-
-
-def _have_current_stream_wait(kind: DeviceKind, device: torch.device, event: DeviceEvent) -> None:
-    kind.current_stream(device).wait_event(event)

@@ -8,11 +8,14 @@ speaks NCCL.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
+
+_device = attrgetter("device")
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only the current one
 
@@ -75,6 +78,10 @@ class DeviceKind(Protocol):
 
     def synchronize(self) -> None:
         """Have the host wait for all work of all devices of the kind that this process uses."""
+
+
+ReadyEvents = dict[torch.device, DeviceEvent]
+"""For each device that has a kind: when what its current stream had been given by the time of the save is done."""
 
 
 class CudaPinner:
@@ -148,6 +155,14 @@ def use(device: torch.device) -> AbstractContextManager[None]:
     """``DeviceKind.use``; nothing, where there is no kind."""
     kind = kind_of(device)
     return contextlib.nullcontext() if kind is None else kind.use(device)
+
+
+def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
+    """The events of the devices that ``tensors`` are on; called on the caller's own thread, whose streams are meant."""
+    if not any(kind.is_initialized() for kind in KINDS.values()):
+        return {}
+    kinds = {device: kind_of(device) for device in set(map(_device, tensors))}
+    return {device: kind.record(kind.current_stream(device)) for device, kind in kinds.items() if kind is not None}
 
 
 def synchronize_used() -> None:

@@ -18,7 +18,7 @@ import torch
 from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.memcpy import memcpy
-from asyncckpt.staging.destinations import SlotViews
+from asyncckpt.shm.segment import Segment
 
 # Tensors of fewer elements are copied in batches, 0.6 us each. From here on each copy would start threads of torch's
 # own (at::internal::GRAIN_SIZE), ours and those would fight, and a call of memcpy is the cheaper anyway.
@@ -37,6 +37,41 @@ _MEMCPY_BYTES = 4 << 20
 _THREADS = max(1, min(4, os.cpu_count() or 1))
 
 
+class SlotViews:
+    """Views of a slot: where each tensor of a plan goes, by the number that it has in the layout."""
+
+    def __init__(self, specs: Sequence[TensorSpec], places: Sequence[Place], segment: Segment, offset: int) -> None:
+        """The views are made when they are asked for.
+
+        Args:
+            specs: What each tensor looks like.
+            places: Where each stands, in bytes from the start of the slot.
+            segment: The memory; it cannot be unmapped while there are views.
+            offset: Where the slot begins in the segment, in bytes.
+        """
+        self.specs = specs
+        self.places = places
+        self._view = segment.view
+        self._address = segment.address + offset
+        self._offset = offset
+
+    def address(self, number: int) -> int:
+        """Where the first byte of a tensor goes."""
+        return self._address + self.places[number].payload_at
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """The memory of a tensor, as a tensor of its dtype and shape."""
+        spec, place = self.specs[number], self.places[number]
+        return self.raw(place.payload_at, place.payload_bytes).view(spec.dtype).view(spec.shape)
+
+    def raw(self, begin: int, nbytes: int) -> torch.Tensor:
+        """The ``nbytes`` from byte ``begin`` of the slot on, whatever they are."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)  # frombuffer takes none
+        begin += self._offset
+        return torch.frombuffer(self._view[begin : begin + nbytes], dtype=torch.uint8)
+
+
 class CopyUnit(Protocol):
     """A unit of copying: what is copied by one call, and reported as copied at once."""
 
@@ -47,11 +82,10 @@ class CopyUnit(Protocol):
         """Copy from ``tensors``, those of the plan, which may be others on every call."""
 
 
-class ByteCopy:
-    """Some bytes of a large tensor on the host."""
+class _ByteCopy:
+    """Some bytes of a large tensor on the host, from byte ``offset`` of the tensor on."""
 
     def __init__(self, number: int, offset: int, views: SlotViews) -> None:
-        """Copies from byte ``offset`` on of the tensor ``number`` into ``views``."""
         place = views.places[number]
         self.begin = place.payload_at + offset
         self._number, self._offset, self._views = number, offset, views
@@ -71,8 +105,12 @@ class BatchCopy:
     """Tensors that are copied by one call of torch, whatever device they are on."""
 
     def __init__(self, numbers: Sequence[int], views: SlotViews, non_blocking: bool = False) -> None:
-        """Copies the tensors ``numbers`` into ``views``; if ``non_blocking``, the copies are only queued, on the
-        current stream of the device that the tensors are on.
+        """Describe the copy.
+
+        Args:
+            numbers: The numbers of the tensors.
+            views: Where they go.
+            non_blocking: The copies are only queued, on the current stream of the device that the tensors are on.
         """
         self.begin = views.places[numbers[0]].payload_at
         self._non_blocking = non_blocking
@@ -89,7 +127,7 @@ def host_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
     small = [number for number in numbers if _is_small(views.specs[number])]
     large = [number for number in numbers if not _is_small(views.specs[number])]
     units: list[CopyUnit] = [
-        ByteCopy(number, offset, views)
+        _ByteCopy(number, offset, views)
         for number in large
         for offset in range(0, views.places[number].payload_bytes, _MEMCPY_BYTES)
     ]
@@ -102,14 +140,14 @@ def batch_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
 
 
 def batches(numbers: Sequence[int], places: Sequence[Place], most_bytes: int) -> Iterator[list[int]]:
-    """Tensors that are to be copied by one call each.
+    """Divide tensors into batches that are copied by one call each.
 
     Args:
         numbers: The numbers of the tensors, in the order in which they are to be copied.
         places: Where each tensor of the plan stands.
         most_bytes: The most bytes of one batch. A tensor that has more is a batch by itself.
 
-    Returns:
+    Yields:
         The numbers of each batch.
     """
     batch: list[int] = []

@@ -32,8 +32,7 @@ class PinnedMemory:
         Raises:
             CheckpointError: The driver takes the memory for other memory, so that copies would be lost.
         """
-        self.addresses: list[int] = []
-        """Where the registered ranges begin."""
+        self.addresses: list[int] = []  # where the registered ranges begin
         self._device = device
         kind = devices.kind_of(device)
         self._pinner = None if kind is None else kind.pinner

@@ -14,10 +14,9 @@ import torch
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import devices
-from asyncckpt.staging.destinations import SlotViews
-from asyncckpt.staging.device_copy import DeviceCopy, Fence, ReadyEvents
-from asyncckpt.staging.devices import DeviceEvent
-from asyncckpt.staging.host_copy import CopyUnit, batch_units, copy_units, host_units
+from asyncckpt.staging.device_copy import DeviceCopy, Fence
+from asyncckpt.staging.devices import DeviceEvent, ReadyEvents
+from asyncckpt.staging.host_copy import CopyUnit, SlotViews, batch_units, copy_units, host_units
 
 _device, _begin = attrgetter("device"), attrgetter("begin")
 
@@ -60,19 +59,19 @@ class SlotStager:
         """Copy ``tensors`` into the slot, and return when that is done.
 
         Args:
-            tensors: All of the plan, in the order of the layout. They must stay as they are until this returns or
-                raises.
+            tensors: All of the plan, in the order of the layout. They stay as they are until this returns or raises.
             ready: What the copies from each device wait for.
             pool: Threads that take part.
-            arrived: Told, again and again and by any thread, how many bytes of the image, from its first on, are
-                there; but not if all tensors are the host's: a worker that writes those meanwhile wants the same
-                cores, and the copy took 15% longer for being durable 10% sooner.
+            arrived: Told by any thread, again and again, how many bytes are there, from the first of the image on; but
+                not if all tensors are the host's.
             queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
         if ready or self._device_copies or not self._devices:  # else all were on the host, and are
             self._divide(list(map(_device, mine)))
         units = [*self._host, *(unit for each in self._device_copies for unit in each.units)]
+        # Not for the host's alone: a worker that writes meanwhile wants the same cores, and the copy took 15% longer
+        # for being durable 10% sooner.
         done: Callable[[CopyUnit], object] = (
             _CopiedPrefix(units, self._nbytes, arrived).add if self._device_copies else lambda _: None
         )

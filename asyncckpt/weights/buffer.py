@@ -12,9 +12,8 @@ from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
-from asyncckpt.staging.destinations import SlotViews
-from asyncckpt.staging.device_copy import ready_events
-from asyncckpt.staging.devices import kind_of
+from asyncckpt.staging.devices import kind_of, ready_events
+from asyncckpt.staging.host_copy import SlotViews
 from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan

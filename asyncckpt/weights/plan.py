@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.planning.fingerprint import Fingerprint
-from asyncckpt.planning.structure import StructureChanged, picker
+from asyncckpt.planning.structure import Fingerprint, StructureChanged, picker
 from asyncckpt.weights.layout import SafetensorsLayout, TensorForm
 from asyncckpt.weights.shards import Sharding, local
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncckpt.planning.plan import Draft
+from asyncckpt.planning.draft import Draft
 from asyncckpt.ranks.group import pack, unpack
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slots import SlotTable
@@ -173,7 +173,7 @@ def simulate_plan(world_size: int, items: int) -> tuple[float, float]:
     """What the first save costs the first rank's trainer: seconds, and bytes received for each rank."""
     local = [pack(_plan(rank, world_size, items)) for rank in range(world_size)]
     places = [pack(([0] * items, [0] * items, None)) for _ in range(world_size)]
-    draft = Draft({}, DefaultSavePlanner(), 2, 0)
+    draft = Draft({}, DefaultSavePlanner(), 0)
     begun = time.perf_counter()
     for answer in draft.global_plans([unpack(each) for each in local]):
         pack(answer)

@@ -22,7 +22,7 @@ from support.workers import FAULTY, Faulty
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError, StorageError
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import verify
 from asyncckpt.staging import slot_copy as staging
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from support.ranks import Job, say, serve
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import verify
 
 
 @pytest.fixture(scope="module", autouse=True)

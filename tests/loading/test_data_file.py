@@ -15,7 +15,6 @@ import torch
 
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.loading import data_file
 from asyncckpt.loading.data_file import RUN_BYTES, StoredFile, read_pool
 from asyncckpt.loading.direct_load import draft
 from asyncckpt.loading.load import load
@@ -24,6 +23,7 @@ from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.index import Index, Item, spans
 from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.storage import input_file, storage_for
 
 LARGE = 5 << 20  # elements
 
@@ -91,7 +91,7 @@ def test_aligned_memory_is_read_in_place(
 
     monkeypatch.setattr(os, "preadv", preadv)
     if how != "as the device says":
-        monkeypatch.setattr(data_file, "memory_alignment", lambda fd: 512)
+        monkeypatch.setattr(input_file, "memory_alignment", lambda fd: 512)
     load({"large": aligned}, str(checkpoint))
     assert torch.equal(aligned, torch.arange(float(LARGE)))
     assert how != "refused" or not any(read_in_place)
@@ -101,7 +101,7 @@ def test_tensors_that_are_tied_only_where_they_are_loaded(
     tmp_path: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads write to the same memory: what is checked must be elsewhere."""
-    monkeypatch.setattr(data_file, "memory_alignment", lambda fd: 512)
+    monkeypatch.setattr(input_file, "memory_alignment", lambda fd: 512)
     with Engine() as engine:
         engine.save(tmp_path / "untied", {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}).result(60)
     for _ in range(5):
@@ -140,7 +140,7 @@ def test_an_index_that_means_harm(tmp_path: Path) -> None:
 def test_damage_in_what_was_read_in_place(
     checkpoint: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_file, "memory_alignment", lambda fd: 512)
+    monkeypatch.setattr(input_file, "memory_alignment", lambda fd: 512)
     with open(checkpoint / "__0_0.distcp", "r+b") as file:
         for at in (5000, 10 << 20, LARGE * 4):
             file.seek(at)
@@ -167,7 +167,8 @@ def test_requests_in_any_order_and_the_same_bytes_twice(tmp_path: Path) -> None:
     ]
     bounds = spans((item.at for item in items), len(data))
     sums = [checksum(data[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
-    file = StoredFile(str(tmp_path / "data"), Index("data", len(data), items, sums))
+    path = str(tmp_path / "data")
+    file = StoredFile(storage_for(path).open(path), Index("data", len(data), items, sums))
     requests = ReadRequests()
     into = [(row, torch.zeros(1000, dtype=torch.int32)) for row in [*reversed(range(rows)), *range(0, rows, 3), 7, 7]]
     empty = torch.zeros(0, dtype=torch.int32)

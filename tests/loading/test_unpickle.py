@@ -22,7 +22,7 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import UntrustedValueError
 from asyncckpt.loading import load as reader
 from asyncckpt.loading.load import load
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import verify
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum
 
 METADATA = "torch.distributed.checkpoint.metadata"

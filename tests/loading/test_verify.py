@@ -18,9 +18,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
 from asyncckpt.loading import load as reader
-from asyncckpt.loading.catalog import read_manifest
-from asyncckpt.loading.source import StorageSource
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import StorageSource, read_manifest, verify
 from asyncckpt.worker.index import SPAN_BYTES, Index, Item, spans
 from asyncckpt.worker.manifest import Manifest
 

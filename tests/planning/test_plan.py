@@ -13,7 +13,8 @@ from support.states import same, small_state, zeros_like
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning import plan
+from asyncckpt.planning.draft import make_plan
+from asyncckpt.planning.plan import CheckpointPlan
 
 
 @pytest.fixture
@@ -25,9 +26,9 @@ def checkpointer(root: Path) -> Iterator[Checkpointer]:
 def test_a_changed_structure_is_planned_anew(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
 
-    def counting(*args: Any) -> plan.CheckpointPlan:
+    def counting(*args: Any) -> CheckpointPlan:
         planned.append(1)
-        return plan.make_plan(*args)
+        return make_plan(*args)
 
     monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plan", counting)
     base: dict[str, Any] = {"a": torch.ones(4, 6), "b": {"c": torch.zeros(3), "n": 1}, "list": [1, 2]}

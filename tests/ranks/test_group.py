@@ -17,7 +17,7 @@ from support.states import equal, replicas
 from asyncckpt import Checkpointer, Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveDroppedError
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import verify
 from asyncckpt.worker.store_connection import StoreConnection
 
 

@@ -18,8 +18,8 @@ from support.states import equal, replicas
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
-from asyncckpt.loading.verify import verify
-from asyncckpt.planning import plan
+from asyncckpt.loading.source import verify
+from asyncckpt.planning import draft
 from asyncckpt.ranks import group
 from asyncckpt.staging import slot_copy as staging
 from asyncckpt.worker import process as worker_process
@@ -36,7 +36,7 @@ LONG_S = 20.0
 START_S = 10.0
 PATIENCE_S = 10.0
 
-TRAINERS = {"plan": (plan.Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}
+TRAINERS = {"plan": (draft.Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}
 WORKERS = {"exception": "eio", "kill worker": "kill", "kill trainer": "orphan", "stall": "stop"}
 
 

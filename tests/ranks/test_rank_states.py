@@ -23,9 +23,7 @@ from asyncckpt.engine import shared as engines
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import dcp
-from asyncckpt.loading.catalog import read_manifest
-from asyncckpt.loading.source import StorageSource
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import StorageSource, read_manifest, verify
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ from support.devices import CPU, TYPE, MadeUpDevices
 
 import asyncckpt
 from asyncckpt.staging import devices
-from asyncckpt.staging.device_copy import ready_events
+from asyncckpt.staging.devices import ready_events
 
 FOLDER = Path(asyncckpt.__file__).parent
 SEAM = "staging/devices.py"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, Resolution, Storage
+from asyncckpt.worker.storage.storage import InputFile, OpenAttempt, OutputFile, Resolution, Storage
 
 POINTS = ("begin", "create", "write", "sync", "finalize", "finalized")
 """Where it may fail: before a step, or, at ``finalized``, after it."""
@@ -58,6 +58,9 @@ class FaultyStorage(Storage):
 
     def read(self, path: str) -> bytes:
         return self._inner.read(path)
+
+    def open(self, path: str) -> InputFile:
+        return self._inner.open(path)
 
     def reading(self, path: str) -> AbstractContextManager[None]:
         return self._inner.reading(path)

@@ -9,7 +9,7 @@ import torch
 
 from asyncckpt.planning.layout import DataLayout, TensorSpec
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging.destinations import SlotViews
+from asyncckpt.staging.host_copy import SlotViews
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32),
@@ -64,7 +64,7 @@ class Slot:
         specs = [TensorSpec(each.dtype, tuple(each.shape), aliases.get(number)) for number, each in enumerate(tensors)]
         self.layout = DataLayout.lay_out(specs, [100])
         self.segment = Segment.create("asyncckpt-test", PAGE + self.layout.nbytes)
-        for at, data in self.layout.constants():
+        for at, data in self.layout.constants:
             self.segment.view[PAGE + at : PAGE + at + len(data)] = data
 
     def own(self) -> tuple[list[int], SlotViews]:
@@ -83,7 +83,7 @@ class Slot:
 
     def expected(self, tensors: Sequence[torch.Tensor]) -> bytes:
         whole = bytearray(self.layout.nbytes)
-        for at, data in self.layout.constants():
+        for at, data in self.layout.constants:
             whole[at : at + len(data)] = data
         for place, spec, tensor in zip(self.layout.tensors, self.layout.specs, tensors, strict=True):
             if spec.alias is None:

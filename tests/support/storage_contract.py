@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -93,9 +94,20 @@ class StorageContract(ABC):
         file.close()
         file.close()
         assert storage.read(f"{opened.path}/{DATA}") == bytes(pages[: 2 * PAGE + 1])
+        self.read_in_ranges(storage, f"{opened.path}/{DATA}", pages)
         with pytest.raises(StorageError):
             opened.create(DATA, large=large)
         opened.discard()
+
+    def read_in_ranges(self, storage: Storage, path: str, expected: memoryview) -> None:
+        """The file has the first two pages of ``expected``, and a byte."""
+        with contextlib.closing(storage.open(path)) as file:
+            memory = huge_buffer(4 * PAGE)
+            assert file.read([memory[:PAGE]], PAGE) == PAGE and memory[:PAGE] == expected[PAGE : 2 * PAGE]
+            found = file.read_in_place([memory[:PAGE], memory[PAGE:]], 0) if file.alignment else None
+            if found is None:
+                found = file.read([memory[:PAGE], memory[PAGE:]], 0)
+            assert found == 2 * PAGE + 1 and memory[:found] == expected[:found]
 
     def test_all_ranks_write_into_the_same_attempt(self, storage: Storage, root: str, final: str) -> None:
         first, second = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
@@ -220,7 +232,11 @@ class StorageContract(ABC):
         assert storage.names_in(final) == [] and not storage.exists(final) and storage.size(final) is None
         assert all(storage.may_put(final, existing) for existing in ("refuse", "replace", "join"))
         assert not storage.is_finalized(final, "a-1") and storage.resolve(final, "a-1", "refuse") == (False, None)
-        for refused in (lambda: storage.read(final), lambda: storage.set_aside(final)):
+        for refused in (
+            lambda: storage.read(final),
+            lambda: storage.open(final),
+            lambda: storage.set_aside(final),
+        ):
             with pytest.raises(StorageError):
                 refused()
         with pytest.raises(StorageError):

@@ -23,7 +23,7 @@ from asyncckpt.errors import (
     StorageError,
     VersionError,
 )
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import verify
 from asyncckpt.publication import job_of_checkpoints
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.lease import RankPublications

@@ -23,7 +23,8 @@ from asyncckpt.engine.save_operation import SaveOperation
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StorageError
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.staging.device_copy import Fence, ReadyEvents
+from asyncckpt.staging.device_copy import Fence
+from asyncckpt.staging.devices import ReadyEvents
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.image_writer import PIECE_BYTES
 

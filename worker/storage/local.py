@@ -15,6 +15,7 @@ from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.folders import holds_only_a_checkpoint, make_folder, sync_folder
+from asyncckpt.worker.storage.input_file import LocalInputFile
 from asyncckpt.worker.storage.locks import is_locked, lock_alone, lock_shared, opened
 from asyncckpt.worker.storage.names import PARTIAL_SUFFIX, TRASH_SUFFIX, attempt_path, with_suffix
 from asyncckpt.worker.storage.orphans import sweep_checkpoints, sweep_files
@@ -127,6 +128,9 @@ class LocalStorage(Storage):
     def read(self, path: str) -> bytes:
         with translated("reading", path), open(path, "rb") as file:
             return file.read()
+
+    def open(self, path: str) -> LocalInputFile:
+        return LocalInputFile(path)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:

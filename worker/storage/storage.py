@@ -40,6 +40,33 @@ class OutputFile(ABC):
         """Give back what it holds; safe to call twice."""
 
 
+class InputFile(ABC):
+    """A large file while it is read, by any thread, several at once; ``close`` it when no read is under way.
+
+    Offsets and lengths of reads are whole pages, and so are the addresses of the memory, but for ``read_in_place``.
+    """
+
+    path: str
+    """Where it is; for errors."""
+    alignment: int
+    """What addresses have to be a multiple of for ``read_in_place``; 0: not possible, which a read may find out."""
+
+    @abstractmethod
+    def read(self, views: Sequence[memoryview], offset: int) -> int:
+        """Fill ``views``, one after the other, with what stands from ``offset`` on.
+
+        Returns how many bytes that is: fewer than asked for where the file ends. Raises ``StorageError``.
+        """
+
+    @abstractmethod
+    def read_in_place(self, views: Sequence[memoryview], offset: int) -> int | None:
+        """As ``read``, to any memory of this ``alignment``; None: storage refuses that memory after all."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
 class OpenAttempt(ABC):
     """An attempt at a checkpoint, or at a single file, as one rank's worker has it open.
 
@@ -109,8 +136,8 @@ class Storage(ABC):
     attempt has ended for everybody: after ``resolve`` has answered, nothing changes the answer. ``resolve`` may take as
     long as storage does: the caller waits for it with a timeout (see ``resolve.py``).
 
-    **Reading** is done by trainers and tools: they look with ``names_in``, ``exists``, ``size``, and take ``reading``
-    while they read, against which ``remove_checkpoint`` does nothing.
+    **Reading** is done by trainers and tools: they look with ``names_in``, ``exists``, ``size``, read with ``read`` and
+    ``open``, and take ``reading`` meanwhile, against which ``remove_checkpoint`` does nothing.
 
     Paths are absolute. Every method raises ``StorageError`` where storage refuses, and never an ``OSError``.
     """
@@ -214,6 +241,10 @@ class Storage(ABC):
     @abstractmethod
     def read(self, path: str) -> bytes:
         """All bytes of the small file ``path``."""
+
+    @abstractmethod
+    def open(self, path: str) -> InputFile:
+        """The large file ``path``, to be read in ranges, and closed."""
 
     @abstractmethod
     def reading(self, path: str) -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncckpt.integrations import nvrx
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import verify
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from asyncckpt.errors import WorkerDiedError
 from asyncckpt.integrations import nvrx
 from asyncckpt.integrations.nvrx import runtime
-from asyncckpt.loading.verify import verify
+from asyncckpt.loading.source import verify
 from asyncckpt.worker import process as worker_process
 
 

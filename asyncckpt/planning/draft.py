@@ -1,0 +1,224 @@
+"""Making the plan of a checkpoint, with all ranks: by DCP's own planner, so that all works as DCP users know it."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.layout import DataLayout, TensorSpec
+from asyncckpt.planning.objects import StoredObjects
+from asyncckpt.planning.plan import CheckpointPlan, FlatCapture, PlannerCapture, StateDict, is_opaque, split_items
+from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
+from asyncckpt.ranks.group import Group
+from asyncckpt.worker.index import Index, Item, data_name, spans
+
+
+def make_plan(state_dict: StateDict, planner: SavePlanner | None, group: Group, number: int) -> CheckpointPlan:
+    """Plan a state dict with all ranks. What any rank raises, all raise.
+
+    Args:
+        state_dict: This rank's part, without ``Stateful`` values.
+        planner: The user's own; None: DCP's default one.
+        group: The ranks, which all call this.
+        number: The number of the plan: new, and the same on all ranks.
+
+    Returns:
+        The plan of this rank's file.
+
+    Raises:
+        UnsavableStateError: A value cannot be saved.
+        RankFailedError, SaveTimeoutError: Another rank failed, or the ranks did not meet in time.
+    """
+    draft = Draft(state_dict, _fresh(planner), group.rank)
+    final = group.ask_all("plan", number, draft.local_plan, draft.global_plans)
+    metadata = group.ask_all("layout", number, partial(draft.lay_out, final, number), draft.metadata)
+    draft.plan.metadata = metadata
+    return draft.plan
+
+
+def flat_names(state_dict: StateDict, planner: SavePlanner | None) -> frozenset[str]:
+    """The names of the values of ``state_dict``, as DCP's default planner would give them."""
+    if type(planner) is DefaultSavePlanner and not planner.flatten_state_dict:
+        return frozenset(map(str, state_dict))
+    return frozenset(flatten_state_dict(dict(state_dict))[0])
+
+
+def _fresh(planner: SavePlanner | None) -> SavePlanner:
+    """A planner of DCP's own that does as ``planner``, but knows nothing of earlier saves; a user's own as it is."""
+    if planner is None:
+        return DefaultSavePlanner()
+    if type(planner) is not DefaultSavePlanner:
+        return planner
+    return DefaultSavePlanner(
+        flatten_state_dict=planner.flatten_state_dict,
+        flatten_sharded_tensors=planner.flatten_sharded_tensors,
+        dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+    )
+
+
+# Where a rank's items stand in its file: their offsets and sizes in bytes, in the order of its final plan, and their
+# indices where those are not the ones that the first rank knows.
+_Places = tuple["array[int]", "array[int]", Sequence[MetadataIndex] | None]
+
+
+class Draft:
+    """A plan being made, step by step, as all ranks take the steps together."""
+
+    def __init__(self, state_dict: StateDict, planner: SavePlanner, rank: int) -> None:
+        """Plan nothing yet.
+
+        Args:
+            state_dict: This rank's part, without ``Stateful`` values.
+            planner: One that has planned no other state.
+            rank: The number of this rank.
+        """
+        self.plan: CheckpointPlan  # from ``lay_out`` on; complete with the metadata
+        self._state_dict, self._planner, self._rank = state_dict, planner, rank
+        self._flat: dict[str, Any] | None = None
+        self._local = SavePlan([])
+        # First rank: what all have, until it becomes the metadata.
+        self._finals: list[SavePlan] = []
+        self._metadata = Metadata({})
+
+    def local_plan(self) -> SavePlan:
+        """What this rank has."""
+        planner = self._planner
+        with _planning():
+            planner.set_up_planner(dict(self._state_dict), StorageMeta(), self._rank == 0)
+            if type(planner) is DefaultSavePlanner and not any(map(_is_sharded, planner.state_dict.values())):
+                self._flat = planner.state_dict
+                # What has no plain bytes is planned, and stored, as an object.
+                planner.state_dict = {
+                    name: _Opaque(name, value) if is_opaque(value) else value for name, value in self._flat.items()
+                }
+            self._local = planner.create_local_plan()
+        return self._local
+
+    def global_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """First rank: who writes what."""
+        with _planning():
+            self._finals, self._metadata = self._planner.create_global_plan(plans)
+        return self._finals
+
+    def lay_out(self, final: SavePlan, number: int) -> _Places:
+        """Lay out this rank's file for its ``final`` plan. Returns where its items stand."""
+        with _planning():
+            items = self._planner.finish_plan(final).items
+        values = self._capture(items)
+        try:
+            tensors, objects = values.take(self._state_dict, self._planner)
+        except StructureChanged as error:
+            raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
+        aliases = _aliases(tensors)
+        specs = [
+            TensorSpec(tensor.dtype, tuple(tensor.shape), aliases.get(number)) for number, tensor in enumerate(tensors)
+        ]
+        tensor_items, object_items = split_items(items)
+        stored = StoredObjects([item.index.fqn for item in object_items], objects)
+        layout = DataLayout.lay_out(specs, stored.reserved)
+        indexed = _index_items(layout, tensor_items, object_items)
+        data = data_name(self._rank)
+        self.plan = CheckpointPlan(
+            number=number,
+            layout=layout,
+            objects=stored,
+            fingerprint=Fingerprint(tensors, sorted(aliases.items())),
+            values=values,
+            names=frozenset(item.index.fqn for item in self._local.items),
+            data_name=data,
+            index_head=Index.head(data, layout.nbytes, indexed),
+            spans=spans((item.at for item in indexed), layout.nbytes),
+        )
+        tensor_places, object_places = iter(layout.tensors), iter(layout.objects)
+        places = [next(object_places if item.type == WriteItemType.BYTE_IO else tensor_places) for item in items]
+        same = [item.index for item in final.items] == [item.index for item in items]
+        return (
+            array("Q", (place.at for place in places)),
+            array("Q", (place.nbytes for place in places)),
+            None if same else [item.index for item in items],
+        )
+
+    def metadata(self, places: list[_Places]) -> list[bytes]:
+        """First rank: DCP's metadata, with the places of all ranks; for the first alone, which writes it."""
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        for rank, (plan, (at, nbytes, indices)) in enumerate(zip(self._finals, places, strict=True)):
+            if indices is None:
+                indices = [item.index for item in plan.items]
+            data = data_name(rank)
+            for index, offset, size in zip(indices, at, nbytes, strict=True):
+                storage[index] = _StorageInfo(data, offset, size)
+        self._metadata.storage_data = storage
+        self._metadata.storage_meta = StorageMeta()
+        return [pickle.dumps(self._metadata)] + [b""] * (len(places) - 1)
+
+    def _capture(self, items: Sequence[WriteItem]) -> FlatCapture | PlannerCapture:
+        if self._flat is not None and isinstance(self._planner, DefaultSavePlanner):
+            return FlatCapture(self._state_dict, self._flat, self._planner.flatten_state_dict, items)
+        return PlannerCapture(self._planner, self._local, items, self._rank == 0)
+
+
+class _Opaque:
+    """Stands for a tensor without plain bytes while DCP plans, so that DCP takes it for an object."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises ``UnsavableStateError`` for a ``tensor`` that cannot be an object either."""
+        if tensor.device.type == "meta":
+            raise UnsavableStateError(
+                f"{name!r} is on the meta device and has no values to save; materialise it first, or leave it out"
+            )
+        if tensor.is_nested and tensor.layout == torch.strided:
+            raise UnsavableStateError(
+                f"{name!r} is a nested tensor of strided layout, which torch cannot reload; use layout=torch.jagged"
+            )
+
+
+@contextlib.contextmanager
+def _planning() -> Iterator[None]:
+    """What a planner raises is about the state dict."""
+    try:
+        yield
+    except UnsavableStateError:
+        raise
+    except Exception as error:
+        raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
+
+
+def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Which tensors are the same bytes as an earlier one: stored once, under both names."""
+    first: dict[Any, int] = {}
+    aliases = {}
+    for number, tensor in enumerate(tensors):
+        key = alias_key(tensor)
+        if key is not None and first.setdefault(key, number) != number:
+            aliases[number] = first[key]
+    return aliases
+
+
+def _index_items(layout: DataLayout, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]) -> list[Item]:
+    """What stands in the file, in its order."""
+    items = []
+    for item, spec, place in zip(tensors, layout.specs, layout.tensors, strict=True):
+        offsets = list(item.index.offset or [0] * len(spec.shape))
+        dtype = str(spec.dtype).removeprefix("torch.")
+        items.append(Item(item.index.fqn, "tensor", dtype, list(spec.shape), offsets, *place))
+    for item, place in zip(objects, layout.objects, strict=True):
+        items.append(Item(item.index.fqn, "object", "", [], [], *place))
+    return items
+
+
+def _is_sharded(value: object) -> bool:
+    """Whether DCP has its own way to take ``value`` apart (ShardedTensor and its like, but not DTensor)."""
+    return hasattr(value, "__create_write_items__") and not isinstance(value, DTensor) or hasattr(value, "local_shards")
