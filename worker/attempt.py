@@ -7,6 +7,7 @@ has its final name is complete. Storage decides (see ``storage/storage.py``).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
@@ -16,14 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import archive
-from asyncckpt.worker.image_writer import ImageFile, write_image, write_small
 from asyncckpt.worker.index import Index, index_name
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
 from asyncckpt.worker.messages import CheckpointLayout, Region, TorchFileLayout
-from asyncckpt.worker.staged_image import StagedImage
+from asyncckpt.worker.staged_image import ImageFile, StagedImage, write_image
 from asyncckpt.worker.storage.storage import OpenAttempt, Storage
 
 # How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
@@ -40,11 +42,7 @@ def begin_attempt(storage: Storage, staged_image: StagedImage, layout: object, s
         segment: The segment, mapped until the attempt is sealed or discarded.
 
     Returns:
-        The attempt, to be written.
-
-    Raises:
-        CheckpointError: The segment is no checkpoint's and no file's.
-        StorageError: There is too little space, or storage refuses.
+        The attempt, to be written. Raises ``CheckpointError`` if the segment is no checkpoint's and no file's.
     """
     request = staged_image.request
     match layout:
@@ -67,7 +65,7 @@ class Attempt(ABC):
     at the end ``release`` or ``discard`` on all.
 
     ``opened`` is the attempt on storage. ``direct``: whether the page cache was bypassed; ``timings`` in seconds;
-    ``written_at``: when it was sealed, as ``time.perf_counter`` says.
+    ``written_at``: when it was durable, as ``time.perf_counter`` says.
     """
 
     opened: OpenAttempt
@@ -139,15 +137,13 @@ class CheckpointAttempt(Attempt):
 
     def seal(self) -> bytes:
         layout = self.layout
+        index = index_name(layout.data_name)
         files: dict[str, Any] = {
             layout.data_name: {"bytes": layout.data_bytes, "xxh3": None},
-            (index := index_name(layout.data_name)): self._write_small(
-                index, self._region(layout.index_head), self._index_tail
-            ),
+            index: self._write_small(index, self._region(layout.index_head), self._index_tail),
         }
         if self.request.rank == 0:
             files[METADATA_NAME] = self._write_small(METADATA_NAME, self._region(layout.metadata))
-        self.written_at = time.perf_counter()
         return json.dumps({"files": files, "write_s": round(self.timings["write_s"], 6)}).encode()
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
@@ -173,13 +169,22 @@ class CheckpointAttempt(Attempt):
         """All of it on the first rank, else this rank's files.
 
         Only the first rank finalizes, so only it can be sure that what it removes has not been finalized meanwhile. The
-        others name their files by the path of the attempt, where nothing stands any more once it is finalized.
+        others' files are named by the path of the attempt, where nothing stands any more once it is finalized.
         """
         data = self.layout.data_name
         self.opened.discard(None if self.request.rank == 0 else [data, index_name(data)])
 
     def _write_small(self, name: str, *parts: bytes | memoryview) -> dict[str, Any]:
-        return write_small(self.opened.create(name, large=False), *parts)
+        """Write ``parts`` one after the other to a new file, durably. Returns its entry for the manifest."""
+        digest = xxhash.xxh3_64()
+        nbytes = 0
+        with contextlib.closing(self.opened.create(name, large=False)) as file:
+            for part in parts:
+                file.write(memoryview(part), nbytes)
+                digest.update(part)
+                nbytes += len(part)
+            file.sync()
+        return {"bytes": nbytes, "xxh3": digest.hexdigest()}
 
     def _check_complete(self, reports: Sequence[dict[str, Any]]) -> None:
         """That all ranks have written into the same folder is for the job to arrange: a shared file system."""
@@ -215,7 +220,6 @@ class FileAttempt(Attempt):
 
     def seal(self) -> bytes:
         """The file says all there is to say of it: there is nothing to report."""
-        self.written_at = time.perf_counter()
         return b"{}"
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:

@@ -23,11 +23,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from asyncckpt.errors import CheckpointError, RankFailedError, located
+from asyncckpt.errors import CheckpointError, RankFailedError
 from asyncckpt.shm.slots import State
 from asyncckpt.worker import messages
 from asyncckpt.worker.attempt import Attempt, begin_attempt
-from asyncckpt.worker.committer import Committer
+from asyncckpt.worker.committer import Committer, located_in
 from asyncckpt.worker.segment_store import HostedSegment, SegmentStore
 from asyncckpt.worker.staged_image import ImageState, StagedImage
 from asyncckpt.worker.storage.storage import Storage
@@ -110,7 +110,7 @@ class Writer:
                 if image.is_marked_staged():
                     self._take_staged(image, {})
                     continue
-                why = _located(RankFailedError("its trainer ended before the state was staged"), image.request)
+                why = located_in(image.request, RankFailedError("its trainer ended before the state was staged"))
                 if image.state is ImageState.FOLLOWED:
                     image.cancel(why)
                 else:
@@ -182,7 +182,7 @@ class Writer:
         except Exception as error:
             if error is not image.failure:  # that is no fault of writing
                 logger.exception("writing %s failed", request.path)
-            self._committer.failed(request, _located(error, request), attempt)
+            self._committer.failed(request, located_in(request, error), attempt)
         else:
             self._committer.written(attempt, report)
 
@@ -197,7 +197,3 @@ class Writer:
     def _free(self, image: StagedImage) -> None:
         image.set_slot_state(State.FREE)
         self._send(messages.Written(image.request.save_id, image.inode))
-
-
-def _located(error: Exception, request: messages.WriteRequest) -> CheckpointError:
-    return located(error, path=request.path, rank=request.rank, step=request.step)

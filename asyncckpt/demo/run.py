@@ -30,7 +30,7 @@ from tabulate import tabulate
 
 from asyncckpt.errors import StorageError
 from asyncckpt.loading import catalog
-from asyncckpt.worker.steps import complete_steps
+from asyncckpt.worker.storage import complete_steps
 
 Event = dict[str, Any]
 

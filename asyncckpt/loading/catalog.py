@@ -7,8 +7,7 @@ import time
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
-from asyncckpt.worker.steps import complete_steps
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import complete_steps, storage_for
 
 _POLL_S = 0.02
 

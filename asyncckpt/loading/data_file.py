@@ -22,7 +22,7 @@ from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.index import Index
-from asyncckpt.worker.storage.os_errors import translated
+from asyncckpt.worker.storage.file_system import translated
 
 # Read at once: so much that a disk is as fast as with more.
 RUN_BYTES = 2 << 20

@@ -16,8 +16,7 @@ from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.index import Index, data_name
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.messages import HeldImage, Region, WriteRequest
-from asyncckpt.worker.steps import step_folder
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.takeover import Takeover
 
 # How long the worker of another rank on this host may take to answer.

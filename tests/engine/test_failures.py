@@ -22,7 +22,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError, SaveTimeoutError, StorageError, WorkerDiedError
 from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.storage.names import attempt_path
+from asyncckpt.worker.storage.partial import attempt_path
 
 
 def test_the_next_call_raises_what_nobody_was_told(root: Path, faulty_worker: Faulty) -> None:

@@ -19,7 +19,7 @@ class OutputFile(ABC):
     """
 
     path: str
-    """Where it is; for errors."""
+    """For errors."""
     direct: bool
     """Whether its bytes bypass the page cache. Then ``data`` and ``offset`` of a write are multiples of the page."""
 
@@ -49,14 +49,14 @@ class OpenAttempt(ABC):
     """
 
     path: str
-    """Where it is written, for errors. Nobody takes what is there for a checkpoint."""
+    """Where it is written, for errors."""
     inode: int | None = None
-    """Of a single file that was created: by this number ``Storage.resolve`` knows it. A manifest names its attempt."""
+    """Of a single file that was created: by it ``Storage.resolve`` knows the file. A manifest names its attempt."""
 
     @abstractmethod
     def create(self, name: str, *, large: bool) -> OutputFile:
-        """A new file ``name``; ``large``: written in aligned pieces, past the page cache. An attempt at a single file
-        creates that one, whatever the name. Raises ``StorageError``.
+        """A new file; ``large``: written in aligned pieces, past the page cache. The name of a single file does not
+        matter. Raises ``StorageError``.
         """
 
     @abstractmethod
@@ -77,7 +77,7 @@ class OpenAttempt(ABC):
         """Remove the files ``names``, None: the whole attempt, as far as storage allows, and ``release`` it.
 
         Only the first rank discards it whole: it alone is sure that the attempt is not finalized meanwhile. Raises
-        nothing: the error that led here matters more.
+        nothing.
         """
 
     @abstractmethod
@@ -106,8 +106,7 @@ class Storage(ABC):
 
     **Resolving.** Whoever has to know how an attempt ends, and is not told in time, calls ``resolve``. It revokes the
     attempt by a step that competes with the one of ``finalize``. Exactly one of the two succeeds, and that is how the
-    attempt has ended for everybody: after ``resolve`` has answered, nothing changes the answer. ``resolve`` may take as
-    long as storage does: the caller waits for it with a timeout (see ``resolve.py``).
+    attempt has ended for everybody: after ``resolve`` has answered, nothing changes the answer.
 
     **Reading** is done by trainers and tools: they look with ``names_in``, ``exists``, ``size``, and take ``reading``
     while they read, against which ``remove_checkpoint`` does nothing.
@@ -143,10 +142,7 @@ class Storage(ABC):
             orphan_s: As in ``begin_checkpoint``.
 
         Returns:
-            The attempt, to be released or discarded.
-
-        Raises:
-            StorageError: There is too little space, or storage refuses.
+            The attempt, to be released or discarded. Raises as ``begin_checkpoint`` does.
         """
 
     @abstractmethod
@@ -182,10 +178,7 @@ class Storage(ABC):
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
         """Whether what is at a final place comes from a certain attempt. Changes nothing, and raises nothing.
 
-        Args:
-            final: The path.
-            attempt: The name of the attempt.
-            inode: ``OpenAttempt.inode``, of a single file.
+        Args: as those of ``resolve``.
 
         Returns:
             False also where it cannot be read.
@@ -232,15 +225,12 @@ class Storage(ABC):
         """Take the name from a damaged checkpoint, durably, and remove nothing of it."""
 
     def check_place(self, path: str, existing: Existing, step: int | None = None) -> None:
-        """Raise unless a checkpoint may be put at a place.
+        """Raise ``CheckpointExistsError`` unless a checkpoint may be put at a place.
 
         Args:
             path: The place.
             existing: What is allowed, as in ``may_put``.
             step: The step to be saved there, for the error.
-
-        Raises:
-            CheckpointExistsError: Something is there that ``existing`` does not allow for.
         """
         if not self.may_put(path, existing):
             raise located(exists_error(path, existing), step=step)
