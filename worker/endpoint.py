@@ -19,13 +19,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import xxhash
 from multiprocess.connection import Connection
 
-from asyncckpt.errors import JobTakenError, SaveTimeoutError
-from asyncckpt.worker.wire import receive, send
+from asyncckpt.errors import JobTakenError
 
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 
@@ -133,9 +131,7 @@ def endpoint_names() -> list[str]:
 
 
 def connect(name: str) -> Connection | None:
-    """A connection to the worker that has ``name``; None where there is none, none of this user, or none that accepts
-    a connection within ten seconds.
-    """
+    """A connection to the worker that has ``name``, if there is one of this user that accepts it within ten seconds."""
     try:
         folder = _open_folder(make=False)
     except OSError:
@@ -251,32 +247,6 @@ def _socket_name(name: str) -> str:
 def _path(folder: int, name: str) -> str:
     """A path to the socket of any length: the kernel takes 107 bytes."""
     return f"/proc/self/fd/{folder}/{_socket_name(name)}"
-
-
-def ask(connection: Connection, question: object, timeout: float) -> Any:
-    """Send a message, and return the worker's answer.
-
-    Args:
-        connection: To the worker.
-        question: One of ``messages.py``.
-        timeout: Seconds to wait.
-
-    Returns:
-        The answer.
-
-    Raises:
-        SaveTimeoutError: There is none.
-        EOFError, OSError: The worker has left.
-    """
-    send(connection, question)
-    await_answer(connection, timeout)
-    return receive(connection)
-
-
-def await_answer(connection: Connection, timeout: float) -> None:
-    """Wait for the worker's answer. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
-    if not connection.poll(timeout):
-        raise SaveTimeoutError(f"a worker did not answer at its endpoint within {timeout:g} s; it may be stopped")
 
 
 def peer_pid(connection: Connection) -> int:
