@@ -22,8 +22,7 @@ import xxhash
 from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import archive
-from asyncckpt.worker.index import Index, index_name
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
 from asyncckpt.worker.messages import CheckpointLayout, Region, TorchFileLayout
 from asyncckpt.worker.staged_image import ImageFile, StagedImage, write_image
 from asyncckpt.worker.storage.storage import OpenAttempt, Storage

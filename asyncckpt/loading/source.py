@@ -9,8 +9,7 @@ from typing import Protocol
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.loading.catalog import read_manifest
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile
-from asyncckpt.worker.index import Index, index_name
-from asyncckpt.worker.manifest import METADATA_NAME, checksum
+from asyncckpt.worker.manifest import METADATA_NAME, Index, checksum, index_name
 from asyncckpt.worker.storage import storage_for
 
 

@@ -31,7 +31,7 @@ from asyncckpt.planning.layout import DataLayout, TensorSpec
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.ranks.group import Group
-from asyncckpt.worker.index import Index, Item, data_name, spans
+from asyncckpt.worker.manifest import Index, Item, data_name, spans
 from asyncckpt.worker.messages import CheckpointLayout, Region
 
 StateDict = Mapping[str, Any]

@@ -36,7 +36,7 @@ from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slots import SlotTable
 from asyncckpt.worker import store_connection
 from asyncckpt.worker.attempt import begin_attempt
-from asyncckpt.worker.index import data_name, index_name
+from asyncckpt.worker.manifest import data_name, index_name
 from asyncckpt.worker.messages import CheckpointLayout, Region, Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, round_name
 from asyncckpt.worker.staged_image import StagedImage

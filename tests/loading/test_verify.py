@@ -21,8 +21,7 @@ from asyncckpt.loading import load as reader
 from asyncckpt.loading.catalog import read_manifest
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.loading.verify import verify
-from asyncckpt.worker.index import SPAN_BYTES, Index, Item, spans
-from asyncckpt.worker.manifest import Manifest
+from asyncckpt.worker.manifest import SPAN_BYTES, Index, Item, Manifest, spans
 
 
 def _state() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slots import SlotTable
 from asyncckpt.worker.attempt import Attempt, begin_attempt
-from asyncckpt.worker.index import spans
+from asyncckpt.worker.manifest import spans
 from asyncckpt.worker.messages import CheckpointLayout, Existing, Region, WriteRequest
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
