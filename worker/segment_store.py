@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm import budget
-from asyncckpt.shm.leases import reopen
+from asyncckpt.shm.published_slots import reopen
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker import messages
