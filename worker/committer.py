@@ -1,11 +1,7 @@
 """The committer: decides when a checkpoint is complete, and ends each save in the same way on all ranks.
 
-No trainer takes part.
-
-A save is expected from the moment it begins, so that the failure of another rank is noticed even while this one is
-stuck in a write. When this rank's part is durable, that is reported. The first rank's committer waits for the reports
-of all ranks, finalizes the checkpoint, and concludes; the others wait for the outcome. A rank that does not hear the
-outcome finds it out on storage (``resolve``): then the save is committed, or it never will be.
+No trainer takes part. A save is expected from the moment it begins, so that the failure of another rank is noticed even
+while this one is stuck in a write.
 """
 
 from __future__ import annotations
@@ -103,13 +99,14 @@ class Committer:
     - *written*, from ``written`` on: this rank's part is durable, its attempt is kept here, and it was reported;
     - *ended*, when the thread takes it: committed, or failed. An attempt that comes later is discarded.
 
-    On the first rank the thread collects the reports, commits and concludes. On the others it waits for the outcome,
-    and resolves the save on storage if the outcome does not come. Then it releases the attempt, or discards it, and
-    tells the trainer. The first rank's attempt is discarded only when the other ranks have been told of the failure.
+    On the first rank the thread collects the reports, finalizes the checkpoint and concludes. On the others it waits
+    for the outcome, and if that does not come finds it out on storage (``resolve``): then the save is committed, or it
+    never will be. It releases the attempt, or discards it, and tells the trainer. The first rank's attempt is discarded
+    only when the other ranks have been told of the failure.
     """
 
     def __init__(self, send: Callable[[Committed | Failed], None]) -> None:
-        """``send``: how the trainer is told."""
+        """``send`` tells the trainer."""
         self._send = send
         self._rank = 0
         self._rendezvous: Rendezvous | None = None

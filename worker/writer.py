@@ -39,7 +39,7 @@ _STUCK_S = 30.0
 
 
 class Writer:
-    """Writes the requests of one trainer, on a thread of its own that begins at once."""
+    """Writes the requests of one trainer, on a thread of its own."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Writer:
         send: Callable[[messages.FromWorker], None],
         io_threads: int,
     ) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
             storage_for: The storage that a path is in.
