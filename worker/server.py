@@ -1,4 +1,4 @@
-"""The worker's loop: it answers its trainer, while one thread writes (``writer.py``) and one commits (``committer.py``).
+"""The worker's loop: it answers its trainer, while one thread writes (``writer.py``), and one commits what is written.
 
 When the trainer closes, or dies at whatever instant, every request whose slot says STAGED is still written; one that is
 only begun is thrown away. Then the worker leaves: at once if the trainer has closed, else after it has lingered for a
@@ -59,14 +59,10 @@ class Server:
         self._store: Any = None
 
     def run(self, trainer: int | None, linger: float) -> bool:
-        """Serve until the trainer closes or dies, and linger then.
+        """Serve until the trainer closes or dies. If it has died, stay ``linger`` seconds with what is held.
 
-        Args:
-            trainer: A pidfd, so that its death is noticed even where a fork holds the socket; None: there is none.
-            linger: Seconds to stay with what is held when the trainer has died.
-
-        Returns:
-            Whether all threads have ended. If not, storage does not answer, and the process should end itself.
+        ``trainer`` is a pidfd, so that its death is noticed even where a fork holds the socket. Returns whether all
+        threads have ended. If not, storage does not answer, and the process should end itself.
         """
         why, lingers = "its worker failed", False
         try:

@@ -45,7 +45,16 @@ def host_store(port: int) -> Any:
 
 
 def wait_for_key(store: Any, key: str, timeout: float) -> bool:
-    """Whether ``key`` was set within ``timeout`` seconds. Raises ``RuntimeError`` where the store is lost."""
+    """Whether a key is there in time.
+
+    Args:
+        store: As ``StoreConnection`` gives it.
+        key: Set by some other rank.
+        timeout: Seconds to wait.
+
+    Raises:
+        RuntimeError: The store is lost.
+    """
     from torch.distributed import DistStoreError
 
     try:
@@ -77,9 +86,6 @@ class StoreConnection:
             what: What to do with the store.
             limit: Seconds to wait. What takes longer is left behind, with its thread.
             patience: Seconds to wait for a store that does not listen yet.
-
-        Returns:
-            What ``what`` returns.
 
         Raises:
             WorkerDiedError: The store is gone or cannot be reached.

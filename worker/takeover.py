@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Collection
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -128,9 +127,7 @@ class Takeover:
     def __enter__(self) -> Takeover:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

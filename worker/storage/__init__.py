@@ -45,10 +45,9 @@ def complete_steps(root: str) -> list[int]:
 
 
 def prune(root: str, keep_last: int, written: int) -> None:
-    """Remove old checkpoints, as far as storage allows.
+    """Remove old checkpoints. One whose manifest says that it is to be kept, or cannot be read, stays.
 
-    One whose manifest says that it is to be kept, or cannot be read, stays; one that cannot be removed, or is being
-    read, is left for the next time.
+    One that cannot be removed, or is being read, is left for the next time.
 
     Args:
         root: The folder of the steps.
@@ -82,15 +81,12 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
     """Whether a save is finalized; if it is not, it never will be.
 
     For a rank that has written its part and cannot learn the outcome, or whose part nobody is writing any more, because
-    its worker is dead.
+    its worker is dead. The answer is the same for all ranks and does not change any more.
 
     Args:
         request: The save.
         timeout: How many seconds storage may take.
         inode: Of a single file, what it was written to (see ``OpenAttempt``).
-
-    Returns:
-        The answer, which is the same for all ranks and does not change any more.
 
     Raises:
         SaveTimeoutError: Storage fails, or does not answer in time. Then, and only then, nobody can say.

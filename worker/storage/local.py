@@ -89,7 +89,8 @@ class LocalStorage(Storage):
         return Resolution(is_finalized, leftover)
 
     def revoke(self, final: str, attempt: str) -> str | None:
-        path, trash = attempt_path(final, attempt), attempt_path(final, attempt, TRASH_SUFFIX)
+        path = attempt_path(final, attempt)
+        trash = path.removesuffix(PARTIAL_SUFFIX) + TRASH_SUFFIX
         with translated("revoking an attempt", path):
             try:
                 os.rename(path, trash)

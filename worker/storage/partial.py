@@ -38,10 +38,10 @@ CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-
 FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
 
 
-def attempt_path(final: str, attempt: str, suffix: str = PARTIAL_SUFFIX) -> str:
-    """Where ``final`` is written until the ``attempt`` is finalized; other suffixes: what it is called then."""
+def attempt_path(final: str, attempt: str) -> str:
+    """Where ``final`` is written until the ``attempt`` is finalized."""
     parent, name = os.path.split(final)
-    return os.path.join(parent, f".{name}.{attempt}{suffix}")
+    return os.path.join(parent, f".{name}.{attempt}{PARTIAL_SUFFIX}")
 
 
 class _Partial(OpenAttempt):
