@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
-from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError, located
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.messages import Committed, Failed, Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, grace, round_name
@@ -226,7 +226,8 @@ class Committer:
             attempt.release()
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
             self._send(Committed(request.save_id, request.path, timings, attempt.direct))
-            _prune(request)
+            if request.rank == 0 and request.keep_last is not None and request.step is not None:
+                prune(os.path.dirname(request.path), request.keep_last, request.step)
         if request.rank == 0:
             with _logged("clearing up"):
                 self._waiting.clear(_KIND, request.save_id)
@@ -290,14 +291,6 @@ class Committer:
         """End a save: its attempt, if it is written, is the caller's alone."""
         with self._lock:
             return self._open.pop(request.save_id, None)
-
-
-def _prune(request: WriteRequest) -> None:
-    if request.rank == 0 and request.keep_last is not None and request.step is not None:
-        try:
-            prune(os.path.dirname(request.path), request.keep_last, request.step)
-        except StorageError as error:  # what was to be removed stays; nothing is lost
-            logger.warning("old checkpoints could not be looked through: %s", error)
 
 
 def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:

@@ -204,13 +204,10 @@ def _inspect(connection: Connection, timeout: float) -> TrainerAlive | Inventory
 def _take_segments(connection: Connection, inventory: Inventory, timeout: float) -> dict[int, Segment]:
     segments: dict[int, Segment] = {}
     send(connection, TakeSegments())
-    try:
+    with contextlib.ExitStack() as undo:
         for number in inventory.segments:
-            segments[number] = _receive_segment(connection, timeout)
-    except BaseException:
-        for segment in segments.values():
-            segment.close()
-        raise
+            segments[number] = undo.enter_context(_receive_segment(connection, timeout))
+        undo.pop_all()
     return segments
 
 

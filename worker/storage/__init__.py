@@ -47,18 +47,20 @@ def complete_steps(root: str) -> list[int]:
 def prune(root: str, keep_last: int, written: int) -> None:
     """Remove old checkpoints. One whose manifest says that it is to be kept, or cannot be read, stays.
 
-    One that cannot be removed, or is being read, is left for the next time.
+    One that cannot be removed, or is being read, is left for the next time. Raises nothing.
 
     Args:
         root: The folder of the steps.
         keep_last: How many of the newest steps stay.
         written: The step that was just committed, which stays in any case.
-
-    Raises:
-        StorageError: The folder cannot be listed.
     """
     storage = storage_for(root)
-    for step in complete_steps(root)[:-keep_last]:
+    try:
+        steps = complete_steps(root)
+    except StorageError as error:  # what was to be removed stays; nothing is lost
+        logger.warning("old checkpoints could not be looked through: %s", error)
+        return
+    for step in steps[:-keep_last]:
         path = step_folder(root, step)
         if step == written or _is_kept(storage, path):
             continue

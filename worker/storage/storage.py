@@ -133,16 +133,9 @@ class Storage(ABC):
 
     @abstractmethod
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> OpenAttempt:
-        """Begin an attempt at a single file; the other ranks have no part in it.
+        """Begin an attempt at a single file, in a folder that is there; the other ranks have no part in it.
 
-        Args:
-            final: The path it will have, in a folder that is there.
-            attempt: The name of the attempt, which no other save uses.
-            nbytes: The most bytes it will have; there must be space for them.
-            orphan_s: As in ``begin_checkpoint``.
-
-        Returns:
-            The attempt, to be released or discarded. Raises as ``begin_checkpoint`` does.
+        Args: as those of ``begin_checkpoint``; so are the result and what is raised.
         """
 
     @abstractmethod
@@ -176,12 +169,9 @@ class Storage(ABC):
 
     @abstractmethod
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
-        """Whether what is at a final place comes from a certain attempt. Changes nothing, and raises nothing.
+        """Whether what is at a final place comes from a certain attempt: False also where it cannot be read.
 
-        Args: as those of ``resolve``.
-
-        Returns:
-            False also where it cannot be read.
+        Args: as those of ``resolve``. Changes nothing, and raises nothing.
         """
 
     @abstractmethod
