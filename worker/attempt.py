@@ -20,7 +20,6 @@ from typing import Any
 import xxhash
 
 from asyncckpt.errors import CheckpointError, StorageError
-from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import archive
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
 from asyncckpt.worker.messages import CheckpointLayout, Region, TorchFileLayout
@@ -31,29 +30,23 @@ from asyncckpt.worker.storage.storage import OpenAttempt, Storage
 _ORPHAN_S = 60.0
 
 
-def begin_attempt(storage: Storage, staged_image: StagedImage, layout: object, segment: Segment) -> Attempt:
-    """Open on storage what a write request asks for.
+def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
+    """Open on ``storage`` what a write request asks for, whether all of the image is there or not.
 
-    Args:
-        storage: Of the kind that the request's path is in.
-        staged_image: The image, whether all of it is there or not.
-        layout: What its segment was described as.
-        segment: The segment, mapped until the attempt is sealed or discarded.
-
-    Returns:
-        The attempt, to be written. Raises ``CheckpointError`` if the segment is no checkpoint's and no file's.
+    Raises ``StorageError`` when there is too little space, and ``CheckpointError`` when the segment is no checkpoint's
+    and no file's.
     """
-    request = staged_image.request
+    request, layout = staged_image.request, staged_image.hosted.layout
     match layout:
         case TorchFileLayout():
             file = storage.begin_file(request.path, request.attempt, layout.data_bytes, _ORPHAN_S)
-            return FileAttempt(file, staged_image, layout, segment)
+            return FileAttempt(file, staged_image, layout)
         case CheckpointLayout():
             total = layout.data_bytes + sum(region.nbytes for region in layout.constants())
             # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
             orphan_s = None if request.rank > 0 else request.timeout if request.world_size > 1 else _ORPHAN_S
             folder = storage.begin_checkpoint(request.path, request.attempt, total, orphan_s)
-            return CheckpointAttempt(folder, staged_image, layout, segment)
+            return CheckpointAttempt(folder, staged_image, layout)
         case _:
             raise CheckpointError("the trainer never described this segment as a checkpoint's")
 
@@ -70,10 +63,10 @@ class Attempt(ABC):
     opened: OpenAttempt
     staged_image: StagedImage
     layout: CheckpointLayout | TorchFileLayout
-    segment: Segment
 
     def __post_init__(self) -> None:
         self.request = self.staged_image.request
+        self._region = self.staged_image.hosted.region
         self.direct = False
         self.timings: dict[str, float] = {}
         self.written_at = 0.0
@@ -106,9 +99,6 @@ class Attempt(ABC):
 
     def _image(self) -> memoryview:
         return self._region(Region(self.layout.slots[self.request.slot], self.layout.data_bytes))
-
-    def _region(self, region: Region) -> memoryview:
-        return self.segment.view[region.offset : region.offset + region.nbytes]
 
 
 @dataclass

@@ -17,9 +17,10 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.huge import only_private, own_buffer
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import round_up
-from asyncckpt.shm.slots import SlotTable, State
+from asyncckpt.shm.slots import State
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.messages import WriteRequest
+from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.storage.storage import OutputFile
 
 # How often to look for more. At tens of gigabytes a second that is enough to write, each time.
@@ -53,7 +54,7 @@ class StagedImage:
     """
 
     request: WriteRequest
-    slots: SlotTable
+    hosted: HostedSegment
     changed: threading.Condition
     can_succeed: Callable[[], bool]
     state: ImageState = ImageState.STAGING
@@ -77,12 +78,12 @@ class StagedImage:
 
     def is_marked_staged(self) -> bool:
         """Whether the header page says that it is staged, for when the trainer can no longer say so."""
-        request, slots = self.request, self.slots
+        request, slots = self.request, self.hosted.slots
         return slots.state(request.slot) is State.STAGED and slots.save_id(request.slot) == request.save_id
 
     def set_slot_state(self, state: State) -> None:
         """Change the state of its slot."""
-        self.slots.set(self.request.slot, state)
+        self.hosted.slots.set(self.request.slot, state)
 
     def wait_beyond(self, nbytes: int, whole: int) -> int:
         """Wait until more than the first ``nbytes`` of the ``whole`` image are there, and return how many.
@@ -98,7 +99,7 @@ class StagedImage:
                     self.failure = CheckpointError("the save failed while it was being staged")
                 if self.failure is not None:
                     raise self.failure
-                arrived = self.slots.arrived(self.request.slot)
+                arrived = self.hosted.slots.arrived(self.request.slot)
                 # The last byte arrives before the slot is STAGED, and only that state commits the trainer.
                 if nbytes < arrived < whole:
                     return arrived
