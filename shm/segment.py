@@ -40,7 +40,13 @@ class Segment:
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
-        """Map ``nbytes`` of the memory file ``fd``. Use ``create`` or ``attach``."""
+        """Map a memory file; ``create`` and ``attach`` do.
+
+        Args:
+            fd: Its descriptor, which the segment owns from here on.
+            nbytes: Its size in bytes.
+            writable: Whether the mapping may be written to.
+        """
         self._fd = fd
         self._map: mmap.mmap | None = None
         self.nbytes = nbytes

@@ -107,13 +107,19 @@ class StagedImage:
 
 
 class ImageFile:
-    """A new file that an image is written to by the threads of ``pool``, as far as it is final.
+    """A new file that an image is written to as far as it is final.
 
-    ``image`` begins on a page and is whole pages. A context manager: when it is left no thread looks at the image any
-    more, and the file is closed.
+    A context manager: when it is left no thread looks at the image any more, and the file is closed.
     """
 
     def __init__(self, file: OutputFile, pool: ThreadPoolExecutor, image: memoryview) -> None:
+        """Begin.
+
+        Args:
+            file: The file, which is this object's from now on.
+            pool: The threads that write.
+            image: Begins on a page and is whole pages.
+        """
         self._file, self._pool, self._image = file, pool, image
         self._pieces: list[Future[None]] = []
         self._begin = self._good = 0
@@ -183,7 +189,7 @@ def write_image(
     Args:
         file: The file, created for large writes.
         pool: The threads that write.
-        image: Begins on a page and is whole pages.
+        image: As ``ImageFile`` takes it.
         bounds: The boundaries of its spans, from 0 to its length, in bytes.
         wait_beyond: That of its ``StagedImage``. What has arrived stays as it is until this function returns.
 

@@ -46,6 +46,13 @@ class Takeover:
     """
 
     def __init__(self, connection: Connection, inventory: Inventory, segments: dict[int, Segment]) -> None:
+        """Begin; ``find`` does.
+
+        Args:
+            connection: To the worker.
+            inventory: What it has answered.
+            segments: By the numbers of the worker.
+        """
         self._connection = connection
         self.worker = inventory.worker
         self.segments = segments
