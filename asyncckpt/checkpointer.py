@@ -29,7 +29,7 @@ from asyncckpt.publication import Publication, job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import HeldImage
-from asyncckpt.worker.steps import complete_steps, set_aside, step_folder
+from asyncckpt.worker.storage import complete_steps, set_aside, step_folder
 
 if TYPE_CHECKING:
     import torch

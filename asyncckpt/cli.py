@@ -20,7 +20,7 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import StorageSource, read_manifest, verify
 from asyncckpt.worker.manifest import Manifest
-from asyncckpt.worker.steps import complete_steps, step_folder
+from asyncckpt.worker.storage import complete_steps, step_folder
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -45,7 +45,7 @@ from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from asyncckpt.loading.data_file import READ_THREADS
 from asyncckpt.loading.source import verify
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE, endpoint_name
-from asyncckpt.worker.steps import complete_steps, step_folder
+from asyncckpt.worker.storage import complete_steps, step_folder
 from asyncckpt.worker.takeover import Takeover
 
 LIMIT_S = 30.0

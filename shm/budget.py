@@ -27,16 +27,13 @@ def available_bytes(cgroup_root: Path = _CGROUP) -> int:
 
 
 def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -> None:
-    """Check that memory can be taken.
+    """Raise ``OutOfMemoryError`` unless memory can be taken.
 
     Args:
         nbytes: How many bytes; ``RESERVE_BYTES`` have to stay beyond them.
         purpose: What for; part of the error's text.
         hint: What to do if it fails; part of the error's text.
         cgroup_root: Where cgroups are mounted.
-
-    Raises:
-        OutOfMemoryError: There is too little.
     """
     available = available_bytes(cgroup_root)
     if nbytes + RESERVE_BYTES > available:
@@ -49,11 +46,7 @@ def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -
 def _cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
     """The memory cgroup of this process and those around it, as (folder, limit file, usage file)."""
     found = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, limit, usage = root, "memory.max", "memory.current"
@@ -70,16 +63,18 @@ def _cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
 
 
 def _read_number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = _read(file).strip()
     return int(text) if text.isdigit() else None  # "max" is no limit
 
 
 def _reclaimable(stat: Path) -> int:
-    try:
-        fields = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
+    fields = dict(line.partition(" ")[::2] for line in _read(stat).splitlines())
     return sum(int(fields.get(name, 0)) for name in ("active_file", "inactive_file"))
+
+
+def _read(file: Path) -> str:
+    """Empty where it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,6 +1,10 @@
 """Published slots: which slots of a segment readers may look at, and which of them the trainer may write to again.
 
-What is published stands in the header page (``slots.py``), who reads it in locks on the segment's file (``leases.py``).
+What is published stands in the header page (``slots.py``), who reads it in *leases*: locks of the kernel on the
+segment's own file, one byte a slot (``F_OFD_SETLK``, Linux 3.15). Readers share one, the writer's is exclusive. A lock
+belongs to an open file description, and each lease has one of its own, so it ends when that is closed or its process
+dies, however it dies. There is no count that a dead reader could leave behind.
+
 The trainer *claims* a slot, which fails while it is being read, and only then takes back what is published there; it
 *offers* the slot again when it has published something else. A reader looks what is published, takes its lease, and
 looks again. So what a reader sees under its lease stays as it is.
@@ -8,11 +12,19 @@ looks again. So what a reader sees under its lease stays as it is.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import struct
+import weakref
 
-from asyncckpt.shm.leases import Claims, lease
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
+
+
+def reopen(fd: int, flags: int) -> int:
+    """The same memory file, by an open file description of its own. With ``O_RDONLY`` it cannot be written through."""
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
 class PublishedSlots:
@@ -111,3 +123,60 @@ class ReadableSlots:
     def close(self) -> None:
         """Let go of the header page. Leases last."""
         self._table.close()
+
+
+class Claims:
+    """The writer's locks on the slots of one segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._fd = reopen(segment.fileno(), os.O_RDWR)
+        _all_claims.add(self)
+
+    def claim(self, slot: int) -> bool:
+        """Whether nobody reads ``slot``, and nobody begins to from now on. True where it is claimed already."""
+        return _lock(self._fd, fcntl.F_WRLCK, slot)
+
+    def offer(self, slot: int) -> None:
+        """End the claim on ``slot``: readers may take a lease."""
+        _lock(self._fd, fcntl.F_UNLCK, slot)
+
+    def close(self) -> None:
+        """End all claims. Safe to call twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def lease(fd: int, slot: int) -> int | None:
+    """A reader's lock: a descriptor that keeps ``slot`` of the segment ``fd`` as it is, until it is closed.
+
+    None where the writer has claimed the slot.
+    """
+    own = reopen(fd, os.O_RDONLY)
+    if _lock(own, fcntl.F_RDLCK, slot):
+        return own
+    os.close(own)
+    return None
+
+
+def _lock(fd: int, kind: int, slot: int) -> bool:
+    # struct flock: type, whence, start, length, and a process id that has to be 0.
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, slot, 1, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+_all_claims: weakref.WeakSet[Claims] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A fork (a data loader's worker, say) must not keep a claim of a trainer that has died."""
+    for claims in list(_all_claims):
+        claims.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

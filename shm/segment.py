@@ -11,7 +11,6 @@ import errno
 import fcntl
 import mmap
 import os
-from types import TracebackType
 
 from asyncckpt.errors import OutOfMemoryError
 
@@ -35,14 +34,19 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 
 
 class Segment:
-    """A mapped memory file.
+    """A mapped memory file: ``create`` is for its owner (the worker), ``attach`` for all others.
 
-    ``create`` is for its owner (the worker), ``attach`` for all others. ``view`` is the memory; ``slots.py`` says who
-    may write where and when.
+    ``view`` is the memory; ``slots.py`` says who may write where and when.
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
-        """Map ``nbytes`` of the memory file ``fd``, which the segment owns from here on."""
+        """Map a memory file; ``create`` and ``attach`` do.
+
+        Args:
+            fd: Its descriptor, which the segment owns from here on.
+            nbytes: Its size in bytes.
+            writable: Whether the mapping may be written to.
+        """
         self._fd = fd
         self._map: mmap.mmap | None = None
         self.nbytes = nbytes
@@ -147,9 +151,7 @@ class Segment:
     def __enter__(self) -> Segment:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

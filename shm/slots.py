@@ -7,8 +7,8 @@ that is STAGING does not and is thrown away.
 While a slot is STAGING, the page also says how much of its image has arrived: that many of its first bytes are there,
 and stay as they are. The trainer sets that number, and the worker writes that much.
 
-Beside that stands what is *published* in a slot, for readers of weights (see ``leases.py``). It stays published,
-whatever becomes of its save, until the trainer withdraws it to stage something else there.
+Beside that stands what is *published* in a slot (see ``published_slots.py``). It stays published, whatever becomes of
+its save, until the trainer withdraws it to stage something else there.
 
 Who may change a state: the trainer FREE -> STAGING -> STAGED, and STAGING -> FREE when staging failed; the worker
 STAGED -> WRITING -> FREE, and any -> FREE for a save that is given up. Each change is one aligned 8-byte store, the

@@ -9,9 +9,9 @@ import signal
 import sys
 from functools import partial
 
+import psutil
 from multiprocess.connection import Connection
 
-from asyncckpt.worker import priority
 from asyncckpt.worker.endpoint_service import EndpointService
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.server import Server
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     sys.setswitchinterval(0.0002)
     logging.basicConfig(level=logging.WARNING, format="asyncckpt worker %(process)d: %(levelname)s: %(message)s")
     options = json.loads(argv[0])
-    priority.lower(options["nice"], options["io_class"])
+    _lower_priority(options["nice"], options["io_class"])
     segment_store = SegmentStore()
     endpoint_service = EndpointService(options["endpoint"], options["trainer"], segment_store)
     try:
@@ -40,6 +40,20 @@ def main(argv: list[str]) -> int:
         logging.error("storage does not answer; leaving a write behind")
         os._exit(1)
     return 0
+
+
+def _lower_priority(nice: int, io_class: str) -> None:
+    """Stand back for the training. A host that refuses gets a log line, not an error: the checkpoint matters more."""
+    process = psutil.Process()
+    try:
+        if nice:
+            process.nice(nice)
+        if io_class == "best-effort":
+            process.ionice(psutil.IOPRIO_CLASS_BE, 7)
+        elif io_class == "idle":
+            process.ionice(psutil.IOPRIO_CLASS_IDLE)
+    except (psutil.Error, OSError) as error:
+        logging.warning("the worker keeps its priority: %s", error)
 
 
 def _watch(pid: int) -> int | None:

@@ -65,23 +65,6 @@ class Record(NamedTuple):
         return self.payload_at + self.nbytes + (_descriptor(self).size if self.nbytes else 0)
 
 
-def place(name: str, at: int, nbytes: int, alignment: int) -> Record:
-    """Where a record stands.
-
-    Args:
-        name: Its name in the archive's folder.
-        at: Where its header begins, in bytes from the start of the file.
-        nbytes: How many bytes it has.
-        alignment: Its bytes begin at the next multiple of this behind the header.
-
-    Returns:
-        The record.
-    """
-    name = f"{_FOLDER}/{name}"
-    least = at + _LOCAL.size + len(name) + len(_extra_64(nbytes, at)) + _EXTRA.size
-    return Record(name, at, -(-least // alignment) * alignment, nbytes)
-
-
 def lay_out(alignment: int, room: int, *sizes: int) -> list[Record]:
     """The records of the storages, and behind them that of the pickle.
 
@@ -89,16 +72,13 @@ def lay_out(alignment: int, room: int, *sizes: int) -> list[Record]:
         alignment: The bytes of each record begin at a multiple of it.
         room: The most bytes that the pickle may take.
         *sizes: The bytes of each storage.
-
-    Returns:
-        One record a storage, and that of the pickle.
     """
     records: list[Record] = []
     end = 0
     for number, nbytes in enumerate(sizes):
-        records.append(place(f"data/{number}", end, nbytes, alignment))
+        records.append(_place(f"data/{number}", end, nbytes, alignment))
         end = records[-1].end
-    return [*records, place("data.pkl", end, room, alignment)]
+    return [*records, _place("data.pkl", end, room, alignment)]
 
 
 def tail_room(alignment: int, storages: int) -> int:
@@ -118,6 +98,40 @@ def header(record: Record) -> bytes:
     return _LOCAL.pack(b"PK\3\4", version, flags, 0, 0, _DATE, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
+def complete(
+    image: memoryview,
+    alignment: int,
+    room: int,
+    sizes: Sequence[int],
+    pickle_bytes: int,
+    advance: Callable[[int], None],
+) -> int:
+    """Complete an archive: checksum the storages and the pickle, and write all that depends on the checksums.
+
+    Args:
+        image: The storages and the pickle stand in it as laid out; it is changed between and behind them.
+        alignment: As given to ``lay_out``.
+        room: As given to ``lay_out``.
+        sizes: As given to ``lay_out``.
+        pickle_bytes: How many bytes the pickle has.
+        advance: Called again and again with the position up to which the image is final, in bytes.
+
+    Returns:
+        The length of the file, in bytes.
+    """
+    archive = Archive(image)
+    for record, nbytes in zip(lay_out(alignment, room, *sizes), (*sizes, pickle_bytes), strict=True):
+        crc = 0
+        stop = record.payload_at + nbytes
+        for begin in range(record.payload_at, stop, _PIECE_BYTES):
+            end = min(begin + _PIECE_BYTES, stop)
+            crc = zlib.crc32(image[begin:end], crc)
+            advance(end)
+        archive.close(record, nbytes, crc)
+    archive.finish(alignment)
+    return archive.end
+
+
 class Archive:
     """An archive being completed in memory, in an image in which headers, storages and pickle stand already."""
 
@@ -133,7 +147,7 @@ class Archive:
         """Put a record's descriptor behind its bytes, and the record into the directory.
 
         Args:
-            record: The record, as laid out.
+            record: As laid out.
             nbytes: How many of its bytes are used.
             crc: Their CRC-32.
         """
@@ -152,7 +166,7 @@ class Archive:
         """Append the small records and the directory."""
         names = checksum(bytes(self._directory))
         for name, data in _small_records(alignment, names, self._crc).items():
-            record = place(name, self.end, len(data), alignment)
+            record = _place(name, self.end, len(data), alignment)
             self.end = record.at
             self._put(header(record) + data)
             self.close(record, len(data), zlib.crc32(data))
@@ -171,38 +185,11 @@ class Archive:
         self.end += len(data)
 
 
-def complete(
-    image: memoryview,
-    alignment: int,
-    room: int,
-    sizes: Sequence[int],
-    pickle_bytes: int,
-    advance: Callable[[int], None],
-) -> int:
-    """Complete an archive: checksum the storages and the pickle, and write all that depends on the checksums.
-
-    Args:
-        image: The storages and the pickle stand in it as laid out; it is changed between and behind them.
-        alignment: As given to ``lay_out``; so are ``room`` and ``sizes``.
-        room: The most bytes that the pickle may take.
-        sizes: The bytes of each storage.
-        pickle_bytes: How many bytes the pickle has.
-        advance: Called again and again with the position up to which the image is final, in bytes.
-
-    Returns:
-        The length of the file, in bytes.
-    """
-    archive = Archive(image)
-    for record, nbytes in zip(lay_out(alignment, room, *sizes), (*sizes, pickle_bytes), strict=True):
-        crc = 0
-        stop = record.payload_at + nbytes
-        for begin in range(record.payload_at, stop, _PIECE_BYTES):
-            end = min(begin + _PIECE_BYTES, stop)
-            crc = zlib.crc32(image[begin:end], crc)
-            advance(end)
-        archive.close(record, nbytes, crc)
-    archive.finish(alignment)
-    return archive.end
+def _place(name: str, at: int, nbytes: int, alignment: int) -> Record:
+    """The record whose header begins ``at``, and whose bytes at the next multiple of ``alignment`` behind that."""
+    name = f"{_FOLDER}/{name}"
+    least = at + _LOCAL.size + len(name) + len(_extra_64(nbytes, at)) + _EXTRA.size
+    return Record(name, at, -(-least // alignment) * alignment, nbytes)
 
 
 def _small_records(alignment: int, *identity: int) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ has its final name is complete. Storage decides (see ``storage/storage.py``).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
@@ -16,47 +17,36 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from asyncckpt.errors import CheckpointError, StorageError
-from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import archive
-from asyncckpt.worker.image_writer import ImageFile, write_image, write_small
-from asyncckpt.worker.index import Index, index_name
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
 from asyncckpt.worker.messages import CheckpointLayout, Region, TorchFileLayout
-from asyncckpt.worker.staged_image import StagedImage
+from asyncckpt.worker.staged_image import ImageFile, StagedImage, write_image
 from asyncckpt.worker.storage.storage import OpenAttempt, Storage
 
 # How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
 _ORPHAN_S = 60.0
 
 
-def begin_attempt(storage: Storage, staged_image: StagedImage, layout: object, segment: Segment) -> Attempt:
-    """Open on storage what a write request asks for.
+def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
+    """Open on ``storage`` what a write request asks for, whether all of the image is there or not.
 
-    Args:
-        storage: Of the kind that the request's path is in.
-        staged_image: The image, whether all of it is there or not.
-        layout: What its segment was described as.
-        segment: The segment, mapped until the attempt is sealed or discarded.
-
-    Returns:
-        The attempt, to be written.
-
-    Raises:
-        CheckpointError: The segment is no checkpoint's and no file's.
-        StorageError: There is too little space, or storage refuses.
+    Raises ``StorageError`` when there is too little space, and ``CheckpointError`` when the segment is no checkpoint's
+    and no file's.
     """
-    request = staged_image.request
+    request, layout = staged_image.request, staged_image.hosted.layout
     match layout:
         case TorchFileLayout():
             file = storage.begin_file(request.path, request.attempt, layout.data_bytes, _ORPHAN_S)
-            return FileAttempt(file, staged_image, layout, segment)
+            return FileAttempt(file, staged_image, layout)
         case CheckpointLayout():
             total = layout.data_bytes + sum(region.nbytes for region in layout.constants())
             # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
             orphan_s = None if request.rank > 0 else request.timeout if request.world_size > 1 else _ORPHAN_S
             folder = storage.begin_checkpoint(request.path, request.attempt, total, orphan_s)
-            return CheckpointAttempt(folder, staged_image, layout, segment)
+            return CheckpointAttempt(folder, staged_image, layout)
         case _:
             raise CheckpointError("the trainer never described this segment as a checkpoint's")
 
@@ -67,16 +57,16 @@ class Attempt(ABC):
     at the end ``release`` or ``discard`` on all.
 
     ``opened`` is the attempt on storage. ``direct``: whether the page cache was bypassed; ``timings`` in seconds;
-    ``written_at``: when it was sealed, as ``time.perf_counter`` says.
+    ``written_at``: when it was durable, as ``time.perf_counter`` says.
     """
 
     opened: OpenAttempt
     staged_image: StagedImage
     layout: CheckpointLayout | TorchFileLayout
-    segment: Segment
 
     def __post_init__(self) -> None:
         self.request = self.staged_image.request
+        self._region = self.staged_image.hosted.region
         self.direct = False
         self.timings: dict[str, float] = {}
         self.written_at = 0.0
@@ -110,9 +100,6 @@ class Attempt(ABC):
     def _image(self) -> memoryview:
         return self._region(Region(self.layout.slots[self.request.slot], self.layout.data_bytes))
 
-    def _region(self, region: Region) -> memoryview:
-        return self.segment.view[region.offset : region.offset + region.nbytes]
-
 
 @dataclass
 class CheckpointAttempt(Attempt):
@@ -139,15 +126,13 @@ class CheckpointAttempt(Attempt):
 
     def seal(self) -> bytes:
         layout = self.layout
+        index = index_name(layout.data_name)
         files: dict[str, Any] = {
             layout.data_name: {"bytes": layout.data_bytes, "xxh3": None},
-            (index := index_name(layout.data_name)): self._write_small(
-                index, self._region(layout.index_head), self._index_tail
-            ),
+            index: self._write_small(index, self._region(layout.index_head), self._index_tail),
         }
         if self.request.rank == 0:
             files[METADATA_NAME] = self._write_small(METADATA_NAME, self._region(layout.metadata))
-        self.written_at = time.perf_counter()
         return json.dumps({"files": files, "write_s": round(self.timings["write_s"], 6)}).encode()
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
@@ -173,13 +158,22 @@ class CheckpointAttempt(Attempt):
         """All of it on the first rank, else this rank's files.
 
         Only the first rank finalizes, so only it can be sure that what it removes has not been finalized meanwhile. The
-        others name their files by the path of the attempt, where nothing stands any more once it is finalized.
+        others' files are named by the path of the attempt, where nothing stands any more once it is finalized.
         """
         data = self.layout.data_name
         self.opened.discard(None if self.request.rank == 0 else [data, index_name(data)])
 
     def _write_small(self, name: str, *parts: bytes | memoryview) -> dict[str, Any]:
-        return write_small(self.opened.create(name, large=False), *parts)
+        """Write ``parts`` one after the other to a new file, durably. Returns its entry for the manifest."""
+        digest = xxhash.xxh3_64()
+        nbytes = 0
+        with contextlib.closing(self.opened.create(name, large=False)) as file:
+            for part in parts:
+                file.write(memoryview(part), nbytes)
+                digest.update(part)
+                nbytes += len(part)
+            file.sync()
+        return {"bytes": nbytes, "xxh3": digest.hexdigest()}
 
     def _check_complete(self, reports: Sequence[dict[str, Any]]) -> None:
         """That all ranks have written into the same folder is for the job to arrange: a shared file system."""
@@ -215,7 +209,6 @@ class FileAttempt(Attempt):
 
     def seal(self) -> bytes:
         """The file says all there is to say of it: there is nothing to report."""
-        self.written_at = time.perf_counter()
         return b"{}"
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:

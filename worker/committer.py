@@ -1,11 +1,7 @@
 """The committer: decides when a checkpoint is complete, and ends each save in the same way on all ranks.
 
-No trainer takes part.
-
-A save is expected from the moment it begins, so that the failure of another rank is noticed even while this one is
-stuck in a write. When this rank's part is durable, that is reported. The first rank's committer waits for the reports
-of all ranks, finalizes the checkpoint, and concludes; the others wait for the outcome. A rank that does not hear the
-outcome finds it out on storage (``resolve.py``): then the save is committed, or it never will be.
+No trainer takes part. A save is expected from the moment it begins, so that the failure of another rank is noticed even
+while this one is stuck in a write.
 """
 
 from __future__ import annotations
@@ -19,13 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
-from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError, located
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.messages import Committed, Failed, Rendezvous, WriteRequest
-from asyncckpt.worker.resolve import resolve
 from asyncckpt.worker.rounds import Rounds, grace, round_name
-from asyncckpt.worker.solo_rounds import SoloRounds
-from asyncckpt.worker.steps import prune
+from asyncckpt.worker.storage import prune, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +37,59 @@ _KIND = "save"
 _UNREPORTED = "a save was concluded before this rank had reported: please report this"
 
 
+class _SoloRounds:
+    """``Rounds`` for a job of one rank: what it reports is all there is to collect, and nobody else is told."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._reports: dict[str, bytes | CheckpointError] = {}
+
+    def report(self, name: str, value: bytes | CheckpointError) -> None:
+        """The first one counts."""
+        with self._changed:
+            self._reports.setdefault(name, value)
+            self._changed.notify_all()
+
+    fail = report
+
+    def collect(self, name: str, timeout: float) -> list[bytes]:
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._reports, timeout)
+            report = self._reports.pop(name, None)
+        if report is None:
+            raise SaveTimeoutError(f"not written within {timeout:g} s; the storage may be stalled", rank=0)
+        if isinstance(report, CheckpointError):
+            raise report
+        return [report]
+
+    def clear(self, kind: str, number: int) -> None:
+        """Forget what came too late."""
+        with self._changed:
+            self._reports.pop(round_name(kind, number), None)
+
+    def conclude(self, name: str, outcome: bytes) -> None: ...
+
+    def conclude_failed(self, name: str, error: CheckpointError) -> None: ...
+
+    def gone(self, error: CheckpointError) -> None: ...
+
+    def wait_left(self, timeout: float) -> None: ...
+
+    def close(self) -> None: ...
+
+    # Never called: for other ranks than the first.
+
+    def fail_soon(self, name: str, error: CheckpointError, timeout: float) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def store_id(self, timeout: float) -> bytes:
+        raise NotImplementedError
+
+    def outcome(self, name: str, timeout: float) -> bytes | CheckpointError:
+        raise NotImplementedError
+
+
 class Committer:
     """One thread that ends saves in the order in which they began.
 
@@ -52,19 +99,20 @@ class Committer:
     - *written*, from ``written`` on: this rank's part is durable, its attempt is kept here, and it was reported;
     - *ended*, when the thread takes it: committed, or failed. An attempt that comes later is discarded.
 
-    On the first rank the thread collects the reports, commits and concludes. On the others it waits for the outcome,
-    and resolves the save on storage if the outcome does not come. Then it releases the attempt, or discards it, and
-    tells the trainer. The first rank's attempt is discarded only when the other ranks have been told of the failure.
+    On the first rank the thread collects the reports, finalizes the checkpoint and concludes. On the others it waits
+    for the outcome, and if that does not come finds it out on storage (``resolve``): then the save is committed, or it
+    never will be. It releases the attempt, or discards it, and tells the trainer. The first rank's attempt is discarded
+    only when the other ranks have been told of the failure.
     """
 
     def __init__(self, send: Callable[[Committed | Failed], None]) -> None:
-        """``send``: how the trainer is told."""
+        """``send`` tells the trainer."""
         self._send = send
         self._rank = 0
         self._rendezvous: Rendezvous | None = None
         # A wait for an outcome occupies a connection: reports go over another.
-        self._waiting: Rounds | SoloRounds = SoloRounds()
-        self._reporting: Rounds | SoloRounds = self._waiting
+        self._waiting: Rounds | _SoloRounds = _SoloRounds()
+        self._reporting: Rounds | _SoloRounds = self._waiting
         self._lock = threading.Lock()
         self._open: dict[int, Attempt | None] = {}
         self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
@@ -99,6 +147,7 @@ class Committer:
     def written(self, attempt: Attempt, report: bytes) -> None:
         """This rank's part of a save is durable."""
         request = attempt.request
+        attempt.written_at = time.perf_counter()
         with self._lock:
             is_late = request.save_id not in self._open
             if not is_late:
@@ -159,7 +208,7 @@ class Committer:
                 failure = self._await_outcome(request, name, deadline)
             attempt = self._take(request)
         except Exception as error:
-            failure = _located(error, request)
+            failure = located_in(request, error)
             if request.rank == 0:
                 with _logged("telling the other ranks of the failure"):
                     self._waiting.conclude_failed(name, failure)
@@ -177,7 +226,8 @@ class Committer:
             attempt.release()
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
             self._send(Committed(request.save_id, request.path, timings, attempt.direct))
-            _prune(request)
+            if request.rank == 0 and request.keep_last is not None and request.step is not None:
+                prune(os.path.dirname(request.path), request.keep_last, request.step)
         if request.rank == 0:
             with _logged("clearing up"):
                 self._waiting.clear(_KIND, request.save_id)
@@ -194,7 +244,7 @@ class Committer:
             self._waiting.conclude(name, b"")
 
     def _await_outcome(self, request: WriteRequest, name: str, deadline: float) -> CheckpointError | None:
-        """What the first rank says of the save: None, it is committed; or why it never will be.
+        """What the first rank says: None, the save is committed; or why it never will be.
 
         Raises ``WorkerDiedError`` or ``SaveTimeoutError`` where that cannot be learned.
         """
@@ -209,7 +259,7 @@ class Committer:
                 if not self._is_there(store) or time.monotonic() > deadline:
                     raise
                 continue  # it was only the connection that broke
-            return _located(outcome, request) if isinstance(outcome, CheckpointError) else None
+            return located_in(request, outcome) if isinstance(outcome, CheckpointError) else None
 
     def _resolve(self, request: WriteRequest, name: str, failure: CheckpointError) -> CheckpointError | None:
         """How a save has ended of which the first rank said nothing, hence ``failure``; None: it is committed."""
@@ -229,9 +279,9 @@ class Committer:
             return False
 
     @contextlib.contextmanager
-    def _probe(self) -> Iterator[Rounds | SoloRounds]:
+    def _probe(self) -> Iterator[Rounds | _SoloRounds]:
         """Rounds that do not wait for a store that is gone."""
-        rounds = SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, _PROBE_S)
+        rounds = _SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, _PROBE_S)
         try:
             yield rounds
         finally:
@@ -243,15 +293,8 @@ class Committer:
             return self._open.pop(request.save_id, None)
 
 
-def _prune(request: WriteRequest) -> None:
-    if request.rank == 0 and request.keep_last is not None and request.step is not None:
-        try:
-            prune(os.path.dirname(request.path), request.keep_last, request.step)
-        except StorageError as error:  # what was to be removed stays; nothing is lost
-            logger.warning("old checkpoints could not be looked through: %s", error)
-
-
-def _located(error: BaseException, request: WriteRequest) -> CheckpointError:
+def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:
+    """``error``, as one of that save on this rank."""
     return located(error, path=request.path, rank=request.rank, step=request.step)
 
 

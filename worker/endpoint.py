@@ -1,8 +1,7 @@
 """The endpoint of a worker: a named socket by which processes that did not start it find it, in a folder of this user.
 
-A trainer started in the place of a dead one connects there for the memory that the dead one's worker still holds. The
-name says which rank of which job the worker serves. Two workers never have the same name: the one that has it holds a
-lock, which the kernel releases when the worker dies, however it dies.
+The name says which rank of which job the worker serves. Two workers never have the same name: the one that has it holds
+a lock, which the kernel releases when the worker dies, however it dies.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import xxhash
 from multiprocess.connection import Connection
 
-from asyncckpt.errors import JobTakenError, SaveTimeoutError
-from asyncckpt.worker.messages import receive, send
+from asyncckpt.errors import JobTakenError
 
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 
@@ -53,11 +50,8 @@ def endpoint_scope() -> str:
 
     Raises ``OSError`` where that cannot be used.
     """
-    folder = _open_folder(make=True)
-    try:
+    with _opened_folder(make=True) as folder:
         facts = os.fstat(folder)
-    finally:
-        os.close(folder)
     # A folder that several hosts mount is the same on all, and a socket in it is not.
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}/{facts.st_dev:x}/{facts.st_ino:x}"
@@ -122,37 +116,29 @@ class Endpoint:
 
 def endpoint_names() -> list[str]:
     """The names that workers of this user have on this host."""
-    try:
-        folder = _open_folder(make=False)
-    except OSError:
-        return []
-    try:
+    with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
         return [entry.removesuffix(".lock") for entry in _locks(folder)]
-    finally:
-        os.close(folder)
+    return []
 
 
 def connect(name: str) -> Connection | None:
-    """A connection to the worker that has ``name``; None where there is none, none of this user, or none that accepts
-    a connection within ten seconds.
-    """
+    """A connection to the worker that has ``name``, if there is one of this user that accepts it within ten seconds."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with peer, contextlib.suppress(OSError), _opened_folder(make=False) as folder:
+        # Where the worker is stopped and its backlog is full, this would last as long as that.
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECT_S, 0))
+        peer.connect(_path(folder, name))
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
+        if _is_ours(peer):
+            return Connection(peer.detach())
+    return None
+
+
+@contextlib.contextmanager
+def _opened_folder(*, make: bool) -> Iterator[int]:
+    folder = _open_folder(make=make)
     try:
-        folder = _open_folder(make=False)
-    except OSError:
-        return None
-    try:
-        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            # Where the worker is stopped and its backlog is full, this would last as long as that.
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECT_S, 0))
-            peer.connect(_path(folder, name))
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
-            if _is_ours(peer):
-                return Connection(peer.detach())
-        except OSError:
-            pass
-        peer.close()
-        return None
+        yield folder
     finally:
         os.close(folder)
 
@@ -251,32 +237,6 @@ def _socket_name(name: str) -> str:
 def _path(folder: int, name: str) -> str:
     """A path to the socket of any length: the kernel takes 107 bytes."""
     return f"/proc/self/fd/{folder}/{_socket_name(name)}"
-
-
-def ask(connection: Connection, question: object, timeout: float) -> Any:
-    """Send a message, and return the worker's answer.
-
-    Args:
-        connection: To the worker.
-        question: One of ``messages.py``.
-        timeout: Seconds to wait.
-
-    Returns:
-        The answer.
-
-    Raises:
-        SaveTimeoutError: There is none.
-        EOFError, OSError: The worker has left.
-    """
-    send(connection, question)
-    await_answer(connection, timeout)
-    return receive(connection)
-
-
-def await_answer(connection: Connection, timeout: float) -> None:
-    """Wait for the worker's answer. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
-    if not connection.poll(timeout):
-        raise SaveTimeoutError(f"a worker did not answer at its endpoint within {timeout:g} s; it may be stopped")
 
 
 def peer_pid(connection: Connection) -> int:

@@ -77,7 +77,7 @@ class EndpointService:
             time.sleep(min(_POLL_S, seconds))
 
     def _find_endpoint(self, seconds: float) -> bool:
-        """Take the endpoint, if the trainer died before it could say so. Returns whether this worker has it.
+        """Take the endpoint, if the trainer died before it could ask for that. Returns whether this worker has it.
 
         The worker that has it may be just leaving, or about to be told to; but if it stays, it has all that this one
         holds.

@@ -1,14 +1,24 @@
-"""The manifest, ``asyncckpt.json``: what a checkpoint is, its files with their sizes, and checksums of the small ones.
+"""The files that say what a checkpoint is: its manifest, and an index for each data file.
 
-It is JSON, free of pickles, and ends with a checksum of itself. A folder without it is no checkpoint of ours.
+The manifest, ``asyncckpt.json``, is JSON, free of pickles, and ends with a checksum of itself. A folder without it is
+no checkpoint of ours. The index, ``__RANK_0.index.json``, says which tensor stands where, and has a checksum (XXH3,
+64 bits) for every span. The *spans* cover the whole data file, envelopes and gaps included: each begins where an item
+begins, or ``SPAN_BYTES`` after the one before in a longer item. So a bad byte is traced to its tensor, and a reader can
+check just what it reads.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterator, Mapping
+import operator
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from itertools import starmap
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -17,8 +27,19 @@ from asyncckpt.errors import DamagedCheckpointError
 FORMAT = 1
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
+SPAN_BYTES = 8 << 20
 # Fields that have another name in the file.
 _KEYS = {"nbytes": "bytes"}
+
+
+def data_name(rank: int) -> str:
+    """The data file of ``rank``; DCP's own naming."""
+    return f"__{rank}_0.distcp"
+
+
+def index_name(data: str) -> str:
+    """The index of the data file ``data``."""
+    return data.removesuffix(".distcp") + ".index.json"
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -60,7 +81,7 @@ class Manifest:
         """
         try:
             found = json.loads(text)
-            check_format(found, path)
+            _check_format(found, path)
             manifest = cls(**{each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"this manifest is damaged ({error})", path=path) from error
@@ -74,8 +95,89 @@ class Manifest:
         return (name for name, facts in self.files.items() if facts["xxh3"] is None)
 
 
-def check_format(found: Mapping[str, Any], path: str) -> None:
-    """Raise ``DamagedCheckpointError``, which names ``path``, for a file of another format than ours."""
+class Item(NamedTuple):
+    """One stored value of a data file.
+
+    ``kind`` is "tensor" or "object"; ``dtype``, ``shape`` and ``offsets`` (of this chunk in the whole tensor) are empty
+    for objects. It takes ``nbytes`` at ``at``; a tensor's own bytes are ``payload_bytes`` at ``payload_at`` (both from
+    the start of the file). An object's bytes are followed by zeros, its space to grow.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: list[int]
+    offsets: list[int]
+    at: int
+    nbytes: int
+    payload_at: int
+    payload_bytes: int
+
+
+def spans(starts: Iterable[int], nbytes: int) -> array[int]:
+    """The boundaries of the spans of a file of ``nbytes`` whose items begin at ``starts``, from 0 to ``nbytes``."""
+    edges = sorted({0, nbytes, *starts})
+    if max(map(operator.sub, edges[1:], edges), default=0) <= SPAN_BYTES:  # a great many, all of them short
+        return array("Q", edges)
+    bounds = array("Q", edges[:1])
+    for edge in edges[1:]:
+        bounds.extend(range(bounds[-1] + SPAN_BYTES, edge, SPAN_BYTES))
+        bounds.append(edge)
+    return bounds
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of a data file."""
+
+    data: str
+    nbytes: int
+    items: list[Item]
+    checksums: Sequence[int]
+
+    @cached_property
+    def bounds(self) -> array[int]:
+        """The spans' boundaries; span ``i`` is from ``bounds[i]`` to ``bounds[i + 1]``."""
+        return spans((item.at for item in self.items), self.nbytes)
+
+    def names_at(self, begin: int, end: int) -> list[str]:
+        """The names of the items in the bytes from ``begin`` to ``end``."""
+        return [item.name for item in self.items if item.at < end and begin < item.at + item.nbytes]
+
+    @staticmethod
+    def head(data: str, nbytes: int, items: Sequence[Item]) -> bytes:
+        """The constant part of an index, up to the checksums, where ``tail`` goes on.
+
+        Args:
+            data: The name of the data file.
+            nbytes: Its size, in bytes.
+            items: What stands in it, in the order of the file.
+        """
+        rows = ",\n".join(json.dumps(item, separators=(",", ":")) for item in items)
+        start = json.dumps({"format": FORMAT, "data": data, "bytes": nbytes, "fields": list(Item.__annotations__)})
+        return f'{start[:-1]}, "items": [\n{rows}\n], "checksums": "'.encode()
+
+    @staticmethod
+    def tail(checksums: array[int]) -> bytes:
+        """What follows the head: the checksums, as base64 of little-endian 64-bit numbers."""
+        return base64.b64encode(_little_endian(checksums).tobytes()) + b'"}\n'
+
+    @classmethod
+    def parse(cls, text: bytes, path: str) -> Index:
+        """Read an index; ``path`` is for the error. Raises ``DamagedCheckpointError``."""
+        try:
+            found = json.loads(text)
+            _check_format(found, path)
+            checksums = _little_endian(array("Q", base64.b64decode(found["checksums"], validate=True)))
+            index = cls(found["data"], found["bytes"], list(starmap(Item, found["items"])), checksums)
+            if len(index.bounds) != len(checksums) + 1:
+                raise ValueError("the checksums do not fit the items")
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedCheckpointError(f"this index of a data file is damaged ({error})", path=path) from error
+        return index
+
+
+def _check_format(found: Mapping[str, Any], path: str) -> None:
     if found["format"] != FORMAT:
         raise DamagedCheckpointError(
             f"this file has format {found['format']!r} and this asyncckpt reads format {FORMAT}: use one that fits",
@@ -85,3 +187,11 @@ def check_format(found: Mapping[str, Any], path: str) -> None:
 
 def _dump(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, indent=1).encode() + b"\n"
+
+
+def _little_endian(numbers: array[int]) -> array[int]:
+    """``numbers`` between the host's order of bytes and the file's."""
+    if sys.byteorder == "big":
+        numbers = array("Q", numbers)
+        numbers.byteswap()
+    return numbers

@@ -43,7 +43,8 @@ class Rounds:
     """One rank's part in the rounds of its job.
 
     Any thread may call. A wait for an outcome occupies the connection: whoever has to do something meanwhile needs
-    another one.
+    another one. Every method raises ``WorkerDiedError`` when the store is gone, and ``SaveTimeoutError`` when it does
+    not answer.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Rounds:
         self.connection.start(lambda _: None, self._patience)
 
     def report(self, name: str, value: bytes) -> None:
-        """Report this rank's ``value`` in the round ``name``. Raises ``WorkerDiedError``, ``SaveTimeoutError``."""
+        """Report this rank's ``value`` in the round ``name``."""
         rank, keys = self.rendezvous.rank, self._keys(name)
         inline = len(value) <= INLINE_BYTES
         seal = self._seal(f"{keys}/value/{rank}", value)
@@ -92,7 +93,13 @@ class Rounds:
         self._call(self._failing(name, error))
 
     def fail_soon(self, name: str, error: CheckpointError, timeout: float) -> None:
-        """The same as soon as the store can be reached, within ``timeout`` seconds; nobody waits for that."""
+        """As ``fail``, as soon as the store can be reached; nobody waits for that, and nothing is raised.
+
+        Args:
+            name: The round.
+            error: What it fails with.
+            timeout: Seconds for which to try.
+        """
         deadline = time.monotonic() + timeout
 
         def attempt(last: Future[None] | None = None) -> None:
@@ -123,8 +130,7 @@ class Rounds:
             The reported values, in the order of the ranks.
 
         Raises:
-            CheckpointError: That of a rank which failed the round, or is gone.
-            SaveTimeoutError: Ranks, which it names, have not reported.
+            CheckpointError: That of a rank which failed the round, or is gone, or has not reported in time.
         """
         keys = self._keys(name)
         begun = checked = time.monotonic()
@@ -141,16 +147,19 @@ class Rounds:
             pause = min(1.5 * pause, _POLL_S[1])
         failure = self._failure(keys)
         reports = _split_reports(self._get(f"{keys}/reports"))
-        values = self._call(lambda store: self._values(store, keys, reports, is_failed=failure is not None))
+        values = self._call(lambda store: self._take_values(store, keys, reports, is_failed=failure is not None))
         if failure is not None:
             raise failure
-        return [
-            self._opened(f"{keys}/value/{rank}", reports.get(rank, (b"", ""))[1].encode() + value)
-            for rank, value in enumerate(values)
-        ]
+        return [self._opened(f"{keys}/value/{rank}", value) for rank, value in enumerate(values)]
 
     def conclude(self, name: str, outcome: bytes, each: Mapping[int, bytes] | None = None) -> None:
-        """First rank: tell all the ``outcome``, and each rank what ``each`` has for it."""
+        """First rank: conclude a round.
+
+        Args:
+            name: The round.
+            outcome: What all are told.
+            each: What single ranks are told beside that.
+        """
         keys = self._keys(name)
 
         def send(store: Any) -> None:
@@ -171,15 +180,11 @@ class Rounds:
 
         Args:
             name: The round.
-            timeout: Seconds to wait.
+            timeout: Seconds to wait; then there is a ``SaveTimeoutError``.
             own: Return what the first rank had for this rank alone.
 
         Returns:
             What the first rank concluded, or the error that the round has failed with.
-
-        Raises:
-            SaveTimeoutError: There is no outcome yet.
-            WorkerDiedError: The store is gone; the outcome is unknown.
         """
         keys = self._keys(name)
         margin = max(1.0, grace(timeout) / 2)  # for the store to say that the wait has run out
@@ -201,9 +206,7 @@ class Rounds:
         return self._call(lambda store: _get(store, HOST_KEY), min(timeout, self._timeout))
 
     def clear(self, kind: str, number: int) -> None:
-        """First rank: the round ``kind`` of save ``number`` is over. Its keys, and those of older ones, are removed in
-        time.
-        """
+        """First rank: the round ``kind`` of save ``number`` is over. Its keys, and those before it, go in time."""
         keys = self._keys(round_name(kind, number))
         old = self._keys(round_name(kind, number - KEPT_ROUNDS))
 
@@ -272,17 +275,17 @@ class Rounds:
         text = self._get(f"{keys}/failure")
         return decode(self._opened(f"{keys}/failure", text)) if text else None
 
-    def _values(
+    def _take_values(
         self, store: Any, keys: str, reports: Mapping[int, tuple[bytes | None, str]], *, is_failed: bool
     ) -> list[bytes]:
-        """The values of all ranks. With ``is_failed`` they are only removed, and some may be missing."""
+        """The sealed values of all ranks, which are removed. With ``is_failed`` some may be missing."""
         values = []
         for rank in range(self.rendezvous.world_size):
-            value, _ = reports.get(rank, (b"", ""))
+            value, seal = reports.get(rank, (b"", ""))
             key = f"{keys}/value/{rank}"
             if value is None:
                 value = b"" if is_failed and not store.check([key]) else _pop(store, key)
-            values.append(value)
+            values.append(seal.encode() + value)
         return values
 
     def _seal(self, key: str, value: bytes) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm import budget
-from asyncckpt.shm.leases import reopen
+from asyncckpt.shm.published_slots import reopen
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker import messages
@@ -31,8 +31,7 @@ class HostedSegment:
 
     def __init__(self, segment: Segment) -> None:
         self._lock = threading.Lock()
-        self._users = 0
-        self._closing = False
+        self._users = 1  # its owner, until ``close``
         self._slots: SlotTable | None = None
         self.closed = threading.Event()
         self.segment = segment
@@ -65,21 +64,14 @@ class HostedSegment:
         try:
             yield
         finally:
-            with self._lock:
-                self._users -= 1
-                last = self._closing and not self._users
-            if last:
-                self._drop()
+            self.close()
 
     def close(self) -> None:
-        """Let go of the memory, as soon as nobody uses it."""
+        """Let go of the memory, as soon as nobody uses it. To be called once."""
         with self._lock:
-            self._closing = True
+            self._users -= 1
             if self._users:
                 return
-        self._drop()
-
-    def _drop(self) -> None:
         if self._slots is not None:
             self._slots.close()
         self.segment.close()
@@ -99,7 +91,7 @@ class SegmentStore:
     """The segments of one worker, by their numbers. Any thread may call."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._hosted: dict[int, HostedSegment] = {}
         self._next = 1
         self._images: dict[tuple[int, int], _ImageRecord] = {}  # by segment and slot
@@ -126,11 +118,9 @@ class SegmentStore:
         with self._lock:
             for each in held:
                 self._hosted[number].layout, self._hosted[number].constants = each.layout, each.constants
-                request = replace(each.request, segment=number)
-                checksums = array("Q", each.checksums)
-                self._images[number, request.slot] = _ImageRecord(
-                    request, each.layout, checksums, each.committed, adopted=True
-                )
+                request, checksums = replace(each.request, segment=number), array("Q", each.checksums)
+                image = _ImageRecord(request, each.layout, checksums, each.committed, adopted=True)
+                self._images[number, request.slot] = image
         return number
 
     def hosted(self, number: int) -> HostedSegment:
@@ -181,7 +171,7 @@ class SegmentStore:
     def holds_anything(self) -> bool:
         """Whether there is an image, or something published, that somebody may come for."""
         with self._lock:
-            return bool(self._images or self._published())
+            return bool(self._images or self.published())
 
     def held_images(self) -> tuple[messages.HeldImage, ...] | None:
         """The images that are whole; None while the trainer lives."""
@@ -195,7 +185,12 @@ class SegmentStore:
     def published(self) -> tuple[messages.PublishedSegment, ...]:
         """The segments in which something is published."""
         with self._lock:
-            return self._published()
+            return tuple(
+                messages.PublishedSegment(number, hosted.layout)
+                for number, hosted in self._hosted.items()
+                if isinstance(hosted.layout, messages.CheckpointLayout | messages.WeightsLayout)
+                and hosted.slots.publications(len(hosted.layout.slots))
+            )
 
     def open_read_only(self, number: int) -> int | None:
         """A new descriptor of a segment, through which nobody can write; None where it was released."""
@@ -221,14 +216,6 @@ class SegmentStore:
         """Wait until released memory is free, ``timeout`` seconds at most; False where there is none."""
         waiting = [hosted for hosted in self._released if not hosted.closed.is_set()]
         return any([hosted.closed.wait(timeout) for hosted in waiting])
-
-    def _published(self) -> tuple[messages.PublishedSegment, ...]:
-        return tuple(
-            messages.PublishedSegment(number, hosted.layout)
-            for number, hosted in self._hosted.items()
-            if isinstance(hosted.layout, messages.CheckpointLayout | messages.WeightsLayout)
-            and hosted.slots.publications(len(hosted.layout.slots))
-        )
 
     def _is_whole(self, image: _ImageRecord) -> bool:
         """Unless the trainer died after it had taken the slot again, and before it could say so."""

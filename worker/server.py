@@ -1,7 +1,4 @@
-"""The worker's loop: it answers its trainer, and when that dies, writes slots that are STAGED and drops all others.
-
-One thread writes (see ``writer.py``), and one commits what is written (see ``committer.py``); the loop answers the
-trainer all the while.
+"""The worker's loop: it answers its trainer, while one thread writes (``writer.py``), and one commits what is written.
 
 When the trainer closes, or dies at whatever instant, every request whose slot says STAGED is still written; one that is
 only begun is thrown away. Then the worker leaves: at once if the trainer has closed, else after it has lingered for a
@@ -62,14 +59,10 @@ class Server:
         self._store: Any = None
 
     def run(self, trainer: int | None, linger: float) -> bool:
-        """Serve until the trainer closes or dies, and linger then.
+        """Serve until the trainer closes or dies. If it has died, stay ``linger`` seconds with what is held.
 
-        Args:
-            trainer: A pidfd, so that its death is noticed even where a fork holds the socket; None: there is none.
-            linger: Seconds to stay with what is held when the trainer has died.
-
-        Returns:
-            Whether all threads have ended. If not, storage does not answer, and the process should end itself.
+        ``trainer`` is a pidfd, so that its death is noticed even where a fork holds the socket. Returns whether all
+        threads have ended. If not, storage does not answer, and the process should end itself.
         """
         why, lingers = "its worker failed", False
         try:
@@ -109,6 +102,12 @@ class Server:
                 return "its trainer has died"
 
     def _handle(self, message: messages.FromTrainer) -> None:
+        try:
+            self._carry_out(message)
+        except (JobTakenError, OutOfMemoryError, WorkerDiedError) as error:
+            self._send(messages.Refused(error))
+
+    def _carry_out(self, message: messages.FromTrainer) -> None:
         match message:
             case messages.Listen():
                 self._listen()
@@ -139,9 +138,6 @@ class Server:
         trouble = None
         try:
             self._endpoint_service.open()
-        except JobTakenError as error:
-            self._send(messages.Refused(error))
-            return
         except OSError as error:
             trouble = f"{error.strerror}: {error.filename}" if error.filename else str(error)
         self._send(messages.Listening(trouble))
@@ -150,17 +146,11 @@ class Server:
         try:
             self._store = host_store(port)
         except OSError as error:
-            why = WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}")
-            self._send(messages.Refused(why))
-            return
+            raise WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}") from error
         self._send(messages.Hosting(self._store.port))
 
     def _allocate(self, nbytes: int) -> None:
-        try:
-            number, segment = self._segment_store.allocate(nbytes)
-        except OutOfMemoryError as error:
-            self._send(messages.Refused(error))
-            return
+        number, segment = self._segment_store.allocate(nbytes)
         with self._sending:
             send(self._connection, messages.Allocated(number))
             send_handle(self._connection, segment.fileno(), os.getppid())

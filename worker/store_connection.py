@@ -45,7 +45,16 @@ def host_store(port: int) -> Any:
 
 
 def wait_for_key(store: Any, key: str, timeout: float) -> bool:
-    """Whether ``key`` was set within ``timeout`` seconds. Raises ``RuntimeError`` where the store is lost."""
+    """Whether a key is there in time.
+
+    Args:
+        store: As ``StoreConnection`` gives it.
+        key: Set by some other rank.
+        timeout: Seconds to wait.
+
+    Raises:
+        RuntimeError: The store is lost.
+    """
     from torch.distributed import DistStoreError
 
     try:
@@ -78,9 +87,6 @@ class StoreConnection:
             limit: Seconds to wait. What takes longer is left behind, with its thread.
             patience: Seconds to wait for a store that does not listen yet.
 
-        Returns:
-            What ``what`` returns.
-
         Raises:
             WorkerDiedError: The store is gone or cannot be reached.
             SaveTimeoutError: It was reached, and does not answer.
@@ -89,29 +95,27 @@ class StoreConnection:
         try:
             return future.result(limit)
         except FutureTimeoutError as error:
-            self._lose(thread)
+            self._drop(thread)
             if not thread.connected:
                 raise self._unreachable(f"no connection within {limit:g} s") from error
             raise SaveTimeoutError(
                 f"the worker of rank 0, which brings the ranks together, does not answer within {limit:g} s", rank=0
             ) from error
         except RuntimeError as error:
-            self._lose(thread)
+            self._drop(thread)
             raise self._unreachable(_first_line(error)) from error
 
     def close(self) -> None:
         """Drop the connection when all that was asked is done; a later use makes another."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.stop()
+        if (thread := self._thread) is not None:
+            self._drop(thread)
 
     def _start(self, what: Callable[[Any], T], patience: float) -> tuple[_ClientThread, Future[T]]:
         with self._lock:  # also while it is queued: nothing is queued behind the end of a thread
             self._thread = self._thread or _ClientThread(self._address, self._port)
             return self._thread, self._thread.start(what, patience)
 
-    def _lose(self, thread: _ClientThread) -> None:
+    def _drop(self, thread: _ClientThread) -> None:
         with self._lock:
             if self._thread is thread:
                 self._thread = None

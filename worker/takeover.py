@@ -1,4 +1,4 @@
-"""Takeover: how a process asks a worker that it did not start for the memory of a dead trainer, and has it leave."""
+"""What a process asks a worker that it did not start: the memory of a dead trainer, to leave, or what is published."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Collection
-from types import TracebackType
+from typing import Any
 
 import psutil
 from multiprocess.connection import Connection
@@ -17,8 +17,20 @@ from multiprocess.reduction import recv_handle
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
-from asyncckpt.worker.endpoint import ask, await_answer, connect, endpoint_names, job_taken_error, peer_pid
-from asyncckpt.worker.messages import Inspect, Inventory, Retire, TakeSegments, TrainerAlive, send
+from asyncckpt.worker.endpoint import connect, endpoint_names, job_taken_error, peer_pid
+from asyncckpt.worker.messages import (
+    Inspect,
+    Inventory,
+    ListPublished,
+    OpenSegment,
+    PublishedSegment,
+    PublishedSegments,
+    Retire,
+    TakeSegments,
+    TrainerAlive,
+    receive,
+    send,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +47,13 @@ class Takeover:
     """
 
     def __init__(self, connection: Connection, inventory: Inventory, segments: dict[int, Segment]) -> None:
+        """Begin; ``find`` does.
+
+        Args:
+            connection: To the worker.
+            inventory: What it has answered.
+            segments: By the numbers of the worker.
+        """
         self._connection = connection
         self.worker = inventory.worker
         self.segments = segments
@@ -116,10 +135,41 @@ class Takeover:
     def __enter__(self) -> Takeover:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class ReaderClient:
+    """A process that only reads, connected to the worker at one endpoint until one of the two leaves.
+
+    For one thread at a time. Both questions raise ``EOFError`` or ``OSError`` when the worker has left, and
+    ``SaveTimeoutError`` when it does not answer.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.timeout = 10.0
+        """Seconds that each answer may take."""
+
+    @classmethod
+    def connect(cls, endpoint: str) -> ReaderClient | None:
+        """None where no worker has that endpoint."""
+        connection = connect(endpoint)
+        return None if connection is None else cls(connection)
+
+    def published(self) -> tuple[PublishedSegment, ...]:
+        """Where something is published now."""
+        answer: PublishedSegments = _ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
+        return answer.published
+
+    def open_segment(self, number: int) -> Segment:
+        """The segment of that number, mapped here for reading, to be closed."""
+        send(self._connection, OpenSegment(number))
+        return _receive_segment(self._connection, self.timeout, writable=False)
+
+    def close(self) -> None:
+        """Leave."""
+        self._connection.close()
 
 
 def retire_idle_workers(timeout: float) -> bool:
@@ -155,24 +205,37 @@ def is_leaving(endpoint: str, timeout: float) -> bool:
 
 
 def _inspect(connection: Connection, timeout: float) -> TrainerAlive | Inventory:
-    reply = ask(connection, Inspect(), timeout)
-    if not isinstance(reply, (TrainerAlive, Inventory)):
-        raise CheckpointError(f"a worker answered {reply!r} to an inspection: please report this")
-    return reply
+    answer: TrainerAlive | Inventory = _ask(connection, Inspect(), timeout, TrainerAlive, Inventory)
+    return answer
 
 
 def _take_segments(connection: Connection, inventory: Inventory, timeout: float) -> dict[int, Segment]:
     segments: dict[int, Segment] = {}
     send(connection, TakeSegments())
-    try:
+    with contextlib.ExitStack() as undo:
         for number in inventory.segments:
-            await_answer(connection, timeout)
-            segments[number] = Segment.attach(recv_handle(connection))
-    except BaseException:
-        for segment in segments.values():
-            segment.close()
-        raise
+            segments[number] = undo.enter_context(_receive_segment(connection, timeout))
+        undo.pop_all()
     return segments
+
+
+def _ask(connection: Connection, question: object, timeout: float, *expected: type) -> Any:
+    send(connection, question)
+    _await_answer(connection, timeout)
+    answer = receive(connection)
+    if not isinstance(answer, expected):
+        raise CheckpointError(f"a worker answered {answer!r} to {question!r}: please report this")
+    return answer
+
+
+def _receive_segment(connection: Connection, timeout: float, *, writable: bool = True) -> Segment:
+    _await_answer(connection, timeout)
+    return Segment.attach(recv_handle(connection), writable=writable)
+
+
+def _await_answer(connection: Connection, timeout: float) -> None:
+    if not connection.poll(timeout):
+        raise SaveTimeoutError(f"a worker did not answer at its endpoint within {timeout:g} s; it may be stopped")
 
 
 def _lives(pid: int) -> bool:

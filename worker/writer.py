@@ -23,12 +23,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from asyncckpt.errors import CheckpointError, RankFailedError, located
+from asyncckpt.errors import CheckpointError, RankFailedError
 from asyncckpt.shm.slots import State
 from asyncckpt.worker import messages
 from asyncckpt.worker.attempt import Attempt, begin_attempt
-from asyncckpt.worker.committer import Committer
-from asyncckpt.worker.segment_store import HostedSegment, SegmentStore
+from asyncckpt.worker.committer import Committer, located_in
+from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.staged_image import ImageState, StagedImage
 from asyncckpt.worker.storage.storage import Storage
 
@@ -39,7 +39,7 @@ _STUCK_S = 30.0
 
 
 class Writer:
-    """Writes the requests of one trainer, on a thread of its own that begins at once."""
+    """Writes the requests of one trainer, on a thread of its own."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Writer:
         send: Callable[[messages.FromWorker], None],
         io_threads: int,
     ) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
             storage_for: The storage that a path is in.
@@ -73,11 +73,10 @@ class Writer:
 
     def begin(self, request: messages.WriteRequest) -> None:
         """The trainer is staging that."""
-        slots = self._segment_store.hosted(request.segment).slots
+        hosted = self._segment_store.hosted(request.segment)
+        image = StagedImage(request, hosted, self._changed, lambda: self._committer.can_succeed(request))
         with self._changed:
-            self._begun[request.save_id] = StagedImage(
-                request, slots, self._changed, lambda: self._committer.can_succeed(request)
-            )
+            self._begun[request.save_id] = image
             self._changed.notify_all()
 
     def staged(self, save_id: int, timings: dict[str, float]) -> None:
@@ -110,7 +109,7 @@ class Writer:
                 if image.is_marked_staged():
                     self._take_staged(image, {})
                     continue
-                why = _located(RankFailedError("its trainer ended before the state was staged"), image.request)
+                why = located_in(image.request, RankFailedError("its trainer ended before the state was staged"))
                 if image.state is ImageState.FOLLOWED:
                     image.cancel(why)
                 else:
@@ -141,9 +140,8 @@ class Writer:
     def _run(self) -> None:
         with ThreadPoolExecutor(self._io_threads, thread_name_prefix="asyncckpt-io") as pool:
             while (image := self._next()) is not None:
-                hosted = self._segment_store.hosted(image.request.segment)
-                with hosted.used():  # as soon as the slot is free, the trainer may release the segment
-                    self._carry_out(image, hosted, pool)
+                with image.hosted.used():  # as soon as the slot is free, the trainer may release the segment
+                    self._carry_out(image, pool)
 
     def _next(self) -> StagedImage | None:
         """What to write now; None: nothing will come any more."""
@@ -160,12 +158,9 @@ class Writer:
     def _to_follow(self) -> StagedImage | None:
         """The next that is begun, if it can be followed: single files are completed here before they are written."""
         image = next((each for each in self._begun.values() if each.state is ImageState.STAGING), None)
-        if image is None:
-            return None
-        layout = self._segment_store.hosted(image.request.segment).layout
-        return image if isinstance(layout, messages.CheckpointLayout) else None
+        return image if image is not None and isinstance(image.hosted.layout, messages.CheckpointLayout) else None
 
-    def _carry_out(self, image: StagedImage, hosted: HostedSegment, pool: ThreadPoolExecutor) -> None:
+    def _carry_out(self, image: StagedImage, pool: ThreadPoolExecutor) -> None:
         request = image.request
         if not self._committer.can_succeed(request):
             self._let_go(image)
@@ -174,7 +169,7 @@ class Writer:
         attempt: Attempt | None = None
         try:
             try:
-                attempt = begin_attempt(self._storage_for(request.path), image, hosted.layout, hosted.segment)
+                attempt = begin_attempt(self._storage_for(request.path), image)
                 self._segment_store.image_written(request, attempt.write(pool))
             finally:
                 self._let_go(image)
@@ -182,7 +177,7 @@ class Writer:
         except Exception as error:
             if error is not image.failure:  # that is no fault of writing
                 logger.exception("writing %s failed", request.path)
-            self._committer.failed(request, _located(error, request), attempt)
+            self._committer.failed(request, located_in(request, error), attempt)
         else:
             self._committer.written(attempt, report)
 
@@ -197,7 +192,3 @@ class Writer:
     def _free(self, image: StagedImage) -> None:
         image.set_slot_state(State.FREE)
         self._send(messages.Written(image.request.save_id, image.inode))
-
-
-def _located(error: Exception, request: messages.WriteRequest) -> CheckpointError:
-    return located(error, path=request.path, rank=request.rank, step=request.step)

@@ -30,7 +30,7 @@ from tabulate import tabulate
 
 from asyncckpt.errors import StorageError
 from asyncckpt.loading.source import wait_for_attempts
-from asyncckpt.worker.steps import complete_steps
+from asyncckpt.worker.storage import complete_steps
 
 Event = dict[str, Any]
 

@@ -18,7 +18,7 @@ from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations
 from asyncckpt.shm.segment import PAGE, round_up
-from asyncckpt.worker.index import Index
+from asyncckpt.worker.manifest import Index
 from asyncckpt.worker.storage.storage import InputFile
 
 # Read at once: so much that a disk is as fast as with more.

@@ -25,7 +25,7 @@ from asyncckpt.loading.read_requests import ReadRequests, dtype_named
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.structure import PLAIN, is_leaf
-from asyncckpt.worker.index import Item
+from asyncckpt.worker.manifest import Item
 
 logger = logging.getLogger(__name__)
 

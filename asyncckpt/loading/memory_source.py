@@ -12,11 +12,9 @@ from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
 from asyncckpt.loading.source import StorageSource, latest
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import endpoint_name
-from asyncckpt.worker.index import Index, data_name
-from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.manifest import Index, checksum, data_name
 from asyncckpt.worker.messages import HeldImage, Region, WriteRequest
-from asyncckpt.worker.steps import step_folder
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.takeover import Takeover
 
 # How long the worker of another rank on this host may take to answer.

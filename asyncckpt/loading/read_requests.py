@@ -12,7 +12,7 @@ import torch
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
-from asyncckpt.worker.index import Item
+from asyncckpt.worker.manifest import Item
 
 # Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor.
 _BATCH_BYTES = 256 << 20

@@ -14,10 +14,8 @@ from typing import Protocol
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
-from asyncckpt.worker.index import Index, index_name
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum
-from asyncckpt.worker.steps import complete_steps
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum, index_name
+from asyncckpt.worker.storage import complete_steps, storage_for
 
 _POLL_S = 0.02
 

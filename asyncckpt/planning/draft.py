@@ -23,7 +23,7 @@ from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import CheckpointPlan, FlatCapture, PlannerCapture, StateDict, is_opaque, split_items
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
 from asyncckpt.ranks.group import Group
-from asyncckpt.worker.index import Index, Item, data_name, spans
+from asyncckpt.worker.manifest import Index, Item, data_name, spans
 
 
 def make_plan(state_dict: StateDict, planner: SavePlanner | None, group: Group, number: int) -> CheckpointPlan:

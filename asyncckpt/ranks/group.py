@@ -27,8 +27,8 @@ from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, 
 from asyncckpt.ranks.collectives import has_cpu_backend
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Rendezvous, WriteRequest
-from asyncckpt.worker.resolve import resolve
 from asyncckpt.worker.rounds import Rounds, grace, round_name
+from asyncckpt.worker.storage import resolve
 
 logger = logging.getLogger(__name__)
 

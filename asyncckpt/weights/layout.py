@@ -20,7 +20,7 @@ import torch
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.shm.segment import round_up
-from asyncckpt.worker.index import Index, Item
+from asyncckpt.worker.manifest import Index, Item
 
 _ALIGNMENT = 64
 _PREFIX_BYTES = 8

@@ -17,7 +17,7 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, read_entries, read_index
 from asyncckpt.worker.messages import CheckpointLayout, PublishedSegment
-from asyncckpt.worker.reader_client import ReaderClient
+from asyncckpt.worker.takeover import ReaderClient
 
 
 class Lease:

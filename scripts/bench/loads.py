@@ -20,7 +20,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE, endpoint_name
-from asyncckpt.worker.steps import step_folder
+from asyncckpt.worker.storage import step_folder
 from asyncckpt.worker.takeover import Takeover
 from bench import files
 from bench.contestants import dcp, torch_save

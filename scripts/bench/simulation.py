@@ -33,12 +33,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from asyncckpt.planning.draft import Draft
 from asyncckpt.ranks.group import pack, unpack
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.shm.slots import SlotTable
 from asyncckpt.worker import store_connection
 from asyncckpt.worker.attempt import begin_attempt
-from asyncckpt.worker.index import data_name, index_name
+from asyncckpt.worker.manifest import data_name, index_name
 from asyncckpt.worker.messages import CheckpointLayout, Region, Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, round_name
+from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
 
@@ -80,13 +80,15 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
         segment.view[PAGE : PAGE + 16] = memoryview(bytes(8) + PAGE.to_bytes(8, "little"))
         small = Region(2 * PAGE, 64)
         layout = CheckpointLayout(data_name(0), PAGE, (3 * PAGE,), metadata=small, index_head=small, spans=bounds)
+        hosted = HostedSegment(segment)
+        hosted.layout = layout
         for save in range(1, saves + 1):
             path = os.path.join(folder, f"save-{save}")
             order = WriteRequest(save, 1, 0, path, "attempt", save, 0, 1, "refuse", None, False, 300.0)
-            staged_image = StagedImage(order, SlotTable(segment.view), changed := threading.Condition(), lambda: True)
+            staged_image = StagedImage(order, hosted, changed := threading.Condition(), lambda: True)
             with changed:
                 staged_image.stage({})
-            attempt = begin_attempt(storage_for(path), staged_image, layout, segment)
+            attempt = begin_attempt(storage_for(path), staged_image)
             attempt.write(pool)
             report = attempt.seal()
             for rank in range(1, world_size):  # what the others have written

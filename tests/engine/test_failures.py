@@ -25,7 +25,7 @@ from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.storage.names import attempt_path
+from asyncckpt.worker.storage.partial import attempt_path
 
 
 def test_the_next_call_raises_what_nobody_was_told(root: Path, faulty_worker: Faulty) -> None:

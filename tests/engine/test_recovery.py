@@ -27,7 +27,7 @@ from asyncckpt.staging import slot_copy as staging
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import connect, endpoint_name
-from asyncckpt.worker.steps import complete_steps
+from asyncckpt.worker.storage import complete_steps
 from asyncckpt.worker.takeover import Takeover
 
 NUMBERS = 3_000_000

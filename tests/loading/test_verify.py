@@ -19,8 +19,7 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
 from asyncckpt.loading import load as reader
 from asyncckpt.loading.source import StorageSource, read_manifest, verify
-from asyncckpt.worker.index import SPAN_BYTES, Index, Item, spans
-from asyncckpt.worker.manifest import Manifest
+from asyncckpt.worker.manifest import SPAN_BYTES, Index, Item, Manifest, spans
 
 
 def _state() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from support.states import equal, replicas
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.worker import takeover as takeover
-from asyncckpt.worker.steps import complete_steps
+from asyncckpt.worker.storage import complete_steps
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.shm.slots import SlotTable
 from asyncckpt.worker.attempt import Attempt, begin_attempt
-from asyncckpt.worker.index import spans
+from asyncckpt.worker.manifest import spans
 from asyncckpt.worker.messages import CheckpointLayout, Existing, Region, WriteRequest
+from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
 
@@ -32,7 +32,9 @@ def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "r
         spans=Region(PAGE + 128, len(words)),
     )
     request = WriteRequest(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
-    staged_image = StagedImage(request, SlotTable(segment.view), changed := threading.Condition(), lambda: True)
+    hosted = HostedSegment(segment)
+    hosted.layout = layout
+    staged_image = StagedImage(request, hosted, changed := threading.Condition(), lambda: True)
     with changed:
         staged_image.stage({})
-    return begin_attempt(storage_for(request.path), staged_image, layout, segment)
+    return begin_attempt(storage_for(request.path), staged_image)

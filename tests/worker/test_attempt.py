@@ -14,7 +14,7 @@ from support.attempts import checkpoint_attempt
 from asyncckpt.errors import StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import folders, partial
+from asyncckpt.worker.storage import file_system, partial
 
 
 class Recorder:
@@ -90,7 +90,7 @@ def test_what_is_not_durable_in_the_end_loses_its_name(
     if existing == "replace":
         final.mkdir(parents=True)
         (final / "asyncckpt.json").write_text("old")
-    real = folders.sync_folder
+    real = file_system.sync_folder
 
     def sync_folder(path: str) -> None:
         if path == str(final.parent) and "attempt" in _text(final / "asyncckpt.json"):

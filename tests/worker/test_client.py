@@ -24,7 +24,7 @@ from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, Wo
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.process import WorkerOptions
-from asyncckpt.worker.steps import complete_steps
+from asyncckpt.worker.storage import complete_steps
 
 MIB = 1 << 20
 

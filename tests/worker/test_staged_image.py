@@ -26,7 +26,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.devices import ReadyEvents
 from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.worker.image_writer import PIECE_BYTES
+from asyncckpt.worker.staged_image import PIECE_BYTES
 
 HALF = 2 * PIECE_BYTES
 real_copy = SlotStager.copy

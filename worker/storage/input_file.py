@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 
 from asyncckpt.shm.segment import PAGE
-from asyncckpt.worker.storage.os_errors import translated
+from asyncckpt.worker.storage.file_system import translated
 from asyncckpt.worker.storage.storage import InputFile
 
 # From linux/stat.h and linux/fcntl.h; Python has no statx before 3.15.

@@ -1,4 +1,8 @@
-"""Local and shared file systems, the first kind of storage: folders of files, decided by a rename."""
+"""Local and shared file systems, the first kind of storage: folders of files, decided by a rename.
+
+An *orphan* is what a killed worker left beside checkpoints. It is known by its name, by what is in it, by its owner,
+this user, by the lock that nobody holds on it, and by its age: nothing in it was changed lately.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,41 @@ import itertools
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage.folders import holds_only_a_checkpoint, make_folder, sync_folder
+from asyncckpt.worker.storage.file_system import (
+    holds_only_a_checkpoint,
+    is_locked,
+    lock_alone,
+    lock_shared,
+    make_folder,
+    opened,
+    sync_folder,
+    translated,
+)
 from asyncckpt.worker.storage.input_file import LocalInputFile
-from asyncckpt.worker.storage.locks import is_locked, lock_alone, lock_shared, opened
-from asyncckpt.worker.storage.names import PARTIAL_SUFFIX, TRASH_SUFFIX, attempt_path, with_suffix
-from asyncckpt.worker.storage.orphans import sweep_checkpoints, sweep_files
-from asyncckpt.worker.storage.os_errors import translated
-from asyncckpt.worker.storage.partial import PartialFile, PartialFolder, undo_join
+from asyncckpt.worker.storage.partial import (
+    CHECKPOINT_ATTEMPT,
+    FILE_ATTEMPT,
+    OLD_SUFFIX,
+    PARTIAL_SUFFIX,
+    TRASH_SUFFIX,
+    PartialFile,
+    PartialFolder,
+    attempt_path,
+    undo_join,
+)
 from asyncckpt.worker.storage.storage import Resolution, Storage
 
 logger = logging.getLogger(__name__)
+
+# Where there are no locks, whoever is writing has a day before it counts as dead.
+_NO_LOCKS_S = 86400.0
 
 
 class LocalStorage(Storage):
@@ -41,7 +64,7 @@ class LocalStorage(Storage):
             with translated("making a folder", partial.path):
                 partial.make()
                 if orphan_s is not None:
-                    sweep_checkpoints(parent, os.stat(partial.path).st_mtime - orphan_s)
+                    _sweep_checkpoints(parent, os.stat(partial.path).st_mtime - orphan_s)
                 _require_space(partial.path, final, "checkpoint", nbytes)
         except StorageError:
             partial.discard(())
@@ -51,7 +74,7 @@ class LocalStorage(Storage):
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> PartialFile:
         parent = os.path.dirname(final)
         with translated("looking at the folder", parent):
-            sweep_files(parent, time.time() - orphan_s)
+            _sweep_files(parent, time.time() - orphan_s)
             _require_space(parent, final, "file", nbytes)
         return PartialFile(attempt_path(final, attempt), final, self._direct)
 
@@ -68,7 +91,7 @@ class LocalStorage(Storage):
 
     def revoke(self, final: str, attempt: str) -> str | None:
         path = attempt_path(final, attempt)
-        trash = with_suffix(path, TRASH_SUFFIX)
+        trash = path.removesuffix(PARTIAL_SUFFIX) + TRASH_SUFFIX
         with translated("revoking an attempt", path):
             try:
                 os.rename(path, trash)
@@ -98,13 +121,12 @@ class LocalStorage(Storage):
             return False
 
     def may_put(self, path: str, existing: Existing) -> bool:
+        if existing == "join":
+            return os.path.isdir(path) or not os.path.lexists(path)
+        if existing == "refuse" and (os.path.islink(path) or not os.path.isdir(path)):
+            return not os.path.lexists(path)
         with translated("looking at the folder", path):
-            if existing == "replace":
-                return holds_only_a_checkpoint(path)
-            if existing == "join":
-                return os.path.isdir(path) or not os.path.lexists(path)
-            is_folder = os.path.isdir(path) and not os.path.islink(path)
-            return not os.listdir(path) if is_folder else not os.path.lexists(path)
+            return holds_only_a_checkpoint(path) if existing == "replace" else not os.listdir(path)
 
     def check_file_place(self, path: str) -> None:
         with translated("saving a file", path):
@@ -172,3 +194,58 @@ def _require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
             " free space there, or choose another place",
             path=final,
         )
+
+
+def _sweep_checkpoints(root: str, before: float) -> None:
+    """Remove orphaned attempts at checkpoints, and half-removed checkpoints, in ``root``. Raises ``OSError``.
+
+    A checkpoint that was to make way for another that never came gets its name back. ``before``: a time of that file
+    system in seconds; what was changed later is no orphan.
+    """
+    with os.scandir(root) as entries:
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for name in names:
+        attempt = CHECKPOINT_ATTEMPT.fullmatch(name)
+        if attempt is None and not (name.startswith(".") and name.endswith(TRASH_SUFFIX)):
+            continue
+        final = os.path.join(root, attempt[1]) if attempt is not None and name.endswith(OLD_SUFFIX) else None
+        _sweep(os.path.join(root, name), before, final)
+
+
+def _sweep_files(folder: str, before: float) -> None:
+    """Remove orphaned attempts at single files in ``folder``. Raises ``OSError``."""
+    with os.scandir(folder) as entries:
+        paths = [entry.path for entry in entries if FILE_ATTEMPT.fullmatch(entry.name)]
+    for path in paths:
+        _sweep(path, before, None, is_file=True)
+
+
+def _sweep(path: str, before: float, final: str | None, *, is_file: bool = False) -> None:
+    """Remove ``path`` if it is an orphan, or rename it to ``final`` if that is given and free."""
+    try:
+        if not _is_orphan(path, before, is_file=is_file):
+            return
+        if final is not None and not os.path.lexists(final):
+            logger.warning("%s gets its name back: a worker was killed while it was being replaced", final)
+            os.rename(path, final)
+            return
+        logger.warning("removing %s, which a worker left that was killed", path)
+        os.unlink(path) if is_file else shutil.rmtree(path)
+    except OSError as error:
+        logger.info("%s stays: %s", path, error)
+
+
+def _is_orphan(path: str, before: float, *, is_file: bool) -> bool:
+    facts = os.lstat(path)
+    is_ours = stat.S_ISREG(facts.st_mode) if is_file else holds_only_a_checkpoint(path)
+    if facts.st_uid != os.geteuid() or not is_ours:
+        return False
+    with opened(path, 0 if is_file else os.O_DIRECTORY) as fd:
+        is_free = lock_alone(fd)
+        if is_free is False:
+            return False
+        changed = [os.fstat(fd).st_mtime]
+        if not is_file:
+            with os.scandir(fd) as entries:
+                changed += [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        return max(changed) <= (before if is_free else before - _NO_LOCKS_S)

@@ -1,6 +1,6 @@
 """Attempts on a local or shared file system: hidden beside the final place, locked; one rename decides.
 
-A checkpoint is a folder, a single file is a file; each rank's worker holds it locked until it is finalized or
+A checkpoint is a folder, a single file is a file. Each rank's worker holds it locked until it is finalized or
 discarded.
 """
 
@@ -9,23 +9,42 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 from collections.abc import Sequence
 
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage.folders import exchange, holds_only_a_checkpoint, sync_folder
-from asyncckpt.worker.storage.locks import lock_shared
-from asyncckpt.worker.storage.names import OLD_SUFFIX, with_suffix
-from asyncckpt.worker.storage.os_errors import translated
-from asyncckpt.worker.storage.output_file import LocalFile
+from asyncckpt.worker.storage.file_system import (
+    LocalFile,
+    exchange,
+    holds_only_a_checkpoint,
+    lock_shared,
+    sync_folder,
+    translated,
+)
 from asyncckpt.worker.storage.storage import OpenAttempt, exists_error
+
+# Suffixes of hidden names beside a checkpoint.
+PARTIAL_SUFFIX = ".partial"
+"""An attempt that is being written."""
+TRASH_SUFFIX = ".asyncckpt-trash"
+"""What is being removed."""
+OLD_SUFFIX = ".asyncckpt-old"
+"""A checkpoint that makes way for another of the same name."""
+
+CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
+FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
+
+
+def attempt_path(final: str, attempt: str) -> str:
+    """Where ``final`` is written until the ``attempt`` is finalized."""
+    parent, name = os.path.split(final)
+    return os.path.join(parent, f".{name}.{attempt}{PARTIAL_SUFFIX}")
 
 
 class _Partial(OpenAttempt):
-    """What is beside ``final`` until it is finalized: ``path``, locked."""
-
     def __init__(self, path: str, final: str, direct: bool) -> None:
         self.path = path
         self._final = final
@@ -139,8 +158,8 @@ class PartialFile(_Partial):
 
 
 def undo_join(leftover: str, final: str) -> None:
-    """Of an attempt that was just being joined to ``final`` when it was revoked, and is in ``leftover`` now: see that
-    DCP finds no checkpoint there, whose ``.metadata`` goes there just before our manifest. Raises ``OSError``.
+    """An attempt that is in ``leftover`` now may have been revoked while it was being joined to ``final``: see that DCP
+    finds no checkpoint there, whose ``.metadata`` goes there just before our manifest. Raises ``OSError``.
     """
     if METADATA_NAME not in (names := os.listdir(leftover)) and MANIFEST_NAME in names:
         os.unlink(os.path.join(final, METADATA_NAME))
@@ -172,7 +191,7 @@ def _replace(folder: str, final: str) -> None:
     old = folder
     if not exchange(folder, final):
         # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
-        old = with_suffix(folder, OLD_SUFFIX)
+        old = folder.removesuffix(PARTIAL_SUFFIX) + OLD_SUFFIX
         os.rename(final, old)
         try:
             os.rename(folder, final)

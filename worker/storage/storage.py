@@ -19,7 +19,7 @@ class OutputFile(ABC):
     """
 
     path: str
-    """Where it is; for errors."""
+    """For errors."""
     direct: bool
     """Whether its bytes bypass the page cache. Then ``data`` and ``offset`` of a write are multiples of the page."""
 
@@ -76,14 +76,14 @@ class OpenAttempt(ABC):
     """
 
     path: str
-    """Where it is written, for errors. Nobody takes what is there for a checkpoint."""
+    """Where it is written, for errors."""
     inode: int | None = None
-    """Of a single file that was created: by this number ``Storage.resolve`` knows it. A manifest names its attempt."""
+    """Of a single file that was created: by it ``Storage.resolve`` knows the file. A manifest names its attempt."""
 
     @abstractmethod
     def create(self, name: str, *, large: bool) -> OutputFile:
-        """A new file ``name``; ``large``: written in aligned pieces, past the page cache. An attempt at a single file
-        creates that one, whatever the name. Raises ``StorageError``.
+        """A new file; ``large``: written in aligned pieces, past the page cache. The name of a single file does not
+        matter. Raises ``StorageError``.
         """
 
     @abstractmethod
@@ -104,7 +104,7 @@ class OpenAttempt(ABC):
         """Remove the files ``names``, None: the whole attempt, as far as storage allows, and ``release`` it.
 
         Only the first rank discards it whole: it alone is sure that the attempt is not finalized meanwhile. Raises
-        nothing: the error that led here matters more.
+        nothing.
         """
 
     @abstractmethod
@@ -133,8 +133,7 @@ class Storage(ABC):
 
     **Resolving.** Whoever has to know how an attempt ends, and is not told in time, calls ``resolve``. It revokes the
     attempt by a step that competes with the one of ``finalize``. Exactly one of the two succeeds, and that is how the
-    attempt has ended for everybody: after ``resolve`` has answered, nothing changes the answer. ``resolve`` may take as
-    long as storage does: the caller waits for it with a timeout (see ``resolve.py``).
+    attempt has ended for everybody: after ``resolve`` has answered, nothing changes the answer.
 
     **Reading** is done by trainers and tools: they look with ``names_in``, ``exists``, ``size``, read with ``read`` and
     ``open``, and take ``reading`` meanwhile, against which ``remove_checkpoint`` does nothing.
@@ -161,19 +160,9 @@ class Storage(ABC):
 
     @abstractmethod
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> OpenAttempt:
-        """Begin an attempt at a single file; the other ranks have no part in it.
+        """Begin an attempt at a single file, in a folder that is there; the other ranks have no part in it.
 
-        Args:
-            final: The path it will have, in a folder that is there.
-            attempt: The name of the attempt, which no other save uses.
-            nbytes: The most bytes it will have; there must be space for them.
-            orphan_s: As in ``begin_checkpoint``.
-
-        Returns:
-            The attempt, to be released or discarded.
-
-        Raises:
-            StorageError: There is too little space, or storage refuses.
+        Args: as those of ``begin_checkpoint``; so are the result and what is raised.
         """
 
     @abstractmethod
@@ -207,15 +196,9 @@ class Storage(ABC):
 
     @abstractmethod
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
-        """Whether what is at a final place comes from a certain attempt. Changes nothing, and raises nothing.
+        """Whether what is at a final place comes from a certain attempt: False also where it cannot be read.
 
-        Args:
-            final: The path.
-            attempt: The name of the attempt.
-            inode: ``OpenAttempt.inode``, of a single file.
-
-        Returns:
-            False also where it cannot be read.
+        Args: as those of ``resolve``. Changes nothing, and raises nothing.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ from support.storage_contract import StorageContract, put
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import locks, partial, storage_for
+from asyncckpt.worker.storage import file_system, partial, storage_for
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.storage import Storage
 
@@ -113,15 +113,15 @@ def test_replacing_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pyt
 
 def test_an_attempt_under_way_is_told_from_a_leftover(tmp_path: Path) -> None:
     opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "attempt", 0)
-    assert locks.is_locked(opened.path)
+    assert file_system.is_locked(opened.path)
     opened.release()
-    assert not locks.is_locked(opened.path) and not locks.is_locked(opened.path + "-none")
+    assert not file_system.is_locked(opened.path) and not file_system.is_locked(opened.path + "-none")
 
 
 def test_a_folder_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(file_system, "LOCK_TIMEOUT_S", 0.05)
     storage, folder = LocalStorage(), str(tmp_path)
-    with locks.opened(folder) as fd:
+    with file_system.opened(folder) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX)
         with pytest.raises(StorageError, match="locked"), storage.reading(folder):
             pass

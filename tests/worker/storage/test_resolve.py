@@ -14,9 +14,8 @@ from support.attempts import checkpoint_attempt
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.resolve import resolve
-from asyncckpt.worker.storage import partial
-from asyncckpt.worker.storage.names import PARTIAL_SUFFIX, TRASH_SUFFIX
+from asyncckpt.worker.storage import partial, resolve
+from asyncckpt.worker.storage.partial import PARTIAL_SUFFIX, TRASH_SUFFIX
 
 
 @pytest.mark.parametrize(("code", "says"), [(errno.EIO, None), (errno.ESTALE, None), (errno.EROFS, False)])

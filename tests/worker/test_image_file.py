@@ -16,12 +16,10 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker import image_writer
-from asyncckpt.worker.image_writer import BUFFER_BYTES, PIECE_BYTES, write_image
-from asyncckpt.worker.index import spans
-from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.storage.os_errors import translated
-from asyncckpt.worker.storage.output_file import LocalFile
+from asyncckpt.worker import staged_image
+from asyncckpt.worker.manifest import checksum, spans
+from asyncckpt.worker.staged_image import BUFFER_BYTES, PIECE_BYTES, write_image
+from asyncckpt.worker.storage.file_system import LocalFile, translated
 
 
 def _whole(nbytes: int, whole: int) -> int:
@@ -77,7 +75,7 @@ def test_through_buffers_or_not_it_is_the_same_file(
         real_write(self, data, offset)
 
     monkeypatch.setattr(LocalFile, "write", write)
-    monkeypatch.setattr(image_writer, "only_private", lambda: bounces)
+    monkeypatch.setattr(staged_image, "only_private", lambda: bounces)
     data = os.urandom(2 * PIECE_BYTES + 5 * PAGE)
     with Segment.create("test", len(data)) as segment, ThreadPoolExecutor(2) as pool:
         segment.view[:] = data

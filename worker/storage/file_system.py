@@ -1,0 +1,196 @@
+"""What a file system does for storage: files past the page cache, durable folders, locks, and its errors as ours.
+
+A lock (``flock``) belongs to an open descriptor: the kernel drops it when the process dies. So anybody can tell an
+attempt under way from what a dead worker left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+
+from asyncckpt.errors import StorageError
+from asyncckpt.worker.manifest import is_checkpoint_file
+from asyncckpt.worker.storage.storage import OutputFile
+
+LOCK_TIMEOUT_S = 30.0
+_LOCK_POLL_S = 0.01
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_ADVICE = {
+    errno.ENOSPC: "free space there, or choose another place",
+    errno.EDQUOT: "the quota is used up: free space there, or choose another place",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.ENOTDIR: "part of the path is a file: choose another place",
+    errno.EFBIG: "the file may not grow that far (see ulimit -f): raise the limit, or choose another place",
+}
+
+
+@contextlib.contextmanager
+def translated(doing: str, path: str) -> Iterator[None]:
+    """Turn an ``OSError`` inside into a ``StorageError`` that says what was being done, and to what."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "look at the storage there")
+        raise StorageError(f"{doing} failed: {error.strerror or error}; {advice}", path=path) from error
+
+
+class LocalFile(OutputFile):
+    """A new file; whether it is ``direct`` shows when it is open, and may change with a write."""
+
+    def __init__(self, path: str, direct: bool) -> None:
+        """Create ``path``, which must not exist. Raises ``StorageError``."""
+        self.path = path
+        self.direct = direct
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with translated("creating a file", path):
+            try:
+                self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                # The file system knows no direct I/O; whether the file was made before it said so differs.
+                self.direct = False
+                self._fd = os.open(path, flags & ~os.O_EXCL, 0o644)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        with translated("writing", self.path):
+            while data:
+                try:
+                    done = os.pwrite(self._fd, data, offset)
+                except OSError as error:
+                    if not self.direct or error.errno != errno.EINVAL:
+                        raise
+                    # Some file systems refuse direct I/O only now, or want another alignment after a short write.
+                    self.direct = False
+                    fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                    continue
+                data = data[done:]
+                offset += done
+
+    def truncate(self, nbytes: int) -> None:
+        with translated("writing", self.path):
+            os.ftruncate(self._fd, nbytes)
+
+    def sync(self) -> None:
+        """What went through the page cache also leaves it."""
+        with translated("flushing to storage", self.path):
+            os.fsync(self._fd)
+            if not self.direct:
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with translated("closing", self.path):
+                os.close(fd)
+
+
+# From here on all raise ``OSError``: whoever calls says what was being done.
+
+
+@contextlib.contextmanager
+def opened(path: str, flags: int = os.O_DIRECTORY) -> Iterator[int]:
+    """A descriptor of a folder, or with other ``flags`` of a file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def sync_folder(path: str) -> None:
+    """Make the entries of a folder durable."""
+    with opened(path) as fd:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems have nothing to sync for a folder
+                raise
+
+
+def make_folder(path: str) -> None:
+    """Make ``path`` and what is missing above it, each entry durable."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    if parent != path:
+        make_folder(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o755)
+    if not os.path.isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file", path)
+    sync_folder(parent)
+
+
+def holds_only_a_checkpoint(path: str) -> bool:
+    """Whether ``path`` is free, or a folder of a checkpoint's files alone: with it, nobody else's files are lost."""
+    try:
+        with os.scandir(path) as entries:
+            return all(is_checkpoint_file(entry.name) and not entry.is_dir() for entry in entries)
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
+        return False
+
+
+def exchange(one: str, other: str) -> bool:
+    """Swap two names in one step; False where the file system or the kernel cannot."""
+    try:
+        rename = _libc.renameat2
+    except AttributeError:  # glibc before 2.28
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), other)
+
+
+def lock_alone(fd: int) -> bool | None:
+    """Lock what is open, alone; False where somebody else holds it, None where the file system has no locks."""
+    return _lock(fd, fcntl.LOCK_EX)
+
+
+def lock_shared(fd: int) -> None:
+    """Lock what is open together with others; nothing happens on a file system without locks.
+
+    Who removes it, or looks whether it is locked, has it alone for a moment: it is a ``TimeoutError`` when another
+    process has had it alone for 30 seconds.
+    """
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while _lock(fd, fcntl.LOCK_SH) is False:
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held it locked for {LOCK_TIMEOUT_S:g} s")
+        time.sleep(_LOCK_POLL_S)
+
+
+def is_locked(path: str) -> bool:
+    """Whether somebody holds the folder ``path``. Raises nothing."""
+    try:
+        with opened(path) as fd:
+            return lock_alone(fd) is False
+    except OSError:
+        return False
+
+
+def _lock(fd: int, how: int) -> bool | None:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
