@@ -16,11 +16,10 @@ from __future__ import annotations
 from asyncckpt.publication import Publication
 from asyncckpt.weights.broadcast.broadcast import broadcast_weights, close_broadcasts, receive_weights
 from asyncckpt.weights.broadcast.protocol import Broadcast
-from asyncckpt.weights.offload.metrics import SyncMetrics
-from asyncckpt.weights.offload.parameters import OffloadedParameters
-from asyncckpt.weights.offload.sync import loaded, sync_with_offload
+from asyncckpt.weights.offload import OffloadedParameters
 from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.subscriber import WeightSubscriber
+from asyncckpt.weights.sync import SyncMetrics, loaded, sync_with_offload
 from asyncckpt.weights.weights import Weights
 
 __all__ = [

@@ -126,19 +126,19 @@ class WeightPublisher:
         """
         with self._lock, self._sharding.together():
             _check(weights, dtype)
-            client = self._running_client()
+            self._running_client()  # which may go on after a publisher before this one
             published = self._versions.admit(version, self._sharding.ranks, self._sharding.gather, roll_back=roll_back)
             timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
             if isinstance(weights, Mapping):
-                slot = self._copy_all(weights, dtype, client, timings)
+                slot = self._copy_all(weights, dtype, timings)
             else:
-                slot = self._copy_each(weights, dtype, client, timings)
+                slot = self._copy_each(weights, dtype, timings)
             versions = self._sharding.gather(published)  # all have copied, or none publishes
             if len(set(versions)) > 1:
                 each = ", ".join(str(each.version) for each in versions)
                 raise VersionError(f"the ranks do not publish the same version, but {each}")
-            self._show(slot, published, client)
-            nbytes = 0 if slot is None or self._plan is None else self._plan.layout.nbytes
+            self._show(slot, published)
+            nbytes = 0 if slot is None or self._plan is None else self._plan.places.nbytes
             return Publication(published.version, published.epoch, slot is None, nbytes, timings)
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
@@ -147,9 +147,9 @@ class WeightPublisher:
         Raises as ``publish`` does.
         """
         with self._lock:
-            client = self._running_client()
+            self._running_client()  # which may go on after a publisher before this one
             plan, _ = self._planned(self._sharding.own(weights), dtype)
-            self._buffer_for(plan, client).fill(plan, client, self._slots, self._config.timeout)
+            self._buffer_for(plan).fill(plan, self._slots)
 
     def close(self) -> None:
         """End the worker, and give the memory back; readers keep what they have leased. Safe to call twice."""
@@ -200,19 +200,16 @@ class WeightPublisher:
             ) from error
 
     def _hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
-        if predecessor is not None and not self._buffers:
-            self._inherit(predecessor)
+        if predecessor is not None and not self._buffers:  # what a publisher before this one has left
+            for each in predecessor.published:
+                control = predecessor.segments[each.segment]
+                images = [predecessor.segments[number] for number in each.layout.slots]
+                self._buffers.append(WeightBuffer(control, images, client, self._config.timeout))
+            self._versions.inherit(max((last for buffer in self._buffers for last in buffer.published()), default=None))
         for buffer in self._buffers:
-            buffer.hand_over(client, self._config.timeout)
+            buffer.hand_over(client)
 
-    def _inherit(self, takeover: Takeover) -> None:
-        """Take over what a publisher before this one has left."""
-        for buffer in takeover.published:
-            images = [takeover.segments[number] for number in buffer.layout.slots]
-            self._buffers.append(WeightBuffer(takeover.segments[buffer.segment], images))
-        self._versions.inherit(max((each for buffer in self._buffers for each in buffer.published()), default=None))
-
-    def _show(self, slot: int | None, published: PublishedVersion, client: WorkerClient) -> None:
+    def _show(self, slot: int | None, published: PublishedVersion) -> None:
         if slot is None and not self._skips:
             logger.warning("version %d is not published: readers at %r have all slots", published.version, self.address)
         self._skips = slot is None
@@ -220,7 +217,7 @@ class WeightPublisher:
             self._buffers[-1].publish(slot, published)
             self._versions.note(published)
             for buffer in self._buffers[:-1]:
-                buffer.give_back(client)
+                buffer.give_back()
             del self._buffers[:-1]
 
     def _planned(
@@ -236,23 +233,23 @@ class WeightPublisher:
         self._plan = WeightPlan.make(own, dtype, self._sharding)
         return self._plan, self._plan.capture(own, dtype)
 
-    def _buffer_for(self, plan: WeightPlan, client: WorkerClient) -> WeightBuffer:
+    def _buffer_for(self, plan: WeightPlan) -> WeightBuffer:
         """Where images of ``plan`` go; from now on it is the last buffer."""
         buffer = next((buffer for buffer in self._buffers if buffer.is_for(plan)), None)
         if buffer is None:
-            buffer = WeightBuffer.allocate(client, self._config.timeout)
+            buffer = WeightBuffer.allocate(self._running_client(), self._config.timeout)
         else:
             self._buffers.remove(buffer)
         self._buffers.append(buffer)
         return buffer
 
-    def _claim(self, plan: WeightPlan, client: WorkerClient, timings: dict[str, float]) -> int | None:
+    def _claim(self, plan: WeightPlan, timings: dict[str, float]) -> int | None:
         """A slot for ``plan``, on all ranks or on none."""
         begun = time.perf_counter()
         deadline = time.monotonic() + self._config.timeout
-        buffer = self._buffer_for(plan, client)
+        buffer = self._buffer_for(plan)
         while True:
-            slot = buffer.claim(plan, client, self._slots, self._config.timeout)
+            slot = buffer.claim(plan, self._slots)
             if all(self._sharding.gather(slot is not None)):
                 timings["wait_s"] += time.perf_counter() - begun
                 return slot
@@ -265,13 +262,11 @@ class WeightPublisher:
                 )
             time.sleep(_PAUSE_S)
 
-    def _copy_all(
-        self, weights: Mapping[str, Any], dtype: torch.dtype | None, client: WorkerClient, timings: dict[str, float]
-    ) -> int | None:
+    def _copy_all(self, weights: Mapping[str, Any], dtype: torch.dtype | None, timings: dict[str, float]) -> int | None:
         begun = time.perf_counter()
         plan, tensors = self._planned(self._sharding.own(weights), dtype)
         timings["plan_s"] += time.perf_counter() - begun
-        slot = self._claim(plan, client, timings)
+        slot = self._claim(plan, timings)
         if slot is None:
             return None
         begun = time.perf_counter()
@@ -283,15 +278,12 @@ class WeightPublisher:
         self,
         stream: Iterable[tuple[str, torch.Tensor]],
         dtype: torch.dtype | None,
-        client: WorkerClient,
         timings: dict[str, float],
     ) -> int | None:
         """As ``_copy_all``, for tensors that come one by one, and may be gone when the next one comes."""
         plan = self._plan
-        slot: int | None = None
         known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
-        if known and plan is not None:
-            slot = self._claim(plan, client, timings)
+        slot = self._claim(plan, timings) if known and plan is not None else None
         skipped = known and slot is None
         begun = time.perf_counter()
         copied: dict[str, int] = {}
@@ -301,24 +293,28 @@ class WeightPublisher:
             """Into the slot, as long as all are as planned. The first that is not, and all after it, are kept."""
             if skipped or not self._sharding.is_own(tensor):
                 return
-            form = self._sharding.whole_form(name, tensor, dtype)
+            form = self._sharding.form(name, tensor, dtype)
+            if form.shape != form.whole:
+                raise UnsavableStateError(
+                    f"{name!r} is a part of a tensor: publish such as a state dict, not one by one"
+                )
             if name in copied or name in kept:
                 raise UnsavableStateError(f"{name!r} comes twice")
             number = plan.find(form) if plan is not None and slot is not None and not kept else None
-            if number is None or plan is None or slot is None:
+            if plan is None or slot is None or number is None:
                 kept[name] = local(tensor).to("cpu", form.dtype, copy=True)
             else:
                 self._buffers[-1].views(slot, plan, tensor.device)[number].copy_(local(tensor))
                 copied[name] = number
 
         self._sharding.walk(stream, take)
-        as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.names)
+        as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.entries)
         done = skipped or all(self._sharding.gather(as_planned))
         if not done and plan is not None and slot is not None:
             there = self._buffers[-1].views(slot, plan)
             kept = {name: there[number].clone() for name, number in copied.items()} | kept
         timings["stage_s"] += time.perf_counter() - begun
-        return slot if done else self._copy_all(kept, dtype, client, timings)
+        return slot if done else self._copy_all(kept, dtype, timings)
 
 
 def _check(weights: object, dtype: object) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from asyncckpt.errors import RankFailedError, UnsavableStateError, decode, encode, located
 from asyncckpt.planning.structure import PLAIN, has_no_bytes, stateful_to_dict
-from asyncckpt.weights.layout import TensorForm
+from asyncckpt.weights.layout import TensorEntry
 
 T = TypeVar("T")
 
@@ -114,8 +114,8 @@ class Sharding:
             self._plain = self._untold_plain = plain
         return {name: tensor for name, tensor in tensors.items() if self.is_own(tensor)}
 
-    def form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorForm:
-        """What is published of a tensor.
+    def form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorEntry:
+        """What is published of a tensor; its place is not known yet.
 
         Args:
             name: Its name.
@@ -141,14 +141,7 @@ class Sharding:
         # A tensor of eight bits has scales beside it, and means nothing without them.
         converts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
         published = dtype if converts and dtype is not None else tensor.dtype
-        return TensorForm(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
-
-    def whole_form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorForm:
-        """As ``form``, of a tensor that must be whole."""
-        form = self.form(name, tensor, dtype)
-        if form.shape != form.whole:
-            raise UnsavableStateError(f"{name!r} is a part of a tensor: publish such as a state dict, not one by one")
-        return form
+        return TensorEntry(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
 
     def is_own(self, tensor: torch.Tensor) -> bool:
         """Whether this rank publishes ``tensor``. All ranks have what is no DTensor, and the first one publishes it."""

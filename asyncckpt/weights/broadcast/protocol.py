@@ -1,8 +1,9 @@
-"""The protocol of a broadcast: what the ranks do in which order, how all end when one fails, and the result.
+"""The protocol of a broadcast: what the ranks do in which order, and the result.
 
 Every rank has a role: the source sends, a receiver loads, a gatherer only helps to gather shards. All they tell each
-other are rounds over the channel: the source collects the status of every other rank, and tells all a notice. First
-come the terms; where they are new, what memory can be shared, and the wire. Then, for each bucket:
+other are rounds over the channel (``channel.py``, also for how all end when one fails): the source collects the status
+of every other rank, and tells all a notice. First come the terms; where they are new, what memory can be shared, and
+the wire. Then, for each bucket:
 
     source                                      receivers
     fill it, and take its checksum              load the one before the last
@@ -18,13 +19,11 @@ and that all is loaded everywhere; only then does the call return.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncckpt.errors import CheckpointError
-from asyncckpt.weights.broadcast.channel import Channel, Message, pack, unpack
+from asyncckpt.weights.broadcast.channel import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,55 +58,8 @@ class Seconds:
         self._phases[phase] += now - self._last
         self._last = now
 
-    def broadcast(self, terms: Message, nbytes: int, buckets: int) -> Broadcast:
-        """The result, of ``nbytes`` in so many ``buckets`` on these ``terms``."""
+    def result(self, terms: Message, end: Message) -> Broadcast:
+        """The broadcast on these ``terms``, which has come to this ``end``."""
         seconds = self._phases | {"total": time.perf_counter() - self._begun}
-        version, epoch, retained = (terms[name] for name in ("version", "epoch", "retained"))
-        return Broadcast(
-            version=version, epoch=epoch, nbytes=nbytes, buckets=buckets, retained=retained, seconds=seconds
-        )
-
-
-class ToldError(Exception):
-    """All ranks have been told that it is over, and raise this ``error``."""
-
-    def __init__(self, error: CheckpointError) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-def exchange(channel: Channel, status: Message) -> Message:
-    """A round, on any rank but the source: tell the ``status``, and hear the notice. Raises ``ToldError``."""
-    channel.say(status)
-    notice = channel.hear()
-    if "error" in notice:
-        raise ToldError(unpack(notice["error"]))
-    return notice
-
-
-def give_up(channel: Channel, error: BaseException) -> CheckpointError:
-    """The same because of ``error``; returns what all ranks raise."""
-    channel.say({"error": pack(error, channel.rank)})
-    return unpack(channel.hear()["error"])
-
-
-@contextlib.contextmanager
-def failing_together(channel: Channel, tell: Callable[[Exception | GeneratorExit], CheckpointError]) -> Iterator[None]:
-    """What is raised in here, all ranks raise. ``tell`` has the others told of it, and returns what all raise.
-
-    If the channel is broken, the others know; if this rank is interrupted, it leaves, and they will be told of that.
-    """
-    try:
-        yield
-    except ToldError as told:
-        raise told.error from None
-    except (Exception, GeneratorExit) as error:
-        if not channel.usable:
-            raise
-        raised = tell(error)
-        if isinstance(error, GeneratorExit):
-            raise
-        raise raised from error
-    except BaseException as error:
-        channel.leave(error)
-        raise
+        told = {name: terms[name] for name in ("version", "epoch", "retained")}
+        return Broadcast(**told, nbytes=end["nbytes"], buckets=end["buckets"], seconds=seconds)
