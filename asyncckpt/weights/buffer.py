@@ -95,7 +95,7 @@ class WeightBuffer:
         Args:
             slot: A claimed slot.
             plan: How they are laid out.
-            tensors: All of the plan, in the order of its layout. They must not change meanwhile.
+            tensors: All of the plan, in its order. They must not change meanwhile.
             pool: Its threads take part.
         """
         ready = ready_events(tensors)
@@ -109,11 +109,11 @@ class WeightBuffer:
         self._slots[slot].stager_of(plan).copy(tensors, ready, pool, lambda _: None, lambda _: None)
 
     def views(self, slot: int, plan: WeightPlan, source: torch.device | None = None) -> Sequence[torch.Tensor]:
-        """The places of all tensors in a claimed slot, to be written to, in the order of the layout.
+        """The places of all tensors in a claimed slot, to be written to.
 
         Args:
             slot: A claimed slot.
-            plan: The layout.
+            plan: How they are laid out, and their order.
             source: The device that will be copied from: its driver is told of the memory (pinned).
         """
         if source is not None and kind_of(source) is not None:

@@ -65,8 +65,6 @@ class Lease:
 def readable_memory(segment: Segment, begin: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
     """Memory that torch takes for a tensor, though it is mapped for reading alone; it keeps the mapping.
 
-    Torch wants numpy's arrays, and the mapping itself, to be writable.
-
     Args:
         segment: Where it is.
         begin: Its first byte there.
@@ -79,10 +77,7 @@ def readable_memory(segment: Segment, begin: int, nbytes: int) -> ctypes.Array[c
 
 
 class _MappedSegment:
-    """A published segment, mapped here.
-
-    Its worker may be gone: the memory is there, and the trainer may go on to publish in it.
-    """
+    """A published segment, mapped here. Its worker may be gone: the trainer may go on to publish in it."""
 
     def __init__(self, published: PublishedSegment, client: ReaderClient) -> None:
         self.number = published.segment

@@ -77,13 +77,12 @@ class OffloadedParameters:
         self._guards = contextlib.ExitStack()
 
     def offload(self, *, unchanged: bool = False) -> int:
-        """Bring them to the host, and give the memory of the device back to torch's allocator. Returns bytes copied.
+        """Bring them to the host, unless they are there, and give the memory of the device back to torch's allocator.
 
-        ``unchanged``: nothing has changed them since ``load``; what is at the host already is not copied again. It
-        has to be said, because torch counts only changes that it sees: not those through ``.data``, nor those by
-        kernels and collectives of others. Those it sees are copied in any case.
-
-        If they are offloaded, nothing happens. If this raises, they all are on the device.
+        Returns bytes copied. If this raises, they all are on the device. ``unchanged``: nothing has changed them since
+        ``load``; what is at the host already is not copied again. It has to be said, because torch counts only changes
+        that it sees: not those through ``.data``, nor those by kernels and collectives of others. Those it sees are
+        copied in any case.
         """
         if not self.loaded:
             return 0
@@ -106,10 +105,9 @@ class OffloadedParameters:
         return sum(copied)
 
     def load(self) -> int:
-        """Bring them back to the device. Returns bytes copied.
+        """Bring them back to the device, unless they are there. Returns bytes copied.
 
-        If they are on the device, nothing happens. If this raises, as when memory is short there, they all are
-        offloaded still.
+        If this raises, as when memory is short there, they all are offloaded still.
         """
         if self.loaded or self._memory is None:
             return 0
@@ -167,14 +165,11 @@ class OffloadedParameters:
 class _HostMemory:
     """A place for each of some tensors' bytes, in one piece of memory, which is given back with this object.
 
-    It is not torch's pinned memory, because that is rounded up to the next power of two: 33 GiB would take 64.
+    Not torch's pinned memory, which is rounded up to the next power of two: 33 GiB would take 64.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device | None) -> None:
-        """Take memory for these numbers of bytes (none of them 0), pinned if ``device`` is of a kind that needs it.
-
-        Raises ``OutOfMemoryError``.
-        """
+        """``sizes`` in bytes, none of them 0. Raises ``OutOfMemoryError``."""
         self.sizes = list(sizes)
         offsets: list[int] = []
         end = 0

@@ -32,15 +32,12 @@ class WeightPlan:
 
     @classmethod
     def make(cls, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None, sharding: Sharding) -> WeightPlan:
-        """Plan weights of this structure.
+        """Plan weights of this structure. Raises ``UnsavableStateError`` where something cannot be published.
 
         Args:
             weights: This rank's own, by name.
             dtype: What those of floating point are published as; None: what they are.
             sharding: The ranks that publish together.
-
-        Raises:
-            UnsavableStateError: Something cannot be published.
         """
         forms = [sharding.form(name, tensor, dtype) for name, tensor in weights.items()]
         order = sorted(range(len(forms)), key=lambda number: -forms[number].dtype.itemsize)

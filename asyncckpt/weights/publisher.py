@@ -7,7 +7,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -49,7 +48,7 @@ class WeightPublisher:
         process_group: ProcessGroup | None = None,
         config: Config | None = None,
     ) -> None:
-        """Takes no memory and starts no worker yet.
+        """Takes no memory and starts no worker yet. Raises ``ValueError`` for an argument that is out of range.
 
         Args:
             address: Any text, by which readers find this.
@@ -60,9 +59,6 @@ class WeightPublisher:
             process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
                 readers need all of them on their host. None: this process alone.
             config: ``timeout``, ``linger`` and what is about the worker process are taken from it.
-
-        Raises:
-            ValueError: An argument is not one of those.
         """
         if not address:
             raise ValueError("an address is a text that readers are told, and not empty")
@@ -106,6 +102,8 @@ class WeightPublisher:
     ) -> Publication:
         """Copy ``weights`` and let readers see them, all at once. The caller may change them when this returns.
 
+        After any error nothing is published; the newest version stays, and what is being read.
+
         Args:
             weights: A state dict, as ``Checkpointer.save`` takes it (what in it is no tensor is left out), or pairs of
                 name and tensor, taken one by one, each copied before the next is asked for.
@@ -117,8 +115,7 @@ class WeightPublisher:
             What was published; ``skipped`` where readers have all slots.
 
         Raises:
-            VersionError, UnsavableStateError, OutOfMemoryError, ClosedError: As they say. After any error nothing is
-                published; the newest version stays, and what is being read.
+            VersionError, UnsavableStateError, OutOfMemoryError, ClosedError: As they say.
             JobTakenError: Another process publishes under this address.
             WorkerDiedError: The next call starts another worker.
             RankFailedError: Another rank raises, or does not answer within the timeout of the process group.
@@ -142,10 +139,7 @@ class WeightPublisher:
             return Publication(published.version, published.epoch, slot is None, nbytes, timings)
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
-        """Start the worker, plan, and take the memory of all slots, so that no publication has to. Publishes nothing.
-
-        Raises as ``publish`` does.
-        """
+        """Start the worker, plan, and take the memory of all slots, so that no publication has to."""
         with self._lock:
             self._running_client()  # which may go on after a publisher before this one
             plan, _ = self._planned(self._sharding.own(weights), dtype)
@@ -171,9 +165,7 @@ class WeightPublisher:
     def __enter__(self) -> WeightPublisher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A training that ends by an error is likely to be started again.
         self._close(linger=kind is not None and issubclass(kind, Exception))
 

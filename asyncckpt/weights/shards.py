@@ -48,11 +48,7 @@ class Sharding:
             raise
 
     def gather(self, value: T) -> list[T]:
-        """What each rank has, in their order.
-
-        Raises ``RankFailedError`` where one has failed before it came to this, or does not answer within the timeout of
-        the process group.
-        """
+        """What each rank has, in their order. Raises ``RankFailedError`` where one has failed, or does not answer."""
         if self.ranks == 1:
             return [value]
         told = self._exchange(value, None)
@@ -84,7 +80,7 @@ class Sharding:
     def walk(self, stream: Iterable[tuple[str, torch.Tensor]], take: Callable[[str, torch.Tensor], None]) -> None:
         """Call ``take`` with each name and tensor of ``stream``.
 
-        Other ranks may walk along it, and wait for each other: so to its end in any case, also where ``take`` raises.
+        Other ranks may walk along it, and wait for each other: so to its end, also where ``take`` raises.
         """
         failure: Exception | None = None
         for name, tensor in stream:
@@ -99,10 +95,7 @@ class Sharding:
             raise failure
 
     def own(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Those tensors of a state dict that this rank publishes, by name; nested ones by their path, with dots.
-
-        What is no tensor is left out; values with ``state_dict()`` are asked for their state.
-        """
+        """Those tensors of a state dict that this rank publishes, by name; nested ones by their path, with dots."""
         weights = stateful_to_dict(weights)
         if any(isinstance(value, (Mapping, list)) for value in weights.values()):
             weights = flatten_state_dict(dict(weights))[0]
@@ -115,15 +108,12 @@ class Sharding:
         return {name: tensor for name, tensor in tensors.items() if self.is_own(tensor)}
 
     def form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorEntry:
-        """What is published of a tensor; its place is not known yet.
+        """What is published of a tensor. Raises ``UnsavableStateError`` where that is not to be.
 
         Args:
             name: Its name.
             tensor: This rank's own.
             dtype: What it is published as, if it is of floating point; None: what it is.
-
-        Raises:
-            UnsavableStateError: It has no plain bytes, or is not this process's to publish.
         """
         if not isinstance(tensor, torch.Tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__}, and no tensor")

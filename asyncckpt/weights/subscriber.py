@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import weakref
-from types import TracebackType
 
 from asyncckpt.errors import ClosedError, MismatchError, VersionError, WeightsTimeoutError
 from asyncckpt.publication import job_of_checkpoints, job_of_weights
@@ -84,9 +83,6 @@ class WeightSubscriber:
             roll_back: Take also older versions than this reader has had, of a trainer that does not say it goes back.
             timeout: Seconds to wait.
 
-        Returns:
-            The weights, to be released; they may be used as a context manager.
-
         Raises:
             WeightsTimeoutError: There are none such within ``timeout``.
             MismatchError: No name begins with the prefix.
@@ -124,9 +120,7 @@ class WeightSubscriber:
     def __enter__(self) -> WeightSubscriber:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

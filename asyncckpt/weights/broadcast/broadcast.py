@@ -20,9 +20,8 @@ from asyncckpt.errors import RankFailedError
 from asyncckpt.weights.broadcast.buckets import Given, Named
 from asyncckpt.weights.broadcast.channel import Channel
 from asyncckpt.weights.broadcast.membership import Membership
-from asyncckpt.weights.broadcast.protocol import Broadcast
 from asyncckpt.weights.broadcast.receiver import Receipt, Receiver
-from asyncckpt.weights.broadcast.sender import Sender
+from asyncckpt.weights.broadcast.sender import Broadcast, Sender
 
 BUCKET_BYTES = 64 << 20
 TIMEOUT_S = 300.0
@@ -86,14 +85,13 @@ def broadcast_weights(
 def receive_weights(*, src: int = 0, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_S) -> Receipt:
     """As ``broadcast_weights`` with a ``load``, but as a generator; nothing happens before it is asked for a bucket.
 
+    Yields the tensors of one bucket after the other, good until the next is asked for; its value is the
+    ``Broadcast``. To close it early fails the broadcast on all ranks.
+
     Args:
-        src: As for ``broadcast_weights``, as are the others.
+        src: As for ``broadcast_weights``.
         group: None: all ranks of the job.
         timeout: Seconds that a wait for a rank may last.
-
-    Returns:
-        Yields the tensors of one bucket after the other, good until the next is asked for; its value is the
-        ``Broadcast``. To close it early fails the broadcast on all ranks.
     """
     end = _end(src, group, timeout)
     if isinstance(end, Sender):

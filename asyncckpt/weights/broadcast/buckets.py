@@ -78,13 +78,10 @@ def tensors_of(weights: Given, sources: Sequence[int] = (), *, borrow: bool = Tr
     """The tensors of ``weights``, one at a time; sharded ones (``DTensor``) are gathered when they come.
 
     Args:
-        weights: What is sent.
+        weights: What is sent. Raises ``UnsavableStateError`` where that cannot be.
         sources: The ranks of the job that gather too.
         borrow: Memory of tensors that stay may be a bucket. Without it the cuts depend on names, dtypes and shapes
             alone.
-
-    Raises:
-        UnsavableStateError: Something cannot be sent.
     """
     stays = borrow and isinstance(weights, Mapping)
     pairs: Iterable[tuple[str, Any]] = weights.items() if isinstance(weights, Mapping) else weights

@@ -50,10 +50,16 @@ class _ToldError(Exception):
 
 
 class Channel:
-    """Between rank ``src`` and the ``others``. ``timeout``, in seconds, limits every wait for another rank."""
+    """Between rank ``src``, the source, and the ``others``. ``timeout`` may be changed."""
 
     def __init__(self, membership: Membership, src: int, timeout: float) -> None:
-        """Connect; a collective of all members, who have come. Raises ``RankFailedError`` if one is gone again."""
+        """Connect; a collective of all members, who have come. Raises ``RankFailedError`` if one is gone again.
+
+        Args:
+            membership: This rank's.
+            src: The source.
+            timeout: Seconds that a wait for another rank may last.
+        """
         self.rank, self.src, self.timeout = membership.rank, src, timeout
         self.others = [each for each in range(membership.world_size) if each != src]
         self._membership = membership
@@ -158,15 +164,12 @@ class Channel:
             raise
 
     def attempt(self, wait: Callable[[], T], what: str, rank: int | None = None) -> T:
-        """Wait for another rank; where that fails, all ranks end.
+        """Wait for another rank; where that fails, all ranks end with the same ``RankFailedError``.
 
         Args:
             wait: Waits, and raises ``RuntimeError``, as gloo does.
             what: Its name in the error.
             rank: Whose it is; None: nobody's, or everybody's.
-
-        Raises:
-            RankFailedError: With the same text on all ranks.
         """
         begun = time.monotonic()
         try:

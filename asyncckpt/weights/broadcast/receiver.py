@@ -1,9 +1,9 @@
-"""The receiver: a rank that loads what the source sends, or only helps to gather it; see ``protocol.py``."""
+"""The receiver: a rank that loads what the source sends, or only helps to gather it; see ``sender.py``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from asyncckpt.weights.broadcast.buckets import (
     views,
 )
 from asyncckpt.weights.broadcast.channel import Channel, Message
-from asyncckpt.weights.broadcast.protocol import Broadcast, Seconds
+from asyncckpt.weights.broadcast.sender import Broadcast, Seconds
 from asyncckpt.weights.broadcast.transport import Buffers, Wire, device_group, host_identity, open_wire
 
 Receipt = Generator[list[Named], None, Broadcast]
@@ -45,8 +45,6 @@ class Receiver:
         self.channel = channel
         self._group = device_group(group)
         self._wire = Wire(channel)
-        self._shared: Buffers | None = None
-        """The source's buffers, if they are mapped here, and nothing comes over a wire."""
         self._unposted = 0
         """Bytes of a bucket that the source is sending, and this rank has not begun to receive."""
         self._descriptions: dict[int, list[BucketItem]] = {}
@@ -65,15 +63,15 @@ class Receiver:
             terms = self._begin("load", host_identity())
             seconds.add("meet")
             while (notice := self.channel.exchange({}))["kind"] == "bucket":
-                if self._shared is None:
+                if self._wire.shared is None:
                     self._unposted = notice["bytes"]
-                self._learn(notice)
-                if last is not None and self._begins_tensor(notice):
+                items = self._items(notice)
+                if last is not None and items[0].is_piece and items[0].begin == 0:
                     # What the pieces before it were merged in is needed again.
                     yield from self._give(last, seconds)
                     last = None
-                bucket = self._find(notice)
-                if self._shared is not None:
+                bucket = self._find(notice, items)
+                if self._wire.shared is not None:
                     yield from self._give(bucket, seconds)
                     continue
                 self._wire.post(bucket.data)
@@ -117,12 +115,12 @@ class Receiver:
     def close(self) -> None:
         """Drop the connections, and give the buffers back."""
         self.channel.close()
-        self._drop_buffers()
+        self._drop_wire()
 
-    def _drop_buffers(self) -> None:
+    def _drop_wire(self) -> None:
         self._views.clear()
         self._descriptions.clear()
-        self._wire, self._shared = Wire(self.channel), None
+        self._wire = Wire(self.channel)
         self._merged = torch.empty(0, dtype=torch.uint8)
 
     def _settle(self) -> None:
@@ -135,40 +133,33 @@ class Receiver:
         """Hear the terms; and, where something is new, map what the source shares, or connect."""
         terms = self.channel.exchange({"role": role, "host": host})
         if terms["set_up"]:
-            self._drop_buffers()
-            self._shared = Buffers.attach(terms["offer"], terms["bucket_bytes"]) if "offer" in terms else None
-            place = self.channel.exchange({"attached": self._shared is not None})["wire"]
+            self._drop_wire()
+            shared = Buffers.attach(terms["offer"], terms["bucket_bytes"]) if "offer" in terms else None
+            place = self.channel.exchange({"attached": shared is not None})["wire"]
             self._wire = open_wire(self.channel, terms["bucket_bytes"], self._group or place)
+            self._wire.shared = shared
         return terms
 
-    def _learn(self, notice: Message) -> None:
-        """Hear how the bucket is described, if that is not known yet."""
+    def _items(self, notice: Message) -> list[BucketItem]:
+        """What the bucket has, which is told where it is not known yet."""
         if notice["forget"]:
             self._descriptions.clear()
             self._views.clear()
         if notice["blob"]:
             self._descriptions[notice["description"]] = read_description(notice["blob"])
+        return self._descriptions[notice["description"]]
 
-    def _begins_tensor(self, notice: Message) -> bool:
-        first = self._descriptions[notice["description"]][0]
-        return first.is_piece and first.begin == 0
-
-    def _find(self, notice: Message) -> _ReceivedBucket:
+    def _find(self, notice: Message, items: list[BucketItem]) -> _ReceivedBucket:
         """Where the bucket is, or is to go."""
-        items = self._descriptions[notice["description"]]
         first, nbytes, skew = items[0], notice["bytes"], notice["skew"]
-        buffer = self._wire.buffers.next() if self._shared is None else notice["buffer"] or 0
-        data = self._pair[buffer][skew : skew + nbytes]
+        buffer = self._wire.buffers.next() if self._wire.shared is None else notice["buffer"] or 0
+        data = self._wire.buffers.pair[buffer][skew : skew + nbytes]
         if first.is_piece:
             if first.begin == 0 and self._merged.numel() < first.total:
                 self._merged = torch.empty(first.total, dtype=torch.uint8, device=data.device)
-            if self._shared is None:
+            if self._wire.shared is None:
                 data = self._merged[first.begin : first.begin + nbytes]
         return _ReceivedBucket(notice, items, buffer, data)
-
-    @property
-    def _pair(self) -> Sequence[torch.Tensor]:
-        return (self._shared or self._wire.buffers).pair
 
     def _give(self, bucket: _ReceivedBucket, seconds: Seconds) -> Generator[list[Named], None, None]:
         """Check a bucket, and hand over what is complete with it."""
@@ -181,13 +172,13 @@ class Receiver:
                 rank=self.channel.rank,
             )
         first = bucket.items[0]
-        if first.is_piece and self._shared is not None:
+        if first.is_piece and self._wire.shared is not None:
             memcpy(self._merged.data_ptr() + first.begin, bucket.data.data_ptr(), first.nbytes)
         seconds.add("checksum")
         if not first.is_piece:
             key = bucket.notice["description"], bucket.buffer
             if key not in self._views:
-                self._views[key] = views(bucket.items, self._pair[bucket.buffer])
+                self._views[key] = views(bucket.items, self._wire.buffers.pair[bucket.buffer])
             yield list(self._views[key])
         elif first.is_last_piece:
             yield [(first.name, view(first, self._merged[: first.total]))]

@@ -1,20 +1,77 @@
-"""The sender: the source of a broadcast. ``protocol.py`` has the order of things."""
+"""The sender, the source of a broadcast; and the protocol, that is, what the ranks do in which order.
+
+Every rank has a role: the source sends, a receiver loads, a gatherer only helps to gather shards. All they tell each
+other are rounds over the channel (``channel.py``, also for how all end when one fails): the source collects the status
+of every other rank, and tells all a notice. First come the terms; where they are new, what memory can be shared, and
+the wire. Then, for each bucket:
+
+    source                                      receivers
+    fill it, and take its checksum              load the one before the last
+    wait until the one before is sent           wait until the last has come
+    collect the status of everybody      <----  say how it is
+    tell what the bucket is              ---->  hear it
+    begin to send it                     ====>  begin to receive it
+
+so while bucket k is under way, k+1 is filled and k-1 is loaded, and two buffers are enough on either side. A receiver
+that shares the source's buffers loads bucket k at once. After the last one, two more rounds: that there are no more,
+and that all is loaded everywhere; only then does the call return.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from asyncckpt.weights.broadcast.buckets import Bucket, Given, checksum, describe, fill, tensors_of
 from asyncckpt.weights.broadcast.channel import Channel, Message
-from asyncckpt.weights.broadcast.protocol import Broadcast, Seconds
 from asyncckpt.weights.broadcast.transport import ALIGNMENT, Buffers, Wire, device_group, host_identity, open_wire
 from asyncckpt.weights.weights import Weights
 
 # Bytes of the descriptions that the receivers remember: those of some 150,000 tensors.
 _MOST_DESCRIBED_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broadcast:
+    """What was broadcast: the same on all ranks, but for the seconds."""
+
+    version: int | None
+    epoch: int | None
+    """That of the publication, if it was one."""
+    nbytes: int
+    """All tensors together, in bytes."""
+    buckets: int
+    retained: bool
+    """Whether this version can be taken again: only if it is a publication. Weights that come straight out of a model
+    are gone with its next step."""
+    seconds: Mapping[str, float]
+    """By phase, exactly 0.0 for one that did not take place: ``meet`` (waiting for all ranks to come), ``fill``
+    (gathering and copying into buckets), ``checksum``, ``transfer`` (waiting for the wire, and for other ranks),
+    ``load``, and ``total``."""
+
+
+class Seconds:
+    """A stopwatch with phases."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.perf_counter()
+        self._phases = dict.fromkeys(("meet", "fill", "checksum", "transfer", "load"), 0.0)
+
+    def add(self, phase: str) -> None:
+        """All since the last call was ``phase``."""
+        now = time.perf_counter()
+        self._phases[phase] += now - self._last
+        self._last = now
+
+    def result(self, terms: Message, end: Message) -> Broadcast:
+        """The broadcast on these ``terms``, which has come to this ``end``."""
+        seconds = self._phases | {"total": time.perf_counter() - self._begun}
+        told = {name: terms[name] for name in ("version", "epoch", "retained")}
+        return Broadcast(**told, nbytes=end["nbytes"], buckets=end["buckets"], seconds=seconds)
 
 
 class Sender:
@@ -29,8 +86,6 @@ class Sender:
         """With whom, and how, it was set up."""
         self._setups = 0
         self._wire = Wire(channel)
-        self._shared: Buffers | None = None
-        """Buffers that receivers on this host have mapped."""
         self._described: dict[bytes, int] = {}
         """The descriptions that the receivers remember, and their numbers."""
 
@@ -71,8 +126,8 @@ class Sender:
             terms["set_up"] = needed != known
             self._set_up(terms, roles, local, dict.fromkeys(gathers, json.dumps(sources).encode()))
             seconds.add("meet")
-            tensors = tensors_of(weights, sources, borrow=not gathers and self._shared is None)
-            buckets = fill(tensors, bucket_bytes, self._shared or self._wire.buffers)
+            tensors = tensors_of(weights, sources, borrow=not gathers and self._wire.shared is None)
+            buckets = fill(tensors, bucket_bytes, self._wire.buffers)
             end = self._send_all(buckets, [rank for rank in roles if rank not in gathers], seconds)
         self._known = needed
         return seconds.result(terms, end)
@@ -80,12 +135,11 @@ class Sender:
     def close(self) -> None:
         """Drop the connections, and give the buffers back."""
         self.channel.close()
-        self._drop_buffers()
+        self._drop_wire()
 
-    def _drop_buffers(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-        self._wire, self._shared = Wire(self.channel), None
+    def _drop_wire(self) -> None:
+        self._wire.close()
+        self._wire = Wire(self.channel)
         self._described.clear()
 
     def _send_all(self, buckets: Iterable[Bucket], receivers: Sequence[int], seconds: Seconds) -> Message:
@@ -141,24 +195,28 @@ class Sender:
         if not terms["set_up"]:
             self.channel.tell(terms, sources)
             return
-        self._drop_buffers()
+        self._drop_wire()
         host = host_identity() if local and self._group is None else None
-        near = [each["role"] == "load" and each["host"] == host for each in roles.values()]
+        near = [each["host"] == host for each in roles.values()]
         if any(near):
-            self._shared = Buffers.shared(terms["bucket_bytes"])
-        offer = {} if self._shared is None else {"offer": self._shared.offer()}
+            self._wire.shared = Buffers.shared(terms["bucket_bytes"])
+        shared = self._wire.shared
+        offer = {} if shared is None else {"offer": shared.offer()}
         self.channel.tell([terms | (offer if each else {}) for each in near], sources)
         attached = [each["attached"] for each in self.channel.collect()]
-        loads = [each["role"] == "load" for each in roles.values()]
-        remote = [rank for rank, load, shares in zip(roles, loads, attached, strict=True) if load and not shares]
+        remote = [
+            rank for rank, shares in zip(roles, attached, strict=True) if roles[rank]["role"] == "load" and not shares
+        ]
         self._setups += 1
         places = {rank: (str(self._setups), number, 1 + len(remote)) for number, rank in enumerate(remote, 1)}
         self.channel.tell([{"wire": places.get(rank)} for rank in roles])
-        if self._shared is not None and not any(attached):
-            self._shared.close()
-            self._shared = None
         place = (str(self._setups), 0, 1 + len(remote)) if remote else None
-        self._wire = open_wire(self.channel, terms["bucket_bytes"], self._group or place)
+        wire = open_wire(self.channel, terms["bucket_bytes"], self._group or place)
+        if any(attached):
+            wire.shared = shared
+        else:
+            self._wire.close()
+        self._wire = wire
 
 
 def _checked(weights: Given | None, terms: Message, bypass_cpu: bool) -> Given:

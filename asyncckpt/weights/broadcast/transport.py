@@ -122,14 +122,23 @@ class Wire:
 
     def __init__(self, channel: Channel, bucket_bytes: int = 0, place: WirePlace | None = None) -> None:
         """Connect those on the wire; a collective of them. Args: those of ``open_wire``."""
+        self.shared: Buffers | None = None
+        """The source's buffers, if receivers have them mapped; a receiver that has them is on no wire."""
         self._channel = channel
         self._bucket_bytes = bucket_bytes
         self._gloo: Gloo = None if place is None else channel.part(*place)
         self._under_way: tuple[dist.Work, object] | None = None
 
-    @cached_property
+    @property
     def buffers(self) -> Buffers:
-        """Where what comes over the wire goes, and where what is sent is put together."""
+        """Where what comes goes, and where what is sent is put together."""
+        return self.shared or self._own
+
+    @cached_property
+    def _own(self) -> Buffers:
+        return self._new_buffers()
+
+    def _new_buffers(self) -> Buffers:
         return Buffers.of_host(self._bucket_bytes)
 
     @property
@@ -160,6 +169,11 @@ class Wire:
     def finish(self) -> None:
         """Wait for all that was posted, also on a device."""
 
+    def close(self) -> None:
+        """Give the buffers back."""
+        if self.shared is not None:
+            self.shared.close()
+
     def _begin(self, data: torch.Tensor) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
@@ -172,16 +186,16 @@ class DeviceWire(Wire):
     """Through the caller's own NCCL group, out of and into the memory of its current device."""
 
     def __init__(self, channel: Channel, bucket_bytes: int, group: dist.ProcessGroup) -> None:
+        """Args: those of ``open_wire``; all ranks of ``group`` are on it."""
         super().__init__(channel, bucket_bytes)
         self._group = group
         self._src = dist.get_global_rank(group, channel.src)
 
     @cached_property
-    def buffers(self) -> Buffers:
-        return Buffers.of_device(self._bucket_bytes, "cuda")
-
-    @cached_property
     def _staging(self) -> Buffers:
+        return self._new_buffers()
+
+    def _new_buffers(self) -> Buffers:
         return Buffers.of_device(self._bucket_bytes, "cuda")
 
     @property

@@ -24,7 +24,7 @@ from asyncckpt.weights.broadcast.broadcast import broadcast_weights, close_broad
 from asyncckpt.weights.broadcast.buckets import (
     fill,
 )
-from asyncckpt.weights.broadcast.protocol import Broadcast
+from asyncckpt.weights.broadcast.sender import Broadcast
 from asyncckpt.weights.broadcast.transport import Buffers
 
 
