@@ -34,7 +34,7 @@ class Lease:
         self.entries = entries
         self.segment = segment
         self.is_file = len(span) == segment.nbytes
-        memory = readable_memory(segment, span.start, len(span))
+        memory = readable_memory(segment, span)
         self._lease = weakref.finalize(memory, os.close, fd)
         self._memory: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
         self._as: dict[torch.dtype, torch.Tensor] = {}
@@ -62,16 +62,13 @@ class Lease:
         return not self._lease.alive
 
 
-def readable_memory(segment: Segment, begin: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
-    """Memory that torch takes for a tensor, though it is mapped for reading alone; it keeps the mapping.
+def readable_memory(segment: Segment, span: range) -> ctypes.Array[ctypes.c_uint8]:
+    """These bytes of ``segment``, for torch to take as a tensor, though they are mapped for reading alone.
 
-    Args:
-        segment: Where it is.
-        begin: Its first byte there.
-        nbytes: How many bytes.
+    Torch wants numpy's arrays, and the mapping itself, to be writable. The result keeps the mapping.
     """
     mapping = np.frombuffer(segment.view, dtype=np.uint8)
-    memory = (ctypes.c_uint8 * nbytes).from_address(mapping.ctypes.data + begin)
+    memory = (ctypes.c_uint8 * len(span)).from_address(mapping.ctypes.data + span.start)
     memory.mapping = mapping  # type: ignore[attr-defined]
     return memory
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -83,6 +84,7 @@ class WeightPublisher:
         self._buffers: list[WeightBuffer] = []
         self._versions = Versions()
         self._pool = copy_pool()
+        self._timings: dict[str, float] = {}
         self._skips = False
         self._closed = False
         self._lock = threading.Lock()
@@ -125,18 +127,15 @@ class WeightPublisher:
             _check(weights, dtype)
             self._running_client()  # which may go on after a publisher before this one
             published = self._versions.admit(version, self._sharding.ranks, self._sharding.gather, roll_back=roll_back)
-            timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
-            if isinstance(weights, Mapping):
-                slot = self._copy_all(weights, dtype, timings)
-            else:
-                slot = self._copy_each(weights, dtype, timings)
+            self._timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
+            slot = self._copy_all(weights, dtype) if isinstance(weights, Mapping) else self._copy_each(weights, dtype)
             versions = self._sharding.gather(published)  # all have copied, or none publishes
             if len(set(versions)) > 1:
                 each = ", ".join(str(each.version) for each in versions)
                 raise VersionError(f"the ranks do not publish the same version, but {each}")
             self._show(slot, published)
             nbytes = 0 if slot is None or self._plan is None else self._plan.places.nbytes
-            return Publication(published.version, published.epoch, slot is None, nbytes, timings)
+            return Publication(published.version, published.epoch, slot is None, nbytes, self._timings)
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
         """Start the worker, plan, and take the memory of all slots, so that no publication has to."""
@@ -235,15 +234,19 @@ class WeightPublisher:
         self._buffers.append(buffer)
         return buffer
 
-    def _claim(self, plan: WeightPlan, timings: dict[str, float]) -> int | None:
-        """A slot for ``plan``, on all ranks or on none."""
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
         begun = time.perf_counter()
+        yield
+        self._timings[phase] += time.perf_counter() - begun
+
+    def _claim(self, plan: WeightPlan) -> int | None:
+        """A slot for ``plan``, on all ranks or on none."""
         deadline = time.monotonic() + self._config.timeout
         buffer = self._buffer_for(plan)
         while True:
             slot = buffer.claim(plan, self._slots)
             if all(self._sharding.gather(slot is not None)):
-                timings["wait_s"] += time.perf_counter() - begun
                 return slot
             if self._when_busy == "skip":
                 return None
@@ -254,30 +257,24 @@ class WeightPublisher:
                 )
             time.sleep(_PAUSE_S)
 
-    def _copy_all(self, weights: Mapping[str, Any], dtype: torch.dtype | None, timings: dict[str, float]) -> int | None:
-        begun = time.perf_counter()
-        plan, tensors = self._planned(self._sharding.own(weights), dtype)
-        timings["plan_s"] += time.perf_counter() - begun
-        slot = self._claim(plan, timings)
-        if slot is None:
-            return None
-        begun = time.perf_counter()
-        self._buffers[-1].copy(slot, plan, tensors, self._pool)
-        timings["stage_s"] += time.perf_counter() - begun
+    def _copy_all(self, weights: Mapping[str, Any], dtype: torch.dtype | None) -> int | None:
+        """Into a slot, which is returned; None where all ranks skip it."""
+        with self._timed("plan_s"):
+            plan, tensors = self._planned(self._sharding.own(weights), dtype)
+        with self._timed("wait_s"):
+            slot = self._claim(plan)
+        if slot is not None:
+            with self._timed("stage_s"):
+                self._buffers[-1].copy(slot, plan, tensors, self._pool)
         return slot
 
-    def _copy_each(
-        self,
-        stream: Iterable[tuple[str, torch.Tensor]],
-        dtype: torch.dtype | None,
-        timings: dict[str, float],
-    ) -> int | None:
+    def _copy_each(self, stream: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> int | None:
         """As ``_copy_all``, for tensors that come one by one, and may be gone when the next one comes."""
         plan = self._plan
         known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
-        slot = self._claim(plan, timings) if known and plan is not None else None
+        with self._timed("wait_s"):
+            slot = self._claim(plan) if known and plan is not None else None
         skipped = known and slot is None
-        begun = time.perf_counter()
         copied: dict[str, int] = {}
         kept: dict[str, torch.Tensor] = {}
 
@@ -299,14 +296,14 @@ class WeightPublisher:
                 self._buffers[-1].views(slot, plan, tensor.device)[number].copy_(local(tensor))
                 copied[name] = number
 
-        self._sharding.walk(stream, take)
-        as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.entries)
-        done = skipped or all(self._sharding.gather(as_planned))
-        if not done and plan is not None and slot is not None:
-            there = self._buffers[-1].views(slot, plan)
-            kept = {name: there[number].clone() for name, number in copied.items()} | kept
-        timings["stage_s"] += time.perf_counter() - begun
-        return slot if done else self._copy_all(kept, dtype, timings)
+        with self._timed("stage_s"):
+            self._sharding.walk(stream, take)
+            as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.entries)
+            done = skipped or all(self._sharding.gather(as_planned))
+            if not done and plan is not None and slot is not None:
+                there = self._buffers[-1].views(slot, plan)
+                kept = {name: there[number].clone() for name, number in copied.items()} | kept
+        return slot if done else self._copy_all(kept, dtype)
 
 
 def _check(weights: object, dtype: object) -> None:

@@ -86,7 +86,7 @@ class Buffers:
         with segment:  # what is mapped stays as long as the tensors
             if segment.nbytes != PAGE + 2 * nbytes or bytes(segment.view[:_TOKEN_BYTES]).hex() != offer["token"]:
                 return None
-            return cls([_populated(segment, PAGE + number * nbytes, nbytes) for number in range(2)])
+            return cls([_populated(segment, range(PAGE + nbytes * at, PAGE + nbytes * (at + 1))) for at in range(2)])
 
     def offer(self) -> dict[str, Any]:
         """What a receiver has to know to ``attach`` shared ones."""
@@ -107,10 +107,10 @@ class Buffers:
             self._segment.close()
 
 
-def _populated(segment: Segment, begin: int, nbytes: int) -> torch.Tensor:
-    memory = readable_memory(segment, begin, nbytes)
+def _populated(segment: Segment, span: range) -> torch.Tensor:
+    memory = readable_memory(segment, span)
     # The pages are there: have them in this process's table, too, before somebody waits for that.
-    _libc.madvise(ctypes.byref(memory), ctypes.c_size_t(nbytes), _MADV_POPULATE_READ)
+    _libc.madvise(ctypes.byref(memory), ctypes.c_size_t(len(span)), _MADV_POPULATE_READ)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
