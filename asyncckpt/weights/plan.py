@@ -26,7 +26,8 @@ class WeightPlan:
     entries: Sequence[TensorEntry]
     converted: Sequence[bool]
     """Which entries come in another dtype than they are published in."""
-    structure: Sequence[Any]
+    names: Sequence[str]
+    placements: Sequence[Any]
     fingerprint: Fingerprint
     pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -48,7 +49,8 @@ class WeightPlan:
             header=header,
             entries=entries,
             converted=[parts[number].dtype != forms[number].dtype for number in order],
-            structure=_structure(weights),
+            names=list(weights),
+            placements=list(map(_placement, weights.values())),
             fingerprint=Fingerprint(parts, []),
             pick=picker(order),
         )
@@ -62,8 +64,10 @@ class WeightPlan:
 
     def capture(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
         """The tensors of ``weights`` in the order of the entries, not copied. Raises ``StructureChanged``."""
-        if dtype != self.dtype or _structure(weights) != self.structure:
-            raise StructureChanged("other names, a tensor that is placed differently, or another dtype to publish in")
+        if dtype != self.dtype or list(weights) != self.names:
+            raise StructureChanged("other names, or another dtype to publish in")
+        if list(map(_placement, weights.values())) != self.placements:
+            raise StructureChanged("a tensor is placed differently")
         parts = list(map(local, weights.values()))
         self.fingerprint.check(parts)
         return self.pick(parts)
@@ -77,9 +81,5 @@ class WeightPlan:
         return {entry._replace(begin=0): number for number, entry in enumerate(self.entries)}
 
 
-def _structure(weights: Mapping[str, torch.Tensor]) -> list[Any]:
-    """Names, and how what is sharded is placed."""
-    return [
-        (name, tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else name
-        for name, tensor in weights.items()
-    ]
+def _placement(tensor: torch.Tensor) -> Any:
+    return (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else None
