@@ -59,10 +59,17 @@ class Versions:
     def admit(
         self, version: int, ranks: int, gather: Callable[[VersionState], list[VersionState]], *, roll_back: bool
     ) -> PublishedVersion:
-        """What to publish ``version`` as, which ``ranks`` do together.
+        """What to publish ``version`` as.
 
-        ``gather`` tells what each of them says. Raises ``VersionError`` where it is not newer than the last one, unless
-        ``roll_back`` says that this is meant; ``ValueError`` where it is no version at all.
+        Args:
+            version: A number from 0 on.
+            ranks: How many ranks publish it together.
+            gather: Tells what each of them says.
+            roll_back: Allow a version that is not newer than the last one.
+
+        Raises:
+            VersionError: It is not newer.
+            ValueError: It is no version at all.
         """
         version = operator.index(version)
         if not 0 <= version < 1 << 63:
@@ -70,7 +77,7 @@ class Versions:
         first = self._epoch == 0
         if not first:
             self._check(version, roll_back=roll_back)
-        if first or self._goes_back(version):
+        if first or version <= self._newest:
             # By the clock, so that it grows even where nothing is left of the trainer before this one.
             proposed = max(time.time_ns(), self._epoch + 1)
             said = gather((self._least_epoch, self._newest, self._rolled_back, proposed))
@@ -80,14 +87,11 @@ class Versions:
                 self._check(version, roll_back=roll_back)
             self._epoch = max(self._least_epoch, *(epoch for *_, epoch in said))
             # Who goes on after one that has gone back: a reader may have missed that one.
-            self._rolled_back = self._rolled_back or self._goes_back(version)
+            self._rolled_back = self._rolled_back or version <= self._newest
         return PublishedVersion(self._epoch, version, self._rolled_back, ranks)
 
-    def _goes_back(self, version: int) -> bool:
-        return version <= self._newest
-
     def _check(self, version: int, *, roll_back: bool) -> None:
-        if self._goes_back(version) and not roll_back:
+        if version <= self._newest and not roll_back:
             raise VersionError(
                 f"version {version} is not newer than {self._newest}, the last one published; if the training has gone"
                 " back, publish it with roll_back=True"

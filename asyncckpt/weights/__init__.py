@@ -1,26 +1,18 @@
 """Weights for readers: the newest of a training, in shared memory, for the rollout workers of its host and of others.
 
-    publisher = WeightPublisher("policy")                   # the trainer
-    publisher.publish(model.state_dict(), version=step)     # one copy
-
-    subscriber = WeightSubscriber("policy")                 # any process of the host
-    with subscriber.acquire() as weights:                   # no copy
-        engine.load_weights(weights.items())
-
-Other hosts are reached by ``broadcast_weights``. Trainers that keep their parameters off the device have
-``OffloadedParameters`` and ``sync_with_offload``; verl has ``asyncckpt.integrations.verl``.
+``WeightPublisher`` and ``WeightSubscriber`` are for one host, ``broadcast_weights`` reaches others. Trainers that keep
+their parameters off the device have ``OffloadedParameters`` and ``sync_with_offload``.
 """
 
 from __future__ import annotations
 
 from asyncckpt.publication import Publication
 from asyncckpt.weights.broadcast.broadcast import broadcast_weights, close_broadcasts, receive_weights
-from asyncckpt.weights.broadcast.protocol import Broadcast
-from asyncckpt.weights.offload.metrics import SyncMetrics
-from asyncckpt.weights.offload.parameters import OffloadedParameters
-from asyncckpt.weights.offload.sync import loaded, sync_with_offload
+from asyncckpt.weights.broadcast.sender import Broadcast
+from asyncckpt.weights.offload import OffloadedParameters
 from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.subscriber import WeightSubscriber
+from asyncckpt.weights.sync import SyncMetrics, loaded, sync_with_offload
 from asyncckpt.weights.weights import Weights
 
 __all__ = [

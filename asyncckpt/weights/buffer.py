@@ -26,65 +26,66 @@ logger = logging.getLogger(__name__)
 class WeightBuffer:
     """Slots for images of one layout. A worker holds the memory too, and shows it to readers.
 
-    A slot is claimed, copied into, and published.
+    A slot is claimed, copied into, and published. Whatever asks the worker raises ``WorkerDiedError`` or
+    ``SaveTimeoutError``, and ``OutOfMemoryError`` where there is no memory for even one slot.
     """
 
-    def __init__(self, control: Segment, images: Sequence[Segment]) -> None:
-        """``control`` has the header page, ``images`` are the slots. ``hand_over`` comes first then."""
+    def __init__(self, control: Segment, images: Sequence[Segment], client: WorkerClient, timeout: float) -> None:
+        """What ``client`` does not hold yet is to be handed over to it.
+
+        Args:
+            control: The segment with the header page.
+            images: The slots.
+            client: The worker.
+            timeout: Seconds that it may take.
+        """
         self._published = PublishedSlots(control, len(images))
         self._control = control
-        self._slots = [_Slot(image) for image in images]
         self._number = 0
+        self._slots = [_Slot(image) for image in images]
+        self._client = client
+        self._timeout = timeout
         self._full = False
 
     @classmethod
     def allocate(cls, client: WorkerClient, timeout: float) -> WeightBuffer:
-        """An empty one. Raises ``OutOfMemoryError``, ``WorkerDiedError``, ``SaveTimeoutError``."""
+        """An empty one."""
         number, control = client.allocate(HEADER_BYTES, timeout)
-        buffer = cls(control, [])
+        buffer = cls(control, [], client, timeout)
         buffer._number = number
         return buffer
 
-    def hand_over(self, client: WorkerClient, timeout: float) -> None:
-        """Have another worker hold the memory. Raises ``WorkerDiedError``, ``SaveTimeoutError``."""
-        self._number = client.adopt(self._control, (), timeout)
+    def hand_over(self, client: WorkerClient) -> None:
+        """Have another worker hold the memory."""
+        self._client = client
+        self._number = client.adopt(self._control, (), self._timeout)
         for slot in self._slots:
-            slot.number = client.adopt(slot.segment, (), timeout)
-        self._describe(client, timeout)
+            slot.number = client.adopt(slot.segment, (), self._timeout)
+        self._describe()
 
     def is_for(self, plan: WeightPlan) -> bool:
         """Whether images of ``plan`` belong here."""
-        header = plan.layout.header
+        header = plan.header
         return not self._slots or self._slots[0].segment.view[: len(header)] == header
 
     def published(self) -> dict[PublishedVersion, int]:
         """What is published, and in which slot, the oldest first."""
         return self._published.publications()
 
-    def claim(self, plan: WeightPlan, client: WorkerClient, most: int, timeout: float) -> int | None:
-        """Take a slot to copy into. The newest version stays where it is.
+    def claim(self, plan: WeightPlan, most: int) -> int | None:
+        """Take a slot to copy images of ``plan`` into: nobody reads it, and nothing is published there any more.
 
-        Args:
-            plan: How it is laid out.
-            client: The worker that allocates a new slot.
-            most: How many slots there may be; a new one is made while there are fewer, and memory for it.
-            timeout: Seconds that the worker may take.
-
-        Returns:
-            The slot: nobody reads it, and nothing is published there any more. None where all others are being read.
-
-        Raises:
-            OutOfMemoryError: There is no memory for even one slot.
-            WorkerDiedError, SaveTimeoutError: The worker does not answer.
+        While there are fewer than ``most``, and memory for it, a new one is made. None where all are being read; that
+        of the newest version stays where it is.
         """
         slot = self._published.claim_unpublished()
         if slot is None:
-            slot = self._grow(plan, client, most, timeout)
+            slot = self._grow(plan, most)
         return self._published.claim_oldest() if slot is None else slot
 
-    def fill(self, plan: WeightPlan, client: WorkerClient, most: int, timeout: float) -> None:
-        """Take the memory of all slots now; arguments and errors as those of ``claim``."""
-        while (slot := self._grow(plan, client, most, timeout)) is not None:
+    def fill(self, plan: WeightPlan, most: int) -> None:
+        """Take the memory of all slots now, see ``claim``."""
+        while (slot := self._grow(plan, most)) is not None:
             self._published.offer(slot)
 
     def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], pool: ThreadPoolExecutor) -> None:
@@ -93,7 +94,7 @@ class WeightBuffer:
         Args:
             slot: A claimed slot.
             plan: How they are laid out.
-            tensors: All of the plan, in the order of its layout. They must not change meanwhile.
+            tensors: All of the plan, in its order. They must not change meanwhile.
             pool: Its threads take part.
         """
         ready = ready_events(tensors)
@@ -111,11 +112,8 @@ class WeightBuffer:
 
         Args:
             slot: A claimed slot.
-            plan: The layout.
+            plan: How they are laid out, and their order.
             source: The device that will be copied from: its driver is told of the memory (pinned).
-
-        Returns:
-            Tensors over the slot, in the order of the layout.
         """
         if source is not None and kind_of(source) is not None:
             self._slots[slot].pin(source)
@@ -125,11 +123,11 @@ class WeightBuffer:
         """Let readers see what was copied into a claimed ``slot``."""
         self._published.publish(slot, version)
 
-    def give_back(self, client: WorkerClient) -> None:
+    def give_back(self) -> None:
         """Have readers find nothing here any more, and the worker forget it. A reader keeps what it has leased."""
         self._published.withdraw_all()
         for number in (self._number, *(slot.number for slot in self._slots)):
-            client.release(number)
+            self._client.release(number)
         self.close()
 
     def close(self) -> None:
@@ -139,13 +137,13 @@ class WeightBuffer:
             slot.close()
         self._control.close()
 
-    def _grow(self, plan: WeightPlan, client: WorkerClient, most: int, timeout: float) -> int | None:
+    def _grow(self, plan: WeightPlan, most: int) -> int | None:
         """One slot more, claimed; None where there are ``most``, or there is no memory for it."""
         slot = len(self._slots)
         if slot >= most or self._full:
             return None
         try:
-            number, segment = client.allocate(plan.layout.nbytes, timeout)
+            number, segment = self._client.allocate(plan.places.nbytes, self._timeout)
         except OutOfMemoryError as error:
             if not slot:
                 raise
@@ -154,19 +152,19 @@ class WeightBuffer:
             return None
         try:
             segment.touch()
-            segment.view[: len(plan.layout.header)] = plan.layout.header
+            segment.view[: len(plan.header)] = plan.header
         except BaseException:
             segment.close()
-            client.release(number)
+            self._client.release(number)
             raise
         self._slots.append(_Slot(segment, number))
         self._published.count += 1
         self._published.claim(slot)
-        self._describe(client, timeout)
+        self._describe()
         return slot
 
-    def _describe(self, client: WorkerClient, timeout: float) -> None:
-        client.describe(self._number, WeightsLayout(tuple(slot.number for slot in self._slots)), timeout)
+    def _describe(self) -> None:
+        self._client.describe(self._number, WeightsLayout(tuple(slot.number for slot in self._slots)), self._timeout)
 
 
 class _Slot:
@@ -177,19 +175,19 @@ class _Slot:
         self.number = number
         self._plan: WeightPlan | None = None
         self._stager: SlotStager | None = None
-        self._views: list[torch.Tensor] | None = None
+        self._views: list[torch.Tensor] = []
         self._pinned: PinnedMemory | None = None
 
     def stager_of(self, plan: WeightPlan) -> SlotStager:
         self._use(plan)
         if self._stager is None:
-            self._stager = SlotStager(plan.layout.places, self.segment, 0, plan.converted)
+            self._stager = SlotStager(plan.places, self.segment, 0, plan.converted)
         return self._stager
 
     def views_of(self, plan: WeightPlan) -> Sequence[torch.Tensor]:
         self._use(plan)
-        if self._views is None:
-            places = plan.layout.places
+        if not self._views:
+            places = plan.places
             views = SlotViews(places.specs, places.tensors, self.segment, 0)
             self._views = list(map(views.tensor, range(len(places.specs))))
         return self._views
@@ -204,10 +202,10 @@ class _Slot:
             self._pinned.close()
         if self._stager is not None:
             self._stager.close()
-        self._views = None
+        self._views = []
         self.segment.close()
 
     def _use(self, plan: WeightPlan) -> None:
         """Plans of one layout differ in what dtypes the tensors come in."""
         if plan is not self._plan:
-            self._plan, self._stager, self._views = plan, None, None
+            self._plan, self._stager, self._views = plan, None, []

@@ -6,7 +6,6 @@ import ctypes
 import os
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,20 +22,19 @@ from asyncckpt.worker.takeover import ReaderClient
 class Lease:
     """One slot, as it was published: it stays so until the last tensor of it is gone, and this is given back."""
 
-    def __init__(self, fd: int, entries: Mapping[str, TensorEntry], segment: Segment, begin: int, nbytes: int) -> None:
+    def __init__(self, fd: int, entries: Mapping[str, TensorEntry], segment: Segment, span: range) -> None:
         """Take over a lease.
 
         Args:
             fd: Its descriptor, which is closed in the end.
             entries: The tensors of the slot, by name.
             segment: The memory, mapped for reading.
-            begin: The first byte of the slot in it.
-            nbytes: The size of the slot in bytes.
+            span: The bytes of the slot in it.
         """
         self.entries = entries
         self.segment = segment
-        self.is_file = nbytes == segment.nbytes
-        memory = readable_memory(segment, begin, nbytes)
+        self.is_file = len(span) == segment.nbytes
+        memory = readable_memory(segment, span)
         self._lease = weakref.finalize(memory, os.close, fd)
         self._memory: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
         self._as: dict[torch.dtype, torch.Tensor] = {}
@@ -64,28 +62,19 @@ class Lease:
         return not self._lease.alive
 
 
-def readable_memory(segment: Segment, begin: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
-    """Memory that torch takes for a tensor, though it is mapped for reading alone.
+def readable_memory(segment: Segment, span: range) -> ctypes.Array[ctypes.c_uint8]:
+    """These bytes of ``segment``, for torch to take as a tensor, though they are mapped for reading alone.
 
-    Torch wants numpy's arrays, and the mapping itself, to be writable. Each tensor holds on to this, and this to the
-    mapping.
-
-    Args:
-        segment: Where it is.
-        begin: Its first byte there.
-        nbytes: How many bytes.
+    Torch wants numpy's arrays, and the mapping itself, to be writable. The result keeps the mapping.
     """
     mapping = np.frombuffer(segment.view, dtype=np.uint8)
-    memory = (ctypes.c_uint8 * nbytes).from_address(mapping.ctypes.data + begin)
+    memory = (ctypes.c_uint8 * len(span)).from_address(mapping.ctypes.data + span.start)
     memory.mapping = mapping  # type: ignore[attr-defined]
     return memory
 
 
-class MappedSegment:
-    """A published segment, mapped here.
-
-    Its worker may be gone: the memory is there, and the trainer may go on to publish in it.
-    """
+class _MappedSegment:
+    """A published segment, mapped here. Its worker may be gone: the trainer may go on to publish in it."""
 
     def __init__(self, published: PublishedSegment, client: ReaderClient) -> None:
         self.number = published.segment
@@ -94,8 +83,8 @@ class MappedSegment:
         self._layout = published.layout
         self._slots = ReadableSlots(self._segment, len(published.layout.slots))
         self._images: dict[int, Segment] = {}
-        self._entries: dict[str, TensorEntry] | None = None
-        """The same in all slots."""
+        self._entries: dict[str, TensorEntry] = {}
+        """The same in all slots; empty as long as they were not asked for."""
 
     def update(self, published: PublishedSegment) -> None:
         """It may have more slots than before."""
@@ -106,13 +95,14 @@ class MappedSegment:
         """What is published, and in which slot."""
         return self._slots.publications()
 
-    def lease(self, slot: int, version: PublishedVersion) -> Lease | None:
-        """None where the slot has something else by now.
+    def lease(self, version: PublishedVersion) -> Lease | None:
+        """None where it is not there any more.
 
-        Raises ``EOFError`` or ``OSError`` where it was never mapped here, and the worker has left.
+        Raises ``EOFError`` or ``OSError`` where its slot was never mapped here, and the worker has left.
         """
-        fd = self._slots.lease(slot, version)
-        if fd is None:
+        slot = self.published().get(version)
+        fd = None if slot is None else self._slots.lease(slot, version)
+        if slot is None or fd is None:
             return None
         try:
             return self._leased(fd, slot)
@@ -129,24 +119,17 @@ class MappedSegment:
     def _leased(self, fd: int, slot: int) -> Lease:
         layout = self._layout
         if isinstance(layout, CheckpointLayout):
-            if self._entries is None:
-                head = self._segment.view[layout.index_head.offset :][: layout.index_head.nbytes]
-                self._entries = {entry.name: entry for entry in read_index(head)}
-            return Lease(fd, self._entries, self._segment, layout.slots[slot], layout.data_bytes)
-        if slot not in self._images:
-            self._images[slot] = self.client.open_segment(layout.slots[slot])
-        image = self._images[slot]
-        if self._entries is None:
-            self._entries = {entry.name: entry for entry in read_entries(image.view)}
-        return Lease(fd, self._entries, image, 0, image.nbytes)
-
-
-@dataclass(frozen=True)
-class ReadableSlot:
-    """Where something is published."""
-
-    segment: MappedSegment
-    slot: int
+            image, begin, nbytes = self._segment, layout.slots[slot], layout.data_bytes
+            head = layout.index_head
+            entries = self._entries or read_index(image.view[head.offset :][: head.nbytes])
+        else:
+            if slot not in self._images:
+                self._images[slot] = self.client.open_segment(layout.slots[slot])
+            image = self._images[slot]
+            begin, nbytes = 0, image.nbytes
+            entries = self._entries or read_entries(image.view)
+        self._entries = entries
+        return Lease(fd, entries, image, range(begin, begin + nbytes))
 
 
 class RankPublications:
@@ -160,7 +143,7 @@ class RankPublications:
         self._endpoint = endpoint
         self._client: ReaderClient | None = None
         self._owner = os.getpid()
-        self._segments: list[MappedSegment] = []
+        self._segments: list[_MappedSegment] = []
 
     def refresh(self, timeout: float) -> None:
         """Ask the worker what there is. Raises ``SaveTimeoutError`` if it has no answer in ``timeout`` seconds."""
@@ -187,18 +170,15 @@ class RankPublications:
         """Whether a worker answers, or one has before it left what is mapped here."""
         return self._client is not None or bool(self._segments)
 
-    def all(self) -> dict[PublishedVersion, ReadableSlot]:
-        """What is published now, and where; new segments are those of the last ``refresh``."""
-        return {
-            version: ReadableSlot(segment, slot)
-            for segment in self._segments
-            for version, slot in segment.published().items()
-        }
+    def versions(self) -> set[PublishedVersion]:
+        """What is published now; new segments are those of the last ``refresh``."""
+        return {version for segment in self._segments for version in segment.published()}
 
-    def lease(self, version: PublishedVersion, there: ReadableSlot) -> Lease | None:
+    def lease(self, version: PublishedVersion) -> Lease | None:
         """None where it is not there any more."""
         try:
-            return there.segment.lease(there.slot, version)
+            found = (segment.lease(version) for segment in self._segments)
+            return next((lease for lease in found if lease is not None), None)
         except (EOFError, OSError):
             self._leave()
             return None
@@ -218,7 +198,7 @@ class RankPublications:
             if each.segment in known:
                 known[each.segment].update(each)
             else:
-                known[each.segment] = MappedSegment(each, client)
+                known[each.segment] = _MappedSegment(each, client)
                 self._segments.append(known[each.segment])
         kept = [known[each.segment] for each in published]
         gone = [segment for segment in self._segments if segment not in kept]

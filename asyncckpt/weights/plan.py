@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, picker
-from asyncckpt.weights.layout import SafetensorsLayout, TensorForm
+from asyncckpt.weights.layout import TensorEntry, lay_out
 from asyncckpt.weights.shards import Sharding, local
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """How weights of one structure are laid out."""
+    """How weights of one structure are laid out: a ``header``, then the ``entries`` in the order of their places."""
 
-    layout: SafetensorsLayout
-    converted: Sequence[bool]
-    """Which come in another dtype than they are published in, in the order of the layout."""
     dtype: torch.dtype | None
+    header: bytes
+    entries: Sequence[TensorEntry]
+    converted: Sequence[bool]
+    """Which entries come in another dtype than they are published in."""
     names: Sequence[str]
     placements: Sequence[Any]
     fingerprint: Fingerprint
@@ -29,31 +32,37 @@ class WeightPlan:
 
     @classmethod
     def make(cls, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None, sharding: Sharding) -> WeightPlan:
-        """Plan weights of this structure.
+        """Plan weights of this structure. Raises ``UnsavableStateError`` where something cannot be published.
 
         Args:
             weights: This rank's own, by name.
             dtype: What those of floating point are published as; None: what they are.
             sharding: The ranks that publish together.
-
-        Raises:
-            UnsavableStateError: Something cannot be published.
         """
         forms = [sharding.form(name, tensor, dtype) for name, tensor in weights.items()]
-        layout = SafetensorsLayout.lay_out(forms)
+        order = sorted(range(len(forms)), key=lambda number: -forms[number].dtype.itemsize)
+        header, entries = lay_out([forms[number] for number in order])
         parts = list(map(local, weights.values()))
         return cls(
-            layout=layout,
-            converted=[parts[number].dtype != forms[number].dtype for number in layout.order],
             dtype=dtype,
+            header=header,
+            entries=entries,
+            converted=[parts[number].dtype != forms[number].dtype for number in order],
             names=list(weights),
             placements=list(map(_placement, weights.values())),
             fingerprint=Fingerprint(parts, []),
-            pick=picker(layout.order),
+            pick=picker(order),
         )
 
+    @cached_property
+    def places(self) -> DataLayout:
+        """The same as the entries, for those that copy tensors there."""
+        specs = [TensorSpec(entry.dtype, entry.shape) for entry in self.entries]
+        places = [Place(entry.begin, entry.nbytes, entry.begin, entry.nbytes) for entry in self.entries]
+        return DataLayout(specs, places, [], len(self.header) + sum(entry.nbytes for entry in self.entries))
+
     def capture(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
-        """The tensors of ``weights`` in the order of the layout, not copied. Raises ``StructureChanged``."""
+        """The tensors of ``weights`` in the order of the entries, not copied. Raises ``StructureChanged``."""
         if dtype != self.dtype or list(weights) != self.names:
             raise StructureChanged("other names, or another dtype to publish in")
         if list(map(_placement, weights.values())) != self.placements:
@@ -62,10 +71,13 @@ class WeightPlan:
         self.fingerprint.check(parts)
         return self.pick(parts)
 
-    def find(self, form: TensorForm) -> int | None:
-        """The number in the layout of a tensor of that ``form``; None where it is not in the plan."""
-        number = self.layout.number_of.get(form.name)
-        return number if number is not None and self.layout.entries[number][: len(form)] == form else None
+    def find(self, form: TensorEntry) -> int | None:
+        """The number of the entry that ``form`` is without its place; None where it is not in the plan."""
+        return self._numbers.get(form)
+
+    @cached_property
+    def _numbers(self) -> Mapping[TensorEntry, int]:
+        return {entry._replace(begin=0): number for number, entry in enumerate(self.entries)}
 
 
 def _placement(tensor: torch.Tensor) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -49,7 +49,7 @@ class WeightPublisher:
         process_group: ProcessGroup | None = None,
         config: Config | None = None,
     ) -> None:
-        """Takes no memory and starts no worker yet.
+        """Takes no memory and starts no worker yet. Raises ``ValueError`` for an argument that is out of range.
 
         Args:
             address: Any text, by which readers find this.
@@ -60,9 +60,6 @@ class WeightPublisher:
             process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
                 readers need all of them on their host. None: this process alone.
             config: ``timeout``, ``linger`` and what is about the worker process are taken from it.
-
-        Raises:
-            ValueError: An argument is not one of those.
         """
         if not address:
             raise ValueError("an address is a text that readers are told, and not empty")
@@ -86,6 +83,7 @@ class WeightPublisher:
         self._buffers: list[WeightBuffer] = []
         self._versions = Versions()
         self._pool = copy_pool()
+        self._timings: dict[str, float] = {}
         self._skips = False
         self._closed = False
         self._lock = threading.Lock()
@@ -105,6 +103,8 @@ class WeightPublisher:
     ) -> Publication:
         """Copy ``weights`` and let readers see them, all at once. The caller may change them when this returns.
 
+        After any error nothing is published; the newest version stays, and what is being read.
+
         Args:
             weights: A state dict, as ``Checkpointer.save`` takes it (what in it is no tensor is left out), or pairs of
                 name and tensor, taken one by one, each copied before the next is asked for.
@@ -116,8 +116,7 @@ class WeightPublisher:
             What was published; ``skipped`` where readers have all slots.
 
         Raises:
-            VersionError, UnsavableStateError, OutOfMemoryError, ClosedError: As they say. After any error nothing is
-                published; the newest version stays, and what is being read.
+            VersionError, UnsavableStateError, OutOfMemoryError, ClosedError: As they say.
             JobTakenError: Another process publishes under this address.
             WorkerDiedError: The next call starts another worker.
             RankFailedError: Another rank raises, or does not answer within the timeout of the process group.
@@ -125,30 +124,24 @@ class WeightPublisher:
         """
         with self._lock, self._sharding.together():
             _check(weights, dtype)
-            client = self._running_client()
+            self._running_client()  # which may go on after a publisher before this one
             published = self._versions.admit(version, self._sharding.ranks, self._sharding.gather, roll_back=roll_back)
-            timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
-            if isinstance(weights, Mapping):
-                slot = self._copy_all(weights, dtype, client, timings)
-            else:
-                slot = self._copy_each(weights, dtype, client, timings)
+            self._timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
+            slot = self._copy_all(weights, dtype) if isinstance(weights, Mapping) else self._copy_each(weights, dtype)
             versions = self._sharding.gather(published)  # all have copied, or none publishes
             if len(set(versions)) > 1:
                 each = ", ".join(str(each.version) for each in versions)
                 raise VersionError(f"the ranks do not publish the same version, but {each}")
-            self._show(slot, published, client)
-            nbytes = 0 if slot is None or self._plan is None else self._plan.layout.nbytes
-            return Publication(published.version, published.epoch, slot is None, nbytes, timings)
+            self._show(slot, published)
+            nbytes = 0 if slot is None or self._plan is None else self._plan.places.nbytes
+            return Publication(published.version, published.epoch, slot is None, nbytes, self._timings)
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
-        """Start the worker, plan, and take the memory of all slots, so that no publication has to. Publishes nothing.
-
-        Raises as ``publish`` does.
-        """
+        """Start the worker, plan, and take the memory of all slots, so that no publication has to."""
         with self._lock:
-            client = self._running_client()
+            self._running_client()  # which may go on after a publisher before this one
             plan, _ = self._planned(self._sharding.own(weights), dtype)
-            self._buffer_for(plan, client).fill(plan, client, self._slots, self._config.timeout)
+            self._buffer_for(plan).fill(plan, self._slots)
 
     def close(self) -> None:
         """End the worker, and give the memory back; readers keep what they have leased. Safe to call twice."""
@@ -170,9 +163,7 @@ class WeightPublisher:
     def __enter__(self) -> WeightPublisher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A training that ends by an error is likely to be started again.
         self._close(linger=kind is not None and issubclass(kind, Exception))
 
@@ -199,19 +190,16 @@ class WeightPublisher:
             ) from error
 
     def _hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
-        if predecessor is not None and not self._buffers:
-            self._inherit(predecessor)
+        if predecessor is not None and not self._buffers:  # what a publisher before this one has left
+            for each in predecessor.published:
+                control = predecessor.segments[each.segment]
+                images = [predecessor.segments[number] for number in each.layout.slots]
+                self._buffers.append(WeightBuffer(control, images, client, self._config.timeout))
+            self._versions.inherit(max((last for buffer in self._buffers for last in buffer.published()), default=None))
         for buffer in self._buffers:
-            buffer.hand_over(client, self._config.timeout)
+            buffer.hand_over(client)
 
-    def _inherit(self, takeover: Takeover) -> None:
-        """Take over what a publisher before this one has left."""
-        for buffer in takeover.published:
-            images = [takeover.segments[number] for number in buffer.layout.slots]
-            self._buffers.append(WeightBuffer(takeover.segments[buffer.segment], images))
-        self._versions.inherit(max((each for buffer in self._buffers for each in buffer.published()), default=None))
-
-    def _show(self, slot: int | None, published: PublishedVersion, client: WorkerClient) -> None:
+    def _show(self, slot: int | None, published: PublishedVersion) -> None:
         if slot is None and not self._skips:
             logger.warning("version %d is not published: readers at %r have all slots", published.version, self.address)
         self._skips = slot is None
@@ -219,7 +207,7 @@ class WeightPublisher:
             self._buffers[-1].publish(slot, published)
             self._versions.note(published)
             for buffer in self._buffers[:-1]:
-                buffer.give_back(client)
+                buffer.give_back()
             del self._buffers[:-1]
 
     def _planned(
@@ -235,25 +223,29 @@ class WeightPublisher:
         self._plan = WeightPlan.make(own, dtype, self._sharding)
         return self._plan, self._plan.capture(own, dtype)
 
-    def _buffer_for(self, plan: WeightPlan, client: WorkerClient) -> WeightBuffer:
+    def _buffer_for(self, plan: WeightPlan) -> WeightBuffer:
         """Where images of ``plan`` go; from now on it is the last buffer."""
         buffer = next((buffer for buffer in self._buffers if buffer.is_for(plan)), None)
         if buffer is None:
-            buffer = WeightBuffer.allocate(client, self._config.timeout)
+            buffer = WeightBuffer.allocate(self._running_client(), self._config.timeout)
         else:
             self._buffers.remove(buffer)
         self._buffers.append(buffer)
         return buffer
 
-    def _claim(self, plan: WeightPlan, client: WorkerClient, timings: dict[str, float]) -> int | None:
-        """A slot for ``plan``, on all ranks or on none."""
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
         begun = time.perf_counter()
+        yield
+        self._timings[phase] += time.perf_counter() - begun
+
+    def _claim(self, plan: WeightPlan) -> int | None:
+        """A slot for ``plan``, on all ranks or on none."""
         deadline = time.monotonic() + self._config.timeout
-        buffer = self._buffer_for(plan, client)
+        buffer = self._buffer_for(plan)
         while True:
-            slot = buffer.claim(plan, client, self._slots, self._config.timeout)
+            slot = buffer.claim(plan, self._slots)
             if all(self._sharding.gather(slot is not None)):
-                timings["wait_s"] += time.perf_counter() - begun
                 return slot
             if self._when_busy == "skip":
                 return None
@@ -264,35 +256,24 @@ class WeightPublisher:
                 )
             time.sleep(_PAUSE_S)
 
-    def _copy_all(
-        self, weights: Mapping[str, Any], dtype: torch.dtype | None, client: WorkerClient, timings: dict[str, float]
-    ) -> int | None:
-        begun = time.perf_counter()
-        plan, tensors = self._planned(self._sharding.own(weights), dtype)
-        timings["plan_s"] += time.perf_counter() - begun
-        slot = self._claim(plan, client, timings)
-        if slot is None:
-            return None
-        begun = time.perf_counter()
-        self._buffers[-1].copy(slot, plan, tensors, self._pool)
-        timings["stage_s"] += time.perf_counter() - begun
+    def _copy_all(self, weights: Mapping[str, Any], dtype: torch.dtype | None) -> int | None:
+        """Into a slot, which is returned; None where all ranks skip it."""
+        with self._timed("plan_s"):
+            plan, tensors = self._planned(self._sharding.own(weights), dtype)
+        with self._timed("wait_s"):
+            slot = self._claim(plan)
+        if slot is not None:
+            with self._timed("stage_s"):
+                self._buffers[-1].copy(slot, plan, tensors, self._pool)
         return slot
 
-    def _copy_each(
-        self,
-        stream: Iterable[tuple[str, torch.Tensor]],
-        dtype: torch.dtype | None,
-        client: WorkerClient,
-        timings: dict[str, float],
-    ) -> int | None:
+    def _copy_each(self, stream: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> int | None:
         """As ``_copy_all``, for tensors that come one by one, and may be gone when the next one comes."""
         plan = self._plan
-        slot: int | None = None
         known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
-        if known and plan is not None:
-            slot = self._claim(plan, client, timings)
+        with self._timed("wait_s"):
+            slot = self._claim(plan) if known and plan is not None else None
         skipped = known and slot is None
-        begun = time.perf_counter()
         copied: dict[str, int] = {}
         kept: dict[str, torch.Tensor] = {}
 
@@ -300,24 +281,28 @@ class WeightPublisher:
             """Into the slot, as long as all are as planned. The first that is not, and all after it, are kept."""
             if skipped or not self._sharding.is_own(tensor):
                 return
-            form = self._sharding.whole_form(name, tensor, dtype)
+            form = self._sharding.form(name, tensor, dtype)
+            if form.shape != form.whole:
+                raise UnsavableStateError(
+                    f"{name!r} is a part of a tensor: publish such as a state dict, not one by one"
+                )
             if name in copied or name in kept:
                 raise UnsavableStateError(f"{name!r} comes twice")
             number = plan.find(form) if plan is not None and slot is not None and not kept else None
-            if number is None or plan is None or slot is None:
+            if plan is None or slot is None or number is None:
                 kept[name] = local(tensor).to("cpu", form.dtype, copy=True)
             else:
                 self._buffers[-1].views(slot, plan, tensor.device)[number].copy_(local(tensor))
                 copied[name] = number
 
-        self._sharding.walk(stream, take)
-        as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.names)
-        done = skipped or all(self._sharding.gather(as_planned))
-        if not done and plan is not None and slot is not None:
-            there = self._buffers[-1].views(slot, plan)
-            kept = {name: there[number].clone() for name, number in copied.items()} | kept
-        timings["stage_s"] += time.perf_counter() - begun
-        return slot if done else self._copy_all(kept, dtype, client, timings)
+        with self._timed("stage_s"):
+            self._sharding.walk(stream, take)
+            as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.entries)
+            done = skipped or all(self._sharding.gather(as_planned))
+            if not done and plan is not None and slot is not None:
+                there = self._buffers[-1].views(slot, plan)
+                kept = {name: there[number].clone() for name, number in copied.items()} | kept
+        return slot if done else self._copy_all(kept, dtype)
 
 
 def _check(weights: object, dtype: object) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from asyncckpt.errors import RankFailedError, UnsavableStateError, decode, encode, located
 from asyncckpt.planning.structure import PLAIN, has_no_bytes, stateful_to_dict
-from asyncckpt.weights.layout import TensorForm
+from asyncckpt.weights.layout import TensorEntry
 
 T = TypeVar("T")
 
@@ -48,11 +48,7 @@ class Sharding:
             raise
 
     def gather(self, value: T) -> list[T]:
-        """What each rank has, in their order.
-
-        Raises ``RankFailedError`` where one has failed before it came to this, or does not answer within the timeout of
-        the process group.
-        """
+        """What each rank has, in their order. Raises ``RankFailedError`` where one has failed, or does not answer."""
         if self.ranks == 1:
             return [value]
         told = self._exchange(value, None)
@@ -84,7 +80,7 @@ class Sharding:
     def walk(self, stream: Iterable[tuple[str, torch.Tensor]], take: Callable[[str, torch.Tensor], None]) -> None:
         """Call ``take`` with each name and tensor of ``stream``.
 
-        Other ranks may walk along it, and wait for each other: so to its end in any case, also where ``take`` raises.
+        Other ranks may walk along it, and wait for each other: so to its end, also where ``take`` raises.
         """
         failure: Exception | None = None
         for name, tensor in stream:
@@ -99,10 +95,7 @@ class Sharding:
             raise failure
 
     def own(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Those tensors of a state dict that this rank publishes, by name; nested ones by their path, with dots.
-
-        What is no tensor is left out; values with ``state_dict()`` are asked for their state.
-        """
+        """Those tensors of a state dict that this rank publishes, by name; nested ones by their path, with dots."""
         weights = stateful_to_dict(weights)
         if any(isinstance(value, (Mapping, list)) for value in weights.values()):
             weights = flatten_state_dict(dict(weights))[0]
@@ -114,16 +107,13 @@ class Sharding:
             self._plain = self._untold_plain = plain
         return {name: tensor for name, tensor in tensors.items() if self.is_own(tensor)}
 
-    def form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorForm:
-        """What is published of a tensor.
+    def form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorEntry:
+        """What is published of a tensor. Raises ``UnsavableStateError`` where that is not to be.
 
         Args:
             name: Its name.
             tensor: This rank's own.
             dtype: What it is published as, if it is of floating point; None: what it is.
-
-        Raises:
-            UnsavableStateError: It has no plain bytes, or is not this process's to publish.
         """
         if not isinstance(tensor, torch.Tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__}, and no tensor")
@@ -141,14 +131,7 @@ class Sharding:
         # A tensor of eight bits has scales beside it, and means nothing without them.
         converts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
         published = dtype if converts and dtype is not None else tensor.dtype
-        return TensorForm(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
-
-    def whole_form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorForm:
-        """As ``form``, of a tensor that must be whole."""
-        form = self.form(name, tensor, dtype)
-        if form.shape != form.whole:
-            raise UnsavableStateError(f"{name!r} is a part of a tensor: publish such as a state dict, not one by one")
-        return form
+        return TensorEntry(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
 
     def is_own(self, tensor: torch.Tensor) -> bool:
         """Whether this rank publishes ``tensor``. All ranks have what is no DTensor, and the first one publishes it."""

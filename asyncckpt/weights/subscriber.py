@@ -8,12 +8,11 @@ import os
 import threading
 import time
 import weakref
-from types import TracebackType
 
 from asyncckpt.errors import ClosedError, MismatchError, VersionError, WeightsTimeoutError
 from asyncckpt.publication import job_of_checkpoints, job_of_weights
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.weights.lease import Lease, RankPublications, ReadableSlot
+from asyncckpt.weights.lease import Lease, RankPublications
 from asyncckpt.weights.weights import Weights
 from asyncckpt.worker.endpoint import endpoint_name, runtime_folder
 
@@ -37,7 +36,14 @@ class WeightSubscriber:
 
     def __init__(self, address: str, *, prefix: str = "") -> None:
         """``address``: that of the publisher. ``prefix``: only tensors whose names begin with that, and without it."""
-        self._set_up(job_of_weights(address), address, prefix)
+        self._address = address
+        self._job = job_of_weights(address)
+        self._prefix = prefix
+        self._ranks: list[RankPublications] = []
+        self._newest: PublishedVersion | None = None
+        self._closed = False
+        self._lock = threading.RLock()
+        _all_subscribers.add(self)
 
     @classmethod
     def of_checkpoints(
@@ -51,19 +57,9 @@ class WeightSubscriber:
             prefix: Only tensors whose names begin with that, and without it. The names are those in the checkpoint:
                 ``"model."``, with its dot, for a state dict with the weights under "model".
         """
-        subscriber = cls.__new__(cls)
-        subscriber._set_up(job_of_checkpoints(root, job_id), os.fspath(root), prefix)
+        subscriber = cls(os.fspath(root), prefix=prefix)
+        subscriber._job = job_of_checkpoints(root, job_id)
         return subscriber
-
-    def _set_up(self, job: str, address: str, prefix: str) -> None:
-        self._job = job
-        self._address = address
-        self._prefix = prefix
-        self._ranks = [RankPublications(endpoint_name(job, 0))]
-        self._newest: PublishedVersion | None = None
-        self._closed = False
-        self._lock = threading.RLock()
-        _all_subscribers.add(self)
 
     def versions(self) -> list[int]:
         """The versions that can be acquired now, the newest last."""
@@ -87,9 +83,6 @@ class WeightSubscriber:
             roll_back: Take also older versions than this reader has had, of a trainer that does not say it goes back.
             timeout: Seconds to wait.
 
-        Returns:
-            The weights, to be released; they may be used as a context manager.
-
         Raises:
             WeightsTimeoutError: There are none such within ``timeout``.
             MismatchError: No name begins with the prefix.
@@ -107,18 +100,13 @@ class WeightSubscriber:
                 if time.monotonic() >= ask_at:
                     self._refresh(min(_ANSWER_S, max(_LEAST_ANSWER_S, deadline - time.monotonic())))
                     ask_at = time.monotonic() + _ASK_AGAIN_S
-                complete = self._complete()
-                found = self._newest_of(complete, min_version) if version is None else _exactly(complete, version)
-                if found is not None:
-                    weights = self._lease(found, complete[found])
-                    if weights is not None:
-                        if version is None:
-                            # Only under the lease it is sure that what was seen of it belongs together.
-                            self._note(found, weights, roll_back=roll_back)
-                        return weights
-                    pause = _LEAST_PAUSE_S  # something newer has come
+                weights = self._newest_from(min_version or 0, roll_back) if version is None else self._exactly(version)
+                if weights is not None:
+                    return weights
                 if time.monotonic() > deadline:
-                    raise WeightsTimeoutError(self._what_is_missing(complete, min_version, version, timeout))
+                    later = "" if min_version is None else f" of version {min_version} or later"
+                    asked = later if version is None else f" of version {version}"
+                    raise WeightsTimeoutError(self._what_is_missing(asked, timeout))
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _MOST_PAUSE_S)
 
@@ -132,9 +120,7 @@ class WeightSubscriber:
     def __enter__(self) -> WeightSubscriber:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -144,27 +130,29 @@ class WeightSubscriber:
     def _refresh(self, timeout: float = _ANSWER_S) -> None:
         if self._closed:
             raise ClosedError("this subscriber is closed; make a new one")
-        self._ranks[0].refresh(timeout)
+        self._rank(0).refresh(timeout)
         # The first rank says how many there are.
-        ranks = max((published.ranks for published in self._ranks[0].all()), default=1)
-        while len(self._ranks) < ranks:
-            self._ranks.append(RankPublications(endpoint_name(self._job, len(self._ranks))))
-        for rank in self._ranks[1:ranks]:
-            rank.refresh(timeout)
+        for rank in range(1, max((published.ranks for published in self._rank(0).versions()), default=1)):
+            self._rank(rank).refresh(timeout)
 
-    def _complete(self) -> dict[PublishedVersion, list[ReadableSlot]]:
-        """What all ranks have published, and where each has its part."""
-        by_rank = [rank.all() for rank in self._ranks]
+    def _rank(self, rank: int) -> RankPublications:
+        while len(self._ranks) <= rank:
+            self._ranks.append(RankPublications(endpoint_name(self._job, len(self._ranks))))
+        return self._ranks[rank]
+
+    def _complete(self) -> set[PublishedVersion]:
+        """What all ranks have published."""
+        by_rank = [rank.versions() for rank in self._ranks]
         return {
-            published: [each[published] for each in by_rank[: published.ranks]]
-            for published in by_rank[0]
+            published
+            for published in (by_rank[0] if by_rank else ())
             if published.ranks <= len(by_rank) and all(published in each for each in by_rank[: published.ranks])
         }
 
-    def _lease(self, published: PublishedVersion, found: list[ReadableSlot]) -> Weights | None:
+    def _lease(self, published: PublishedVersion) -> Weights | None:
         parts: list[Lease] = []
-        for rank, there in zip(self._ranks, found, strict=False):
-            part = rank.lease(published, there)
+        for rank in self._ranks[: published.ranks]:
+            part = rank.lease(published)
             if part is None:
                 for each in parts:
                     each.give_back()
@@ -179,56 +167,47 @@ class WeightSubscriber:
             )
         return weights
 
-    def _newest_of(
-        self, complete: dict[PublishedVersion, list[ReadableSlot]], min_version: int | None
-    ) -> PublishedVersion | None:
-        newest = max(complete, default=None)
-        if newest is None or newest.version < (min_version or 0):
+    def _exactly(self, version: int) -> Weights | None:
+        found = max((each for each in self._complete() if each.version == version), default=None)
+        return None if found is None else self._lease(found)
+
+    def _newest_from(self, min_version: int, roll_back: bool) -> Weights | None:
+        """Raises ``VersionError`` where it is older than what this reader has had, and neither side allows that."""
+        found, last = max(self._complete(), default=None), self._newest
+        if found is None or found.version < min_version:
             return None
         # A slot may be taken back, and not be published again yet: what is older is no news.
-        last = self._newest
-        return None if last is not None and newest < last and newest.epoch == last.epoch else newest
-
-    def _note(self, published: PublishedVersion, weights: Weights, *, roll_back: bool) -> None:
-        """Remember it as the newest. Raises ``VersionError`` where it is older, and neither side allows that."""
-        last = self._newest
-        if last is not None and published.version < last.version and not (published.rolled_back or roll_back):
+        if last is not None and found < last and found.epoch == last.epoch:
+            return None
+        # Only under the lease it is sure that what was seen of it belongs together.
+        weights = self._lease(found)
+        if weights is None:
+            return None
+        if last is not None and found.version < last.version and not (found.rolled_back or roll_back):
             weights.release()
             raise VersionError(
-                f"version {published.version} is the newest, and this reader has had {last.version}: the trainer was"
+                f"version {found.version} is the newest, and this reader has had {last.version}: the trainer was"
                 " started anew and has gone back; acquire with roll_back=True to take what it publishes"
             )
-        self._newest = published
+        self._newest = found
+        return weights
 
-    def _what_is_missing(
-        self,
-        complete: dict[PublishedVersion, list[ReadableSlot]],
-        min_version: int | None,
-        version: int | None,
-        timeout: float,
-    ) -> str:
+    def _what_is_missing(self, asked: str, timeout: float) -> str:
         if not any(rank.is_reached for rank in self._ranks):
             return (
                 f"nobody has published at {self._address!r} within {timeout:g} s; is the trainer running, on this host,"
                 f" as this user, and with the same runtime folder (here it is {runtime_folder()})?"
             )
-        asked = "no weights"
-        if version is not None:
-            asked += f" of version {version}"
-        elif min_version is not None:
-            asked += f" of version {min_version} or later"
+        complete = self._complete()
         there = ", ".join(str(published.version) for published in sorted(complete)) or "none"
-        half = {published for rank in self._ranks for published in rank.all()} - set(complete)
+        half = {published for rank in self._ranks for published in rank.versions()} - complete
         hint = ""
         if half:
             hint = f"; {max(half).ranks} ranks publish, and not all of them on this host: see broadcast_weights"
         return (
-            f"{asked} at {self._address!r} within {timeout:g} s; the versions that are there, in order: {there}{hint}"
+            f"no weights{asked} at {self._address!r} within {timeout:g} s; the versions that are there, in order:"
+            f" {there}{hint}"
         )
-
-
-def _exactly(complete: dict[PublishedVersion, list[ReadableSlot]], version: int) -> PublishedVersion | None:
-    return max((each for each in complete if each.version == version), default=None)
 
 
 _all_subscribers: weakref.WeakSet[WeightSubscriber] = weakref.WeakSet()

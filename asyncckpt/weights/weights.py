@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -137,9 +136,7 @@ class Weights(Mapping[str, torch.Tensor]):
     def __enter__(self) -> Weights:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.weights.broadcast.broadcast import broadcast_weights
-from asyncckpt.weights.broadcast.protocol import Broadcast
+from asyncckpt.weights.broadcast.sender import Broadcast
 
 BUCKET = 4096
 

@@ -128,9 +128,9 @@ def _publish_after_one_was_ahead(address: str) -> list[str]:
     with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:
         publisher.publish(sharded(4), 4)
         if dist.get_rank() == 0:  # the first rank was one version ahead when all died
-            buffer, client, plan = publisher._buffers[-1], publisher.worker, publisher._plan
-            assert client is not None and plan is not None
-            slot = buffer.claim(plan, client, 3, 60)
+            buffer, plan = publisher._buffers[-1], publisher._plan
+            assert plan is not None
+            slot = buffer.claim(plan, 3)
             assert slot is not None
             buffer.publish(slot, PublishedVersion(publisher._versions._epoch, 5, False, 2))
         publisher._close(linger=True)

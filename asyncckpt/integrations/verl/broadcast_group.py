@@ -15,10 +15,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from asyncckpt.errors import RankFailedError
 from asyncckpt.integrations.verl.topology import Role
 from asyncckpt.weights.broadcast.buckets import Named
-from asyncckpt.weights.broadcast.channel import Channel, wait_for_ranks
-from asyncckpt.weights.broadcast.endpoints import BroadcastEndpoints
-from asyncckpt.weights.broadcast.protocol import give_up
-from asyncckpt.weights.broadcast.receiver import Receipt
+from asyncckpt.weights.broadcast.channel import Channel
+from asyncckpt.weights.broadcast.membership import Membership
+from asyncckpt.weights.broadcast.receiver import Receipt, Receiver
+from asyncckpt.weights.broadcast.sender import Sender
 
 # Seconds that the members of a group, who are all prepared, may take to join it.
 _JOIN_S = 60.0
@@ -54,11 +54,13 @@ class BroadcastGroup:
             ) from error
         store = PrefixStore(f"asyncckpt/{rendezvous.token}/{self.members.group}", store)
         workers = self.members.workers
-        rank, joining_s = workers.index(worker), min(timeout, _JOIN_S)
-        wait_for_ranks(rank, len(workers), store, joining_s)
-        self._channel = Channel(rank, len(workers), 0, store, joining_s)
+        membership = Membership(workers.index(worker), len(workers), store)
+        joining_s = min(timeout, _JOIN_S)
+        membership.wait_for_all(joining_s)
+        self._channel = Channel(membership, 0, joining_s)
         self._channel.timeout = timeout
-        self.endpoints = BroadcastEndpoints(self._channel)
+        self.sender, self.receiver = Sender(self._channel), Receiver(self._channel)
+        """The first member sends, the others receive."""
 
     @property
     def usable(self) -> bool:
@@ -67,7 +69,7 @@ class BroadcastGroup:
 
     async def receive_async(self) -> AsyncGenerator[list[Named], None]:
         """The buckets that the sender broadcasts. All members fail if this is closed early."""
-        receipt = self.endpoints.receiver.receive()
+        receipt = self.receiver.receive()
         asked: asyncio.Future[list[Named] | None] | None = None
         try:
             while True:
@@ -88,11 +90,12 @@ class BroadcastGroup:
         has_begun = inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
         weights.close()
         if not has_begun and self.usable:
-            give_up(self._channel, error)
+            self._channel.give_up(error)
 
     def close(self) -> None:
         """Leave the group."""
-        self.endpoints.close()
+        for end in (self.sender, self.receiver):
+            end.close()
 
 
 def pairs(receipt: Receipt) -> Generator[tuple[str, torch.Tensor], None, None]:

@@ -188,7 +188,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             if self._bypass_cpu:
                 # Not on another thread: the weights are made as they are asked for, on this thread's current device.
                 terms: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "version": version, "bypass_cpu": True}
-                self._joined().endpoints.sender.send(weights, **terms)
+                self._joined().sender.send(weights, **terms)
             elif self._group is not None:
                 await asyncio.to_thread(self._forward, version)
         except BaseException as error:
@@ -330,7 +330,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
 
     def _relay(self, role: Role, notices: NoticeBoard) -> Notice:
         sent = notices.wait(0)
-        received = pairs(self._joined().endpoints.receiver.receive())
+        received = pairs(self._joined().receiver.receive())
         try:
             # The sender has decided which version may follow which.
             notice = self.local.publish(received, sent.version, self._dtype, roll_back=True, substitute=True)
@@ -345,7 +345,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     def _forward(self, version: int) -> None:
         """Broadcast what was published."""
         with self.local.subscriber(self.local.address).acquire(version=version, timeout=self._timeout) as weights:
-            self._joined().endpoints.sender.send(weights, bucket_bytes=self._bucket_bytes)
+            self._joined().sender.send(weights, bucket_bytes=self._bucket_bytes)
 
 
 def _exhaust(weights: Iterable[Any]) -> None:

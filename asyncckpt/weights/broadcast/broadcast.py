@@ -14,20 +14,23 @@ import weakref
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from asyncckpt.errors import RankFailedError
 from asyncckpt.weights.broadcast.buckets import Given, Named
 from asyncckpt.weights.broadcast.channel import Channel
-from asyncckpt.weights.broadcast.endpoints import BroadcastEndpoints
-from asyncckpt.weights.broadcast.protocol import Broadcast, give_up
-from asyncckpt.weights.broadcast.receiver import Receipt
+from asyncckpt.weights.broadcast.membership import Membership
+from asyncckpt.weights.broadcast.receiver import Receipt, Receiver
+from asyncckpt.weights.broadcast.sender import Broadcast, Sender
 
 BUCKET_BYTES = 64 << 20
 TIMEOUT_S = 300.0
 
 Load = Callable[[list[Named]], object]
 
-_open: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, BroadcastEndpoints]] = weakref.WeakKeyDictionary()
+# By group and source.
+_open: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Sender | Receiver]] = weakref.WeakKeyDictionary()
+_channels_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def broadcast_weights(
@@ -67,64 +70,71 @@ def broadcast_weights(
         DamagedCheckpointError: A bucket did not arrive as it was sent.
         UnsavableStateError: Something among the weights cannot be sent.
     """
-    endpoints = _endpoints(src, group, timeout)
-    channel = endpoints.channel
-    if channel.is_source:
+    end = _end(src, group, timeout)
+    if isinstance(end, Sender):
         given = weights if load is None else None
-        return endpoints.sender.send(
-            given, bucket_bytes=bucket_bytes, version=version, bypass_cpu=bypass_cpu, local=local
-        )
+        return end.send(given, bucket_bytes=bucket_bytes, version=version, bypass_cpu=bypass_cpu, local=local)
     if weights is not None and load is None:
-        return endpoints.receiver.gather(weights)
+        return end.gather(weights)
     if load is None or weights is not None:
         error = ValueError("a rank other than the source gives either the weights of which it has shards, or a load")
-        raise give_up(channel, error) from error
-    return _load_all(endpoints.receiver.receive(), load)
+        raise end.channel.give_up(error) from error
+    return _load_all(end.receive(), load)
 
 
 def receive_weights(*, src: int = 0, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_S) -> Receipt:
     """As ``broadcast_weights`` with a ``load``, but as a generator; nothing happens before it is asked for a bucket.
 
+    Yields the tensors of one bucket after the other, good until the next is asked for; its value is the
+    ``Broadcast``. To close it early fails the broadcast on all ranks.
+
     Args:
-        src: As for ``broadcast_weights``, as are the others.
+        src: As for ``broadcast_weights``.
         group: None: all ranks of the job.
         timeout: Seconds that a wait for a rank may last.
-
-    Returns:
-        Yields the tensors of one bucket after the other, good until the next is asked for; its value is the
-        ``Broadcast``. To close it early fails the broadcast on all ranks.
     """
-    endpoints = _endpoints(src, group, timeout)
-    return (yield from endpoints.receiver.receive())
+    end = _end(src, group, timeout)
+    if isinstance(end, Sender):
+        return end.send(None, bucket_bytes=BUCKET_BYTES)
+    return (yield from end.receive())
 
 
 def close_broadcasts() -> None:
     """Drop the connections and buffers of this process. The next call makes new ones, if all ranks do this."""
     for of_group in list(_open.values()):
-        for endpoints in of_group.values():
-            endpoints.close()
+        for end in of_group.values():
+            end.close()
     _open.clear()
 
 
-def _endpoints(src: int, group: dist.ProcessGroup | None, timeout: float) -> BroadcastEndpoints:
-    """Those of a group and source; a collective if they have to be made."""
+def _end(src: int, group: dist.ProcessGroup | None, timeout: float) -> Sender | Receiver:
+    """This rank's end of the channel of a group and source; a collective if that has to be made."""
     which = dist.group.WORLD if group is None else group
     if which is None:
         raise RankFailedError("there is no process group: call torch.distributed.init_process_group first")
     if not _open:
         atexit.register(close_broadcasts)
-    for of_group in list(
-        _open.values()
-    ):  # drop those that are broken, also of groups that are given up because of that
-        for broken in [each for each, endpoints in of_group.items() if not endpoints.channel.usable]:
+    for of_group in list(_open.values()):  # drop what is broken, also of groups that are given up because of that
+        for broken in [each for each, end in of_group.items() if not end.channel.usable]:
             of_group.pop(broken).close()
     of_group = _open.setdefault(which, {})
-    endpoints = of_group.get(src)
-    if endpoints is None:
-        channel = Channel.of(which, dist.get_group_rank(which, src), timeout)
-        endpoints = of_group[src] = BroadcastEndpoints(channel, which)
-    endpoints.channel.timeout = timeout
-    return endpoints
+    if src not in of_group:
+        channel = _connect(which, dist.get_group_rank(which, src), timeout)
+        of_group[src] = Sender(channel, which) if channel.is_source else Receiver(channel, which)
+    end = of_group[src]
+    end.channel.timeout = timeout
+    return end
+
+
+def _connect(group: dist.ProcessGroup, src: int, timeout: float) -> Channel:
+    number = _channels_made.get(group, 0) + 1
+    # The store of the job, and not the group's own: that has no public name.
+    store = PrefixStore(f"asyncckpt-weights/{group.group_name}/{number}", _get_default_store())
+    membership = Membership(group.rank(), group.size(), store)
+    membership.wait_for_all(timeout)
+    # Not before: where a rank has not come, one that comes late comes to the same store as those that try again.
+    _channels_made[group] = number
+    return Channel(membership, src, timeout)
 
 
 def _load_all(receipt: Receipt, load: Load) -> Broadcast:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.structure import has_no_bytes
 from asyncckpt.shm.memcpy import memcpy, memcpy_holding
 from asyncckpt.shm.segment import round_up
-from asyncckpt.weights.broadcast.buffers import ALIGNMENT, Buffers
+from asyncckpt.weights.broadcast.transport import ALIGNMENT, Buffers
 
 # So large that it is worth while to let other threads run meanwhile.
 _LARGE_BYTES = 64 << 10
@@ -33,7 +33,7 @@ Given = Mapping[str, Any] | Iterable[Named]
 
 
 class BucketTensor(NamedTuple):
-    """A tensor to send. ``stays``: its memory stays as it is while others are sent."""
+    """A tensor to send. ``stays``: its memory stays as it is while others are sent, and may itself be a bucket."""
 
     name: str
     tensor: torch.Tensor
@@ -67,32 +67,36 @@ class Bucket:
 
     items: Sequence[BucketItem]
     data: torch.Tensor
-    skew: int
-    buffer: int | None
+    skew: int = 0
+    buffer: int | None = None
     """Which of the two buffers ``data`` is of; None: it is memory of the tensors."""
-    keep: Sequence[torch.Tensor]
+    keep: Sequence[torch.Tensor] = ()
     """Whose memory it may be."""
 
 
-def tensors_of(weights: Given, sources: Sequence[int] | None = None) -> Iterator[BucketTensor]:
+def tensors_of(weights: Given, sources: Sequence[int] = (), *, borrow: bool = True) -> Iterator[BucketTensor]:
     """The tensors of ``weights``, one at a time; sharded ones (``DTensor``) are gathered when they come.
 
-    ``sources``: the ranks of the job that gather too. Raises ``UnsavableStateError``.
+    Args:
+        weights: What is sent. Raises ``UnsavableStateError`` where that cannot be.
+        sources: The ranks of the job that gather too.
+        borrow: Memory of tensors that stay may be a bucket. Without it the cuts depend on names, dtypes and shapes
+            alone.
     """
-    stays = isinstance(weights, Mapping)
+    stays = borrow and isinstance(weights, Mapping)
     pairs: Iterable[tuple[str, Any]] = weights.items() if isinstance(weights, Mapping) else weights
     for name, value in pairs:
         if not isinstance(value, torch.Tensor):
             raise UnsavableStateError(f"{name!r} is no tensor but a {type(value).__name__}: it cannot be sent")
         tensor: Any = value.detach()
         if hasattr(tensor, "full_tensor"):
-            missing = set(tensor.device_mesh.mesh.flatten().tolist()) - set(sources or ())
+            missing = set(tensor.device_mesh.mesh.flatten().tolist()) - set(sources)
             if missing:
                 raise UnsavableStateError(
                     f"{name!r} is sharded over ranks of which {sorted(missing)} give no weights: all that hold shards"
                     " must give theirs"
                 )
-            yield BucketTensor(name, tensor.full_tensor(), True)
+            yield BucketTensor(name, tensor.full_tensor(), borrow)
         elif has_no_bytes(tensor) or (tensor.nbytes and not tensor.data_ptr()):  # a wrapper of others, or offloaded
             kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
             raise UnsavableStateError(f"{name!r} has no plain memory ({kind}): not sent")
@@ -100,145 +104,125 @@ def tensors_of(weights: Given, sources: Sequence[int] | None = None) -> Iterator
             yield BucketTensor(name, tensor, stays)
 
 
-def fill(
-    tensors: Iterable[BucketTensor], bucket_bytes: int, buffers: Buffers | None, *, borrow: bool = True
-) -> Iterator[Bucket]:
+def fill(tensors: Iterable[BucketTensor], bucket_bytes: int, buffers: Buffers) -> Iterator[Bucket]:
     """Make buckets. The caller may ask for the next one while this one is under way.
 
     Args:
         tensors: What goes into them, in this order.
         bucket_bytes: The most bytes of a bucket.
-        buffers: What is copied goes here. None: nothing is copied, and a bucket has no data; so a rank that only helps
-            to gather goes through all of it in step with the one that sends.
-        borrow: Memory of tensors that stay may be a bucket. Without it the cuts depend on names, dtypes and shapes
-            alone.
+        buffers: What is copied goes here.
     """
-    bucket = _OpenBucket(buffers, borrow)
+    bucket = _OpenBucket(buffers)
     for each in tensors:
         nbytes = each.tensor.nbytes
         if bucket.items and (nbytes > bucket_bytes or round_up(bucket.end, ALIGNMENT) + nbytes > bucket_bytes):
             yield bucket.close()
-            bucket = _OpenBucket(buffers, borrow)
+            bucket = _OpenBucket(buffers)
         if nbytes > bucket_bytes:
-            yield from _pieces(each, bucket_bytes, buffers, borrow)
+            yield from _pieces(each, bucket_bytes, buffers)
         else:
             bucket.add(each)
     if bucket.items:
         yield bucket.close()
 
 
-@dataclass
 class _OpenBucket:
     """A bucket being filled: first with a run of tensors that lie side by side, as long as there are only such."""
 
-    buffers: Buffers | None
-    borrow: bool
-    items: list[BucketItem] = field(default_factory=list)
-    end: int = 0
-    _skew: int = 0
-    _run: int | None = None
-    """Where the run begins in memory."""
-    _keep: list[torch.Tensor] = field(default_factory=list)
-    _buffer: int | None = None
+    def __init__(self, buffers: Buffers) -> None:
+        self.items: list[BucketItem] = []
+        self.end = 0
+        self._buffers = buffers
+        self._buffer: int | None = None
+        self._run: int | None = None  # where it begins in memory
+        self._skew = 0
+        self._keep: list[torch.Tensor] = []
 
     def add(self, entry: BucketTensor) -> None:
         tensor = entry.tensor
-        nbytes = tensor.nbytes
+        at, nbytes = self.end, tensor.nbytes
         if nbytes == 0:
-            at = 0
-        elif self.borrow and self._buffer is None and entry.stays and self._continues(tensor):
+            self.items.append(_item(entry, 0, 0))
+            return
+        if entry.stays and self._buffer is None and self._continues(tensor):
             if self._run is None:
                 self._run = tensor.data_ptr()
-                self.end = self._skew = self._run % ALIGNMENT
-            at = self.end
+                at = self._skew = self._run % ALIGNMENT
             self._keep.append(tensor)
-            self.end = at + nbytes
         else:
-            self._use_buffer()
+            buffer = self._use_buffer()
             at = round_up(self.end, ALIGNMENT)
-            self.end = at + nbytes
-            if self.buffers is not None and self._buffer is not None:
-                copy_into(self.buffers.pair[self._buffer], at, tensor)
-        self.items.append(_item(entry, at, nbytes, 0))
+            _copy_into(buffer[at : at + nbytes], tensor)
+        self.end = at + nbytes
+        self.items.append(_item(entry, at, nbytes))
 
     def close(self) -> Bucket:
-        data = torch.empty(0, dtype=torch.uint8)
-        if self._run is not None:
-            data = at_address(self._run, self.end - self._skew)
-        elif self.buffers is not None and self._buffer is not None:
-            data = self.buffers.pair[self._buffer][: self.end]
-        return Bucket(self.items, data, self._skew, self._buffer, self._keep)
+        if self._buffer is not None:
+            return Bucket(self.items, self._buffers.pair[self._buffer][: self.end], buffer=self._buffer)
+        return Bucket(self.items, self._run_bytes(), self._skew, keep=self._keep)
 
     def _continues(self, tensor: torch.Tensor) -> bool:
         """Whether it lies where the run ends, or can begin one."""
-        if not is_plain(tensor) or tensor.data_ptr() % tensor.element_size():
+        if not _is_plain(tensor) or tensor.data_ptr() % tensor.element_size():
             return False
         return self._run is None or tensor.data_ptr() == self._run + self.end - self._skew
 
-    def _use_buffer(self) -> None:
-        """From here on this is a bucket in a buffer; so is the run that was."""
-        if self._buffer is not None or self.buffers is None:
-            return
-        self._buffer = self.buffers.next()
-        if self._run is not None:
-            run = at_address(self._run, self.end - self._skew)
-            copy_into(self.buffers.pair[self._buffer], self._skew, run)
-            self._run, self._skew = None, 0
-            self._keep = []
+    def _run_bytes(self) -> torch.Tensor:
+        return _at_address(self._run or 0, self.end - self._skew)
+
+    def _use_buffer(self) -> torch.Tensor:
+        """From here on this is a bucket in a buffer, which is returned; so is the run that was."""
+        if self._buffer is None:
+            self._buffer = self._buffers.next()
+            if self._run is not None:
+                _copy_into(self._buffers.pair[self._buffer][self._skew : self.end], self._run_bytes())
+        return self._buffers.pair[self._buffer]
 
 
-def _pieces(entry: BucketTensor, bucket_bytes: int, buffers: Buffers | None, borrow: bool) -> Iterator[Bucket]:
-    tensor, total = entry.tensor, entry.tensor.nbytes
-    if buffers is not None:
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()  # once, and not for each piece
-    for begin in range(0, total, bucket_bytes):
-        nbytes = min(bucket_bytes, total - begin)
+def _pieces(entry: BucketTensor, bucket_bytes: int, buffers: Buffers) -> Iterator[Bucket]:
+    tensor = entry.tensor.resolve_conj().resolve_neg().contiguous()  # once, and not for each piece
+    for begin in range(0, tensor.nbytes, bucket_bytes):
+        nbytes = min(bucket_bytes, tensor.nbytes - begin)
         items = [_item(entry, 0, nbytes, begin)]
-        if buffers is None:
-            yield Bucket(items, torch.empty(0, dtype=torch.uint8), 0, None, [])
-        elif borrow and entry.stays and is_plain(tensor):
-            yield Bucket(items, at_address(tensor.data_ptr() + begin, nbytes), 0, None, [tensor])
+        if entry.stays and tensor.is_cpu:
+            yield Bucket(items, _at_address(tensor.data_ptr() + begin, nbytes), keep=[tensor])
         else:
             number = buffers.next()
-            raw = tensor.reshape(-1).view(torch.uint8)[begin : begin + nbytes]
-            copy_into(buffers.pair[number], 0, raw)
-            yield Bucket(items, buffers.pair[number][:nbytes], 0, number, [])
+            data = buffers.pair[number][:nbytes]
+            _copy_into(data, tensor.reshape(-1).view(torch.uint8)[begin : begin + nbytes])
+            yield Bucket(items, data, buffer=number)
 
 
-def _item(entry: BucketTensor, at: int, nbytes: int, begin: int) -> BucketItem:
+def _item(entry: BucketTensor, at: int, nbytes: int, begin: int = 0) -> BucketItem:
     name, tensor, _ = entry
-    return BucketItem(
-        name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), at, nbytes, begin, tensor.nbytes
-    )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return BucketItem(name, dtype, tuple(tensor.shape), at, nbytes, begin, tensor.nbytes)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the bytes of ``tensor`` lie in this host's memory just as they are to be sent."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def at_address(address: int, nbytes: int) -> torch.Tensor:
+def _at_address(address: int, nbytes: int) -> torch.Tensor:
     """``nbytes`` of memory, which somebody else keeps."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def copy_into(buffer: torch.Tensor, at: int, tensor: torch.Tensor) -> None:
-    """Copy the bytes of ``tensor``, wherever it is and however it lies, to byte ``at`` of ``buffer``."""
-    nbytes = tensor.nbytes
-    if buffer.is_cpu and is_plain(tensor):
-        copy = memcpy if nbytes >= _LARGE_BYTES else memcpy_holding
-        copy(buffer.data_ptr() + at, tensor.data_ptr(), nbytes)
+def _copy_into(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy the bytes of ``tensor``, wherever it is and however it lies, to those of ``place``."""
+    if place.is_cpu and _is_plain(tensor):
+        copy = memcpy if tensor.nbytes >= _LARGE_BYTES else memcpy_holding
+        copy(place.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         return
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.resolve_conj().resolve_neg()
     # As integers: not every dtype can be copied from every layout.
     integer = _INTEGERS.get(tensor.element_size())
     if integer is not None and not tensor.is_complex():
         tensor = tensor.view(integer)
-    into = buffer[at : at + nbytes].view(tensor.dtype).view(tensor.shape)
-    into.copy_(tensor)
+    place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def checksum(data: torch.Tensor) -> int:

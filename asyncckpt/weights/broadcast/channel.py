@@ -1,40 +1,36 @@
 """The channel: how the ranks that share weights talk to each other, and how all of them end when one does.
 
 A gloo group of its own, whatever the backend of the caller's group: so it can carry small messages while the caller's
-is in use, and can be torn down without harm to that. All goes between the *source* and each other rank, in lockstep:
-the others ``say`` their status, the source ``collect``s that and ``tell``s everybody what comes next, a notice.
-Messages are JSON.
+is in use, and can be torn down without harm to that. All goes between the *source* and each other rank, in rounds: the
+others tell their status, the source ``collect``s that and ``tell``s everybody what comes next, a notice. Messages are
+JSON.
 
 There are two kinds of failures. One that a rank can still tell of (an exception, a damaged bucket) travels in these
 messages: all ranks raise it, and the channel is as good as new. One that it cannot tell of (it was killed, or does not
 come) breaks the connections. Each rank that notices closes all of its own, so that everybody notices at once. Then the
-survivors record in the store of the job that they have left, and the ranks that have not are named.
+survivors record that they have left (``membership.py``), and the ranks that have not are named.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncckpt.errors import CheckpointError, ClosedError, RankFailedError, decode, encode, located
-
-logger = logging.getLogger(__name__)
+from asyncckpt.weights.broadcast.membership import Membership
 
 Message = dict[str, Any]
 Gloo = Any
 """A ``ProcessGroupGloo``, of whose methods torch's stubs know nothing."""
-WirePlace = tuple[str, int, int]
-"""In a group of some of the ranks: its name, this one's rank in it, and its world size."""
 T = TypeVar("T")
 
 # So small, a message travels no slower than an empty one. An error of more bytes is cut; JSON in JSON makes up to 14 of
@@ -42,66 +38,41 @@ T = TypeVar("T")
 _MESSAGE_BYTES = 8192
 _ERROR_BYTES = 7500
 _ERROR_CHARACTERS = 500
-# How long the survivors wait for each other. They notice at once, unless they are loading.
-_GRACE_S = 5.0
-_READING_S = 0.5
-_POLL_S = 0.01
 _STATUS_TAG, _NOTICE_TAG, _BLOB_TAG, _NEVER_TAG = 1, 2, 3, 4
 
-_channels_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+class _ToldError(Exception):
+    """All ranks have been told that it is over, and raise this ``error``."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Channel:
-    """Between rank ``src`` and the others, of ``world_size`` ranks that have a ``store`` for themselves.
+    """Between rank ``src``, the source, and the ``others``. ``timeout`` may be changed."""
 
-    ``timeout``, in seconds, limits every wait for another rank.
-    """
-
-    def __init__(self, rank: int, world_size: int, src: int, store: Store, timeout: float) -> None:
-        """Connect; a collective, after ``wait_for_ranks``.
+    def __init__(self, membership: Membership, src: int, timeout: float) -> None:
+        """Connect; a collective of all members, who have come. Raises ``RankFailedError`` if one is gone again.
 
         Args:
-            rank: This one's number.
-            world_size: How many ranks there are.
-            src: The number of the source.
-            store: Theirs alone.
+            membership: This rank's.
+            src: The source.
             timeout: Seconds that a wait for another rank may last.
-
-        Raises:
-            RankFailedError: One of them is gone again.
         """
-        self.rank, self.world_size, self.src = rank, world_size, src
-        self.timeout = timeout
-        self.others = [each for each in range(world_size) if each != src]
-        self._store = store
-        self._gloo: Gloo | None = None
+        self.rank, self.src, self.timeout = membership.rank, src, timeout
+        self.others = [each for each in range(membership.world_size) if each != src]
+        self._membership = membership
         self._part: Gloo | None = None
         self._awaited: dict[int, dist.Work] = {}
-        self._received = torch.empty(self.world_size, _MESSAGE_BYTES, dtype=torch.uint8)
-        self._gloo = self._connect("all", self.rank, self.world_size)
+        self._received = torch.empty(membership.world_size, _MESSAGE_BYTES, dtype=torch.uint8)
+        self._in_round = False
+        """On the source: the others have told their status, and wait for a notice."""
+        self._gloo: Gloo | None = None
+        self._gloo = self._connect("all", self.rank, membership.world_size)
         # What comes next is always waited for already: gloo sends nothing before it is, and would have to ask first.
         for rank in self.others if self.is_source else [src]:
             self._await(rank)
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, src: int, timeout: float) -> Channel:
-        """Between the ranks of a group; a collective of them.
-
-        Args:
-            group: The group.
-            src: The number of the source in it.
-            timeout: Seconds that a wait for another rank may last.
-
-        Raises:
-            RankFailedError: One of them does not come, or is gone again.
-        """
-        number = _channels_made.get(group, 0) + 1
-        # The store of the job, and not the group's own: that has no public name.
-        store = PrefixStore(f"asyncckpt-weights/{group.group_name}/{number}", _get_default_store())
-        wait_for_ranks(group.rank(), group.size(), store, timeout)
-        # Not before: where a rank has not come, one that comes late comes to the same store as those that try again.
-        _channels_made[group] = number
-        return cls(group.rank(), group.size(), src, store, timeout)
 
     @property
     def is_source(self) -> bool:
@@ -123,41 +94,115 @@ class Channel:
         self._part = self._connect(name, rank, world_size)
         return self._part
 
-    def _connect(self, name: str, rank: int, world_size: int) -> Gloo:
-        store = PrefixStore(name, self._store)
-        return self.attempt(
-            lambda: dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=self.timeout)), "a connection"
-        )
-
     def collect(self) -> list[Message]:
-        """On the source: what each of ``others`` says."""
-        return [self._take(rank) for rank in self.others]
+        """On the source: the status of each of ``others``, who then wait for a notice.
+
+        If one of them tells of an error, all are told, and raise it; see ``failing_together``.
+        """
+        answers = [self._take(rank) for rank in self.others]
+        self._in_round = True
+        for answer in answers:
+            if "error" in answer:
+                self.tell({"error": answer["error"]})
+                raise _ToldError(unpack(answer["error"]))
+        return answers
 
     def tell(self, notices: Message | Sequence[Message], blobs: Mapping[int, bytes] | None = None) -> None:
         """On the source: tell all the same notice, or each its own; some of them with a blob of any size."""
+        self._in_round = False
         blobs = blobs or {}
         each = [notices] * len(self.others) if isinstance(notices, dict) else notices
-        sent = []
+        under_way = []
         for rank, notice in zip(self.others, each, strict=True):
             blob = blobs.get(rank, b"")
-            sent.append(self._send(rank, _pad(notice | {"blob": len(blob)}), _NOTICE_TAG))
+            under_way.append(self._send(rank, _pad(notice | {"blob": len(blob)}), _NOTICE_TAG))
             if blob:
-                sent.append(self._send(rank, torch.frombuffer(bytearray(blob), dtype=torch.uint8), _BLOB_TAG))
-        for each_sent in sent:
-            self._wait(*each_sent)
+                under_way.append(self._send(rank, torch.frombuffer(bytearray(blob), dtype=torch.uint8), _BLOB_TAG))
+        for wait in under_way:
+            wait()
 
-    def say(self, status: Message) -> None:
-        """On the others: what the source collects."""
-        self._wait(*self._send(self.src, _pad(status), _STATUS_TAG))
+    def exchange(self, status: Message) -> Message:
+        """On the others: a round. Returns the notice; its ``blob`` is the bytes that came with it."""
+        notice = self._exchange(status)
+        if "error" in notice:
+            raise _ToldError(unpack(notice["error"]))
+        return notice
 
-    def hear(self) -> Message:
-        """On the others: what the source tells. Its ``blob`` is the bytes that came with it."""
+    def give_up(self, error: BaseException) -> CheckpointError:
+        """Have all ranks raise ``error``; returns what all raise."""
+        packed = pack(error, self.rank)
+        if not self.is_source:
+            return unpack(self._exchange({"error": packed})["error"])
+        if not self._in_round:
+            for rank in self.others:
+                self._take(rank)
+        self.tell({"error": packed})
+        return unpack(packed)
+
+    @contextlib.contextmanager
+    def failing_together(self, settle: Callable[[], object]) -> Iterator[None]:
+        """What is raised in here, all ranks raise. ``settle`` ends what is under way, before they are told of it.
+
+        If the channel is broken, the others know; if this rank is interrupted, it leaves, and they find out.
+        """
+        try:
+            yield
+        except _ToldError as told:
+            raise told.error from None
+        except GeneratorExit:
+            if self.usable:
+                settle()
+                self.give_up(RankFailedError("it stopped taking weights before all had come"))
+            raise
+        except Exception as error:
+            if not self.usable:
+                raise
+            settle()
+            raise self.give_up(error) from error
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def attempt(self, wait: Callable[[], T], what: str, rank: int | None = None) -> T:
+        """Wait for another rank; where that fails, all ranks end with the same ``RankFailedError``.
+
+        Args:
+            wait: Waits, and raises ``RuntimeError``, as gloo does.
+            what: Its name in the error.
+            rank: Whose it is; None: nobody's, or everybody's.
+        """
+        begun = time.monotonic()
+        try:
+            return wait()
+        except RuntimeError as error:
+            reason = None
+            # Gloo has one class for all; what it says of a timeout has changed with its versions.
+            if time.monotonic() - begun >= 0.95 * self.timeout:
+                whose = self.rank if rank is None else rank
+                reason = RankFailedError(f"{what} has not answered for {self.timeout:g} s", rank=whose)
+            self._disconnect()
+            raise self._membership.find_reason(reason, error) from error
+        except BaseException as error:  # somebody interrupts this wait
+            self._leave(error)
+            raise
+
+    def close(self) -> None:
+        """Drop the connections. Between two broadcasts that is no failure."""
+        self._gloo = self._part = None
+        self._awaited = {}
+
+    def _connect(self, name: str, rank: int, world_size: int) -> Gloo:
+        store = PrefixStore(name, self._membership.store)
+        limit = timedelta(seconds=self.timeout)
+        return self.attempt(lambda: dist.ProcessGroupGloo(store, rank, world_size, limit), "a connection")
+
+    def _exchange(self, status: Message) -> Message:
+        self._send(self.src, _pad(status), _STATUS_TAG)()
         notice = self._take(self.src)
         data = torch.empty(notice["blob"], dtype=torch.uint8)
         if data.numel():
             gloo = self._connected()
-            work = self.attempt(lambda: gloo.recv([data], self.src, _BLOB_TAG), f"rank {self.src}", self.src)
-            self._wait(self.src, work, data)
+            self._wait(self.src, self._begin(self.src, lambda: gloo.recv([data], self.src, _BLOB_TAG)))
         return notice | {"blob": data.numpy().tobytes()}
 
     def _await(self, rank: int) -> None:
@@ -165,65 +210,36 @@ class Channel:
         self._awaited[rank] = self._connected().recv([self._received[rank]], rank, tag)
 
     def _take(self, rank: int) -> Message:
-        data = self._received[rank]
         if rank not in self._awaited:
-            self.attempt(lambda: self._await(rank), f"rank {rank}", rank)
-        self._wait(rank, self._awaited.pop(rank), data)
-        message: Message = json.loads(data.numpy().tobytes())
+            self._begin(rank, lambda: self._await(rank))
+        self._wait(rank, self._awaited.pop(rank))
+        message: Message = json.loads(self._received[rank].numpy().tobytes())
         with contextlib.suppress(RuntimeError):  # it was the last message of a rank that has left
             self._await(rank)
         return message
 
-    def _send(self, rank: int, data: torch.Tensor, tag: int) -> tuple[int, dist.Work, torch.Tensor]:
-        """Begin to send; returns what to wait for."""
+    def _send(self, rank: int, data: torch.Tensor, tag: int) -> Callable[[], None]:
+        """Begin to send; returns what waits until it is sent."""
         gloo = self._connected()
-        return rank, self.attempt(lambda: gloo.send([data], rank, tag), f"rank {rank}", rank), data
+        work = self._begin(rank, lambda: gloo.send([data], rank, tag))
+        return partial(self._wait, rank, work, data)  # which is needed until then
 
-    def _wait(self, rank: int, work: dist.Work, data: torch.Tensor) -> None:
-        """Until it is done; ``data`` is what it needs meanwhile."""
+    def _begin(self, rank: int, call: Callable[[], T]) -> T:
+        return self.attempt(call, f"rank {rank}", rank)
+
+    def _wait(self, rank: int, work: dist.Work, _keep: object = None) -> None:
         self.attempt(lambda: work.wait(timedelta(seconds=self.timeout)), f"rank {rank}", rank)
-        del data
-
-    def attempt(self, wait: Callable[[], T], what: str, rank: int | None = None) -> T:
-        """Wait for another rank; where that fails, all ranks end.
-
-        Args:
-            wait: Waits, and raises ``RuntimeError``, as gloo does.
-            what: Its name in the error.
-            rank: Whose it is, if it is one rank's.
-
-        Raises:
-            RankFailedError: With the same text on all ranks.
-        """
-        begun = time.monotonic()
-        try:
-            return wait()
-        except RuntimeError as error:
-            told = None
-            # Gloo has one class for all; what it says of a timeout has changed with its versions.
-            if time.monotonic() - begun >= 0.95 * self.timeout:
-                told = RankFailedError(f"{what} has not answered for {self.timeout:g} s", rank=rank)
-            self._disconnect()
-            raise self._inquire(told, error) from error
-        except BaseException as error:  # somebody interrupts this wait
-            self.leave(error)
-            raise
-
-    def leave(self, error: BaseException) -> None:
-        """This rank leaves, at once, because of ``error``. The others will be told of that, and end."""
-        if self.usable:
-            self._disconnect()
-            self._record(RankFailedError(f"it left with {type(error).__name__}", rank=self.rank))
-
-    def close(self) -> None:
-        """Drop the connections. Between two broadcasts that is no failure."""
-        self._gloo = self._part = None
-        self._awaited = {}
 
     def _connected(self) -> Gloo:
         if self._gloo is None:
             raise ClosedError("the ranks are no longer connected to share weights", rank=self.rank)
         return self._gloo
+
+    def _leave(self, error: BaseException) -> None:
+        """This rank leaves, at once, because of ``error``. The others find out, and end."""
+        if self.usable:
+            self._disconnect()
+            self._membership.leave(RankFailedError(f"it left with {type(error).__name__}", rank=self.rank))
 
     def _disconnect(self) -> None:
         groups = [group for group in (self._part, self._gloo) if group is not None]
@@ -237,83 +253,6 @@ class Channel:
                     gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_TAG).wait(timedelta(milliseconds=1))
                 except RuntimeError:
                     pass  # as it should
-
-    def _record(self, told: CheckpointError | None) -> None:
-        """That this rank has left, and what it knows of the reason."""
-        try:
-            self._store.set(f"left/{self.rank}", "" if told is None else pack(told, self.rank))
-        except RuntimeError as error:
-            logger.warning("the other ranks could not be told of a failure: %s", str(error).split("\n")[0])
-
-    def _inquire(self, told: CheckpointError | None, cause: BaseException) -> CheckpointError:
-        """Why the connections broke: the same answer on all ranks, that of the first rank that has one."""
-        try:
-            self._record(told)
-            left: dict[int, CheckpointError | None] = {self.rank: told}
-            deadline = time.monotonic() + _GRACE_S
-            while len(left) < self.world_size and time.monotonic() < deadline and not self._store.check(["verdict"]):
-                for rank in set(range(self.world_size)) - set(left):
-                    if self._store.check([f"left/{rank}"]):
-                        recorded = self._store.get(f"left/{rank}")
-                        left[rank] = decode(recorded) if recorded else None
-                time.sleep(_POLL_S)
-            verdict = self._store.compare_set("verdict", "", pack(self._judge(left, cause), self.rank))
-            # This process may be about to end, and the store with it: the others are to have read it before.
-            readers = self._store.add("readers", 1)
-            deadline = time.monotonic() + _READING_S
-            while readers < len(left) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                readers = self._store.add("readers", 0)
-            return decode(verdict)
-        except RuntimeError as error:
-            return _lost_store(error)
-
-    def _judge(self, left: Mapping[int, CheckpointError | None], cause: BaseException) -> CheckpointError:
-        missing = [rank for rank in range(self.world_size) if rank not in left]
-        known = [error for _, error in sorted(left.items()) if error is not None]
-        if missing:
-            which = ", ".join(map(str, missing))
-            return RankFailedError(f"rank {which} died, or does not answer, while weights were shared", rank=missing[0])
-        if known:
-            return known[0]
-        return RankFailedError(f"the ranks lost their connections: {str(cause).splitlines()[0]}", rank=self.rank)
-
-
-def wait_for_ranks(rank: int, world_size: int, store: Store, timeout: float) -> None:
-    """Wait until all ranks have recorded in their store that they have come.
-
-    Args:
-        rank: This one's number.
-        world_size: How many ranks there are.
-        store: Theirs alone.
-        timeout: Seconds to wait.
-
-    Raises:
-        RankFailedError: One of them does not come; then this one takes back that it has.
-    """
-    missing = list(range(world_size))
-    deadline = time.monotonic() + timeout
-    try:
-        store.set(f"here/{rank}", "")
-        while missing := [each for each in missing if not store.check([f"here/{each}"])]:
-            if time.monotonic() > deadline:
-                store.delete_key(f"here/{rank}")
-                which = ", ".join(map(str, missing))
-                raise RankFailedError(
-                    f"rank {which} has not come to share weights within {timeout:g} s", rank=missing[0]
-                )
-            time.sleep(_POLL_S)
-    except RuntimeError as error:
-        raise _lost_store(error) from error
-
-
-def _lost_store(error: BaseException) -> CheckpointError:
-    # Which process hosts it is not known to torch.distributed; without a launcher that does, it is the first rank.
-    return RankFailedError(
-        f"the ranks lost their connections and the store of the job, which rank 0 hosts as a rule: it may have"
-        f" died ({str(error).splitlines()[0]})",
-        rank=0,
-    )
 
 
 def pack(error: BaseException, rank: int) -> str:

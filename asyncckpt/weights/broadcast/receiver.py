@@ -1,16 +1,15 @@
-"""The receiver: a rank that loads what the source sends, or only helps to gather it; see ``protocol.py``."""
+"""The receiver: a rank that loads what the source sends, or only helps to gather it; see ``sender.py``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Generator
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from asyncckpt.errors import CheckpointError, DamagedCheckpointError, RankFailedError
+from asyncckpt.errors import DamagedCheckpointError, RankFailedError
 from asyncckpt.shm.memcpy import memcpy
 from asyncckpt.weights.broadcast.buckets import (
     BucketItem,
@@ -23,40 +22,34 @@ from asyncckpt.weights.broadcast.buckets import (
     view,
     views,
 )
-from asyncckpt.weights.broadcast.buffers import Buffers, host_identity
 from asyncckpt.weights.broadcast.channel import Channel, Message
-from asyncckpt.weights.broadcast.protocol import Broadcast, Seconds, exchange, failing_together, give_up
-from asyncckpt.weights.broadcast.transport import Wire, device_group, open_wire
+from asyncckpt.weights.broadcast.sender import Broadcast, Seconds
+from asyncckpt.weights.broadcast.transport import Buffers, Wire, device_group, host_identity, open_wire
 
 Receipt = Generator[list[Named], None, Broadcast]
 
 
 class _ReceivedBucket(NamedTuple):
-    """A bucket that has come, or is about to."""
+    """A bucket that has come, or is about to: the ``data`` of ``items``, in one of the two buffers."""
 
-    number: int
+    notice: Message
     items: list[BucketItem]
+    buffer: int
     data: torch.Tensor
-    checksum: int
-    key: tuple[str, int]
-    """The name of its description, and which buffer it is in."""
 
 
 class Receiver:
     """The part of any rank but the source: in each broadcast it either loads or gathers."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup | None) -> None:
-        self._channel = channel
-        self._has_group = group is not None
+    def __init__(self, channel: Channel, group: dist.ProcessGroup | None = None) -> None:
+        self.channel = channel
         self._group = device_group(group)
-        self._shares = False
-        """Whether the buffers are the source's, and nothing comes over a wire."""
         self._wire = Wire(channel)
-        self._buffers = Buffers([])
         self._unposted = 0
         """Bytes of a bucket that the source is sending, and this rank has not begun to receive."""
-        self._descriptions: dict[str, list[BucketItem]] = {}
-        self._views: dict[tuple[str, int], list[Named]] = {}
+        self._descriptions: dict[int, list[BucketItem]] = {}
+        self._views: dict[tuple[int, int], list[Named]] = {}
+        """By the number of the description, and the buffer."""
         self._merged = torch.empty(0, dtype=torch.uint8)
 
     def receive(self) -> Receipt:
@@ -65,144 +58,128 @@ class Receiver:
         What is thrown in here, or raised while this is open, is raised by all ranks.
         """
         seconds = Seconds()
-        count = 0
         last: _ReceivedBucket | None = None
-        self._unposted = 0
-        with failing_together(self._channel, self._give_up):
-            terms = exchange(self._channel, {"role": "load", "host": host_identity()})
-            if terms["set_up"]:
-                self._set_up(terms)
+        with self.channel.failing_together(self._settle):
+            terms = self._begin("load", host_identity())
             seconds.add("meet")
-            while (notice := exchange(self._channel, {}))["kind"] == "bucket":
-                self._unposted = 0 if self._shares else notice["bytes"]
-                self._learn(notice)
-                if last is not None and self._begins_tensor(notice):
+            while (notice := self.channel.exchange({}))["kind"] == "bucket":
+                if self._wire.shared is None:
+                    self._unposted = notice["bytes"]
+                items = self._items(notice)
+                if last is not None and items[0].is_piece and items[0].begin == 0:
                     # What the pieces before it were merged in is needed again.
                     yield from self._give(last, seconds)
                     last = None
-                bucket = self._find(notice, count)
-                if not self._shares:
-                    self._wire.post(bucket.data)
-                    self._unposted = 0
+                bucket = self._find(notice, items)
+                if self._wire.shared is not None:
+                    yield from self._give(bucket, seconds)
+                    continue
+                self._wire.post(bucket.data)
+                self._unposted = 0
                 if last is not None:
                     yield from self._give(last, seconds)
                 self._wire.land()
                 last = bucket
-                if self._shares:
-                    yield from self._give(bucket, seconds)
-                    last = None
-                count += 1
             if last is not None:
                 yield from self._give(last, seconds)
-            exchange(self._channel, {})
+            self.channel.exchange({})
             seconds.add("transfer")
-        return seconds.broadcast(terms, notice["nbytes"], count)
+        return seconds.result(terms, notice)
 
     def gather(self, weights: Given) -> Broadcast:
         """Go through ``weights``, of which this rank has shards, in step with the source, and keep nothing."""
         seconds = Seconds()
-        count = 0
-        rank = self._channel.rank
-        with failing_together(self._channel, partial(give_up, self._channel)):
-            if not self._has_group:
-                raise ValueError("shards are gathered in a group of torch.distributed, and these ranks are none")
-            terms = exchange(self._channel, {"role": "gather", "host": ""})
-            sources = json.loads(terms["blob"])
-            if terms["set_up"]:
-                self._set_up(terms)
+        rank = self.channel.rank
+        with self.channel.failing_together(self._settle):
+            terms = self._begin("gather", "")
             seconds.add("meet")
-            for _ in fill(tensors_of(weights, sources), terms["bucket_bytes"], None, borrow=False):
+            gathered = tensors_of(weights, json.loads(terms["blob"]), borrow=False)
+            shadows = (each._replace(tensor=each.tensor.to("meta")) for each in gathered)
+            for _ in fill(shadows, terms["bucket_bytes"], Buffers.of_device(terms["bucket_bytes"], "meta")):
                 seconds.add("fill")
                 self._wire.land()
-                notice = exchange(self._channel, {})
+                notice = self.channel.exchange({})
                 if notice["kind"] != "bucket":
                     raise RankFailedError("this rank gives more weights than the one that sends", rank=rank)
-                self._ignore(notice["bytes"])
+                self._wire.skip(notice["bytes"])
                 seconds.add("transfer")
-                count += 1
             seconds.add("fill")
-            last = exchange(self._channel, {})
-            if last["kind"] != "end":
-                self._ignore(last["bytes"])
+            end = self.channel.exchange({})
+            if end["kind"] != "end":
+                self._unposted = end["bytes"]
                 raise RankFailedError("this rank gives fewer weights than the one that sends", rank=rank)
-            exchange(self._channel, {})
+            self.channel.exchange({})
             seconds.add("transfer")
-        return seconds.broadcast(terms, last["nbytes"], count)
+        return seconds.result(terms, end)
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Drop the connections, and give the buffers back."""
+        self.channel.close()
+        self._drop_wire()
+
+    def _drop_wire(self) -> None:
         self._views.clear()
-        self._wire, self._buffers = Wire(self._channel), Buffers([])
+        self._descriptions.clear()
+        self._wire = Wire(self.channel)
         self._merged = torch.empty(0, dtype=torch.uint8)
 
-    def _give_up(self, error: Exception | GeneratorExit) -> CheckpointError:
-        self._ignore(self._unposted)
+    def _settle(self) -> None:
+        """End what is under way, for those on the wire who cannot go on without this rank."""
+        unposted, self._unposted = self._unposted, 0
+        self._wire.skip(unposted)
         self._wire.land()
-        if isinstance(error, GeneratorExit):
-            return give_up(self._channel, RankFailedError("it stopped taking weights before all had come"))
-        return give_up(self._channel, error)
 
-    def _ignore(self, nbytes: int) -> None:
-        """Begin to receive what others on the wire need, and this rank does not."""
-        if nbytes and self._buffers.pair:
-            self._wire.post(self._buffers.pair[0][:nbytes])
+    def _begin(self, role: str, host: str) -> Message:
+        """Hear the terms; and, where something is new, map what the source shares, or connect."""
+        terms = self.channel.exchange({"role": role, "host": host})
+        if terms["set_up"]:
+            self._drop_wire()
+            shared = Buffers.attach(terms["offer"], terms["bucket_bytes"]) if "offer" in terms else None
+            place = self.channel.exchange({"attached": shared is not None})["wire"]
+            self._wire = open_wire(self.channel, terms["bucket_bytes"], self._group or place)
+            self._wire.shared = shared
+        return terms
 
-    def _set_up(self, terms: Message) -> None:
-        self.close()
-        self._descriptions.clear()
-        mapped = Buffers.attach(terms["offer"], terms["bucket_bytes"]) if "offer" in terms else None
-        place = exchange(self._channel, {"attached": mapped is not None})["wire"]
-        self._shares = mapped is not None
-        self._wire = open_wire(self._channel, terms["bucket_bytes"], self._group or place)
-        if mapped is not None:
-            self._buffers = mapped
-        elif self._wire.has_receivers:
-            self._buffers = self._wire.new_buffers()
-
-    def _learn(self, notice: Message) -> None:
-        """Hear how the bucket is described, if that is not known yet."""
+    def _items(self, notice: Message) -> list[BucketItem]:
+        """What the bucket has, which is told where it is not known yet."""
         if notice["forget"]:
             self._descriptions.clear()
             self._views.clear()
         if notice["blob"]:
             self._descriptions[notice["description"]] = read_description(notice["blob"])
+        return self._descriptions[notice["description"]]
 
-    def _begins_tensor(self, notice: Message) -> bool:
-        first = self._descriptions[notice["description"]][0]
-        return first.is_piece and first.begin == 0
-
-    def _find(self, notice: Message, number: int) -> _ReceivedBucket:
+    def _find(self, notice: Message, items: list[BucketItem]) -> _ReceivedBucket:
         """Where the bucket is, or is to go."""
-        items = self._descriptions[notice["description"]]
         first, nbytes, skew = items[0], notice["bytes"], notice["skew"]
-        buffer = (notice["buffer"] or 0) if self._shares else self._buffers.next()
-        data = self._buffers.pair[buffer][skew : skew + nbytes]
+        buffer = self._wire.buffers.next() if self._wire.shared is None else notice["buffer"] or 0
+        data = self._wire.buffers.pair[buffer][skew : skew + nbytes]
         if first.is_piece:
             if first.begin == 0 and self._merged.numel() < first.total:
                 self._merged = torch.empty(first.total, dtype=torch.uint8, device=data.device)
-            if not self._shares:
+            if self._wire.shared is None:
                 data = self._merged[first.begin : first.begin + nbytes]
-        return _ReceivedBucket(number, items, data, notice["checksum"], (notice["description"], buffer))
+        return _ReceivedBucket(notice, items, buffer, data)
 
     def _give(self, bucket: _ReceivedBucket, seconds: Seconds) -> Generator[list[Named], None, None]:
         """Check a bucket, and hand over what is complete with it."""
         seconds.add("transfer")
-        if checksum(bucket.data) != bucket.checksum:
+        if checksum(bucket.data) != bucket.notice["checksum"]:
             names = [repr(item.name) for item in bucket.items]
             which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise DamagedCheckpointError(
-                f"bucket {bucket.number} did not arrive as rank {self._channel.src} sent it: {which}",
-                rank=self._channel.rank,
+                f"bucket {bucket.notice['number']} did not arrive as rank {self.channel.src} sent it: {which}",
+                rank=self.channel.rank,
             )
         first = bucket.items[0]
-        if first.is_piece and self._shares:
+        if first.is_piece and self._wire.shared is not None:
             memcpy(self._merged.data_ptr() + first.begin, bucket.data.data_ptr(), first.nbytes)
         seconds.add("checksum")
-        if first.is_piece:
-            if first.is_last_piece:
-                yield [(first.name, view(first, self._merged[: first.total]))]
-        else:
-            if bucket.key not in self._views:
-                self._views[bucket.key] = views(bucket.items, self._buffers.pair[bucket.key[1]])
-            yield list(self._views[bucket.key])
+        if not first.is_piece:
+            key = bucket.notice["description"], bucket.buffer
+            if key not in self._views:
+                self._views[key] = views(bucket.items, self._wire.buffers.pair[bucket.buffer])
+            yield list(self._views[key])
+        elif first.is_last_piece:
+            yield [(first.name, view(first, self._merged[: first.total]))]
         seconds.add("load")

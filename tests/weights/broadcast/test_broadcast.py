@@ -24,8 +24,8 @@ from asyncckpt.weights.broadcast.broadcast import broadcast_weights, close_broad
 from asyncckpt.weights.broadcast.buckets import (
     fill,
 )
-from asyncckpt.weights.broadcast.buffers import Buffers
-from asyncckpt.weights.broadcast.protocol import Broadcast
+from asyncckpt.weights.broadcast.sender import Broadcast
+from asyncckpt.weights.broadcast.transport import Buffers
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,7 +21,7 @@ from asyncckpt.weights.broadcast.buckets import (
     view,
     views,
 )
-from asyncckpt.weights.broadcast.buffers import Buffers, buffer_bytes
+from asyncckpt.weights.broadcast.transport import Buffers, buffer_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.bool, torch.int16]
 
@@ -53,11 +53,11 @@ def test_buckets_hold_all_bytes(
         tensor = raw.view(dtype)
         expected[str(number)] = tensor.view(-1, 2).T if turned and elements % 2 == 0 else tensor
     pair = [torch.zeros(buffer_bytes(bucket_bytes), dtype=torch.uint8) for _ in range(2)]
-    entries = [BucketTensor(name, tensor, stays) for name, tensor in expected.items()]
+    entries = [BucketTensor(name, tensor, borrow and stays) for name, tensor in expected.items()]
     found: dict[str, torch.Tensor] = {}
     merged = torch.empty(0, dtype=torch.uint8)
     cuts = []
-    for bucket in fill(entries, bucket_bytes, Buffers(pair), borrow=borrow):
+    for bucket in fill(entries, bucket_bytes, Buffers(pair)):
         assert 0 <= bucket.data.numel() <= bucket_bytes
         there = torch.zeros(buffer_bytes(bucket_bytes), dtype=torch.uint8)
         there[bucket.skew : bucket.skew + bucket.data.numel()] = bucket.data
@@ -73,7 +73,9 @@ def test_buckets_hold_all_bytes(
         found.update(views(items, there))
     assert list(found) == list(expected)
     assert same(found, expected)
-    shadow = [[item.name for item in each.items] for each in fill(entries, bucket_bytes, None, borrow=False)]
+    counted = [BucketTensor(name, tensor.to("meta"), False) for name, tensor in expected.items()]
+    nowhere = Buffers.of_device(bucket_bytes, "meta")
+    shadow = [[item.name for item in each.items] for each in fill(counted, bucket_bytes, nowhere)]
     assert borrow or shadow == cuts
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.broadcasts import BUCKET
 
-from asyncckpt.weights.broadcast.buffers import Buffers
+from asyncckpt.weights.broadcast.transport import Buffers
 
 
 def test_what_is_not_the_sources_memory_is_not_attached(tmp_path: Path) -> None:

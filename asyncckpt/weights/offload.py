@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,8 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncckpt.errors import CheckpointError, OffloadedError
-from asyncckpt.staging.devices import synchronize_used, use
-from asyncckpt.weights.offload.host_memory import HostMemory
+from asyncckpt.shm import budget
+from asyncckpt.shm.segment import PAGE, Segment, round_up
+from asyncckpt.staging.devices import kind_of, synchronize_used, use
+from asyncckpt.staging.pinned import PinnedMemory
+
+_ALIGNMENT = 64
 
 _T = TypeVar("_T")
 _State = tuple[StorageWeakRef, tuple[int, ...]]
@@ -36,16 +41,6 @@ class _Part:
         return StorageWeakRef(self.storage), self.versions  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """What a storage has in it, in the memory of the host."""
-
-    part: _Part
-    place: torch.Tensor
-    copied: bool
-    """Or it was there already."""
-
-
 class OffloadedParameters:
     """The parameters and buffers of a module that are on ``device``, which can be brought to the host and back.
 
@@ -54,35 +49,40 @@ class OffloadedParameters:
     memory if it were given other ``.data``), the hooks of DDP (which autograd drops when a tensor changes device).
     A ``DTensor`` is offloaded as its local shard. Gradients stay where they are.
 
-    The price: while they are offloaded, a tensor says that it is on the device, and has no memory there. Nothing may
-    compute with it; that would end the process. A call of the module, of one in it, or of ``state_dict`` raises
-    ``OffloadedError``; the step of an optimizer does not, nor what reads a tensor by itself. And no graph of autograd
-    that is yet to go backward may need them: offload between two steps.
+    While they are offloaded, a tensor says that it is on the device, and has no memory there. To compute with it would
+    end the process: a call of the module, of one in it, or of ``state_dict`` raises ``OffloadedError``; the step of an
+    optimizer does not, nor what reads a tensor by itself. No graph of autograd that is yet to go backward may need
+    them: offload between two steps.
 
     The host's memory is taken by the first ``offload`` and used again by later ones, as long as the storages keep
     their sizes; it is given back with this object. An offloaded module keeps this object.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str, *, threads: int = 4) -> None:
-        """``device`` with no index means all of its kind. Moves nothing yet."""
+        """Moves nothing yet.
+
+        Args:
+            module: Whose parameters and buffers they are.
+            device: Where they are; without an index, any device of its kind.
+            threads: How many copy.
+        """
         self.loaded = True
         """Whether they are on the device."""
         self._module = module
         self._device = torch.device(device)
         self._threads = threads
-        self._memory: HostMemory | None = None
-        self._copies: list[_Copy] = []  # while they are offloaded
+        self._memory: _HostMemory | None = None
+        self._offloaded: list[_Part] = []  # in the places of the memory
         self._known: Sequence[_State | None] = []  # what is in the places of the memory, while they are loaded
         self._guards = contextlib.ExitStack()
 
     def offload(self, *, unchanged: bool = False) -> int:
-        """Bring them to the host, and give the memory of the device back to torch's allocator. Returns bytes copied.
+        """Bring them to the host, unless they are there, and give the memory of the device back to torch's allocator.
 
-        ``unchanged``: nothing has changed them since ``load``; what is at the host already is not copied again. It
-        has to be said, because torch counts only changes that it sees: not those through ``.data``, nor those by
-        kernels and collectives of others. Those it sees are copied in any case.
-
-        If they are offloaded, nothing happens. If this raises, they all are on the device.
+        Returns bytes copied. If this raises, they all are on the device. ``unchanged``: nothing has changed them since
+        ``load``; what is at the host already is not copied again. It has to be said, because torch counts only changes
+        that it sees: not those through ``.data``, nor those by kernels and collectives of others. Those it sees are
+        copied in any case.
         """
         if not self.loaded:
             return 0
@@ -96,38 +96,38 @@ class OffloadedParameters:
         if self._memory is None or self._memory.sizes != sizes:
             known = []
             self._memory = None  # before more is taken
-            self._memory = HostMemory(sizes, parts[0].storage.device if parts else None)
-        known = known or [None] * len(parts)
-        self._copies = self._in_parallel(_to_host, parts, self._memory.places, known)
+            self._memory = _HostMemory(sizes, parts[0].storage.device if parts else None)
+        copied = self._in_parallel(_to_host, parts, self._memory.places, known or [None] * len(parts))
+        self._offloaded = parts
         self.loaded = False
         self._guard()
         self._empty()
-        return sum(copy.place.nbytes for copy in self._copies if copy.copied)
+        return sum(copied)
 
     def load(self) -> int:
-        """Bring them back to the device. Returns bytes copied.
+        """Bring them back to the device, unless they are there. Returns bytes copied.
 
-        If they are on the device, nothing happens. If this raises, as when memory is short there, they all are
-        offloaded still.
+        If this raises, as when memory is short there, they all are offloaded still.
         """
-        if self.loaded:
+        if self.loaded or self._memory is None:
             return 0
         try:
-            for copy in self._copies:  # on the caller's thread: torch's allocator gives memory to its current stream
-                copy.part.storage.resize_(copy.place.nbytes)
-            nbytes = sum(self._in_parallel(_to_device, self._copies))
+            # On the caller's thread: torch's allocator gives memory to its current stream.
+            for part, nbytes in zip(self._offloaded, self._memory.sizes, strict=True):
+                part.storage.resize_(nbytes)
+            copied = self._in_parallel(_to_device, self._offloaded, self._memory.places)
         except BaseException:
             self._empty()
             raise
         self._guards.close()
-        self._known = [copy.part.state for copy in self._copies]
+        self._known = [part.state for part in self._offloaded]
         self.loaded = True
-        self._copies = []
-        return nbytes
+        self._offloaded = []
+        return sum(copied)
 
     def _empty(self) -> None:
-        for copy in self._copies:
-            copy.part.storage.resize_(0)
+        for part in self._offloaded:
+            part.storage.resize_(0)
 
     def _parts(self) -> list[_Part]:
         """Each storage once, in the order of the module."""
@@ -162,18 +162,55 @@ class OffloadedParameters:
             synchronize_used()
 
 
-def _to_host(part: _Part, place: torch.Tensor, known: _State | None) -> _Copy:
-    """``known`` is what is in ``place``, if that is to be relied on."""
+class _HostMemory:
+    """A place for each of some tensors' bytes, in one piece of memory, which is given back with this object.
+
+    Not torch's pinned memory, which is rounded up to the next power of two: 33 GiB would take 64.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device | None) -> None:
+        """``sizes`` in bytes, none of them 0. Raises ``OutOfMemoryError``."""
+        self.sizes = list(sizes)
+        offsets: list[int] = []
+        end = 0
+        for nbytes in sizes:
+            offsets.append(round_up(end, PAGE if nbytes >= PAGE else _ALIGNMENT))
+            end = offsets[-1] + nbytes
+        budget.require(end, "offloading parameters", "leave them on the device, or have other things give memory back")
+        segment = Segment.create("asyncckpt-offload", max(end, PAGE))
+        try:
+            segment.touch()
+            cuts = [offset for offset, nbytes in zip(offsets, sizes, strict=True) if nbytes >= PAGE]
+            pinned = PinnedMemory(segment, cuts, device) if device is not None and kind_of(device) is not None else None
+        except BaseException:
+            segment.close()
+            raise
+        self._give_back = weakref.finalize(self, _give_back, pinned, segment)
+        self._give_back.atexit = False  # the process ends, and the driver may be gone already
+        self.places = [
+            torch.frombuffer(segment.view[offset : offset + nbytes], dtype=torch.uint8)
+            for offset, nbytes in zip(offsets, sizes, strict=True)
+        ]
+        """As bytes, in the order of the sizes."""
+
+
+def _give_back(pinned: PinnedMemory | None, segment: Segment) -> None:
+    if pinned is not None:
+        pinned.close()
+    segment.close()
+
+
+def _to_host(part: _Part, place: torch.Tensor, known: _State | None) -> int:
+    """Bytes copied: none if ``known``, which is in ``place`` and to be relied on, is what ``part`` has."""
     if part.state == known:
-        return _Copy(part, place, copied=False)
+        return 0
     with use(part.storage.device), torch.inference_mode():
-        place.copy_(_bytes(part.storage), non_blocking=True)
-    return _Copy(part, place, copied=True)
+        return place.copy_(_bytes(part.storage), non_blocking=True).nbytes
 
 
-def _to_device(copy: _Copy) -> int:
-    with use(copy.part.storage.device), torch.inference_mode():
-        return _bytes(copy.part.storage).copy_(copy.place, non_blocking=True).nbytes
+def _to_device(part: _Part, place: torch.Tensor) -> int:
+    with use(part.storage.device), torch.inference_mode():
+        return _bytes(part.storage).copy_(place, non_blocking=True).nbytes
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

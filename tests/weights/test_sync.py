@@ -14,10 +14,9 @@ import torch
 from support.ranks import alone, say, serve
 from torch import nn
 
-from asyncckpt.weights.offload.metrics import SyncMetrics
-from asyncckpt.weights.offload.parameters import OffloadedParameters
-from asyncckpt.weights.offload.sync import loaded, sync_with_offload
+from asyncckpt.weights.offload import OffloadedParameters
 from asyncckpt.weights.publisher import WeightPublisher
+from asyncckpt.weights.sync import SyncMetrics, loaded, sync_with_offload
 
 
 @pytest.fixture(scope="module", autouse=True)

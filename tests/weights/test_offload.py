@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncckpt.errors import CheckpointError, OffloadedError, OutOfMemoryError
 from asyncckpt.shm import budget
-from asyncckpt.weights.offload import parameters as parameters_module
-from asyncckpt.weights.offload.parameters import OffloadedParameters
+from asyncckpt.weights import offload as offload_module
+from asyncckpt.weights.offload import OffloadedParameters
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -208,7 +208,7 @@ def test_a_copy_that_fails_half_way(direction: str, monkeypatch: pytest.MonkeyPa
     values = _on_host(dict(model.state_dict()))
     parameters = OffloadedParameters(model, "cpu")
     cycle(parameters)
-    real, made = getattr(parameters_module, direction), []
+    real, made = getattr(offload_module, direction), []
 
     def fail(*args: object) -> object:
         made.append(1)
@@ -217,7 +217,7 @@ def test_a_copy_that_fails_half_way(direction: str, monkeypatch: pytest.MonkeyPa
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(parameters_module, direction, fail)
+        patch.setattr(offload_module, direction, fail)
         with pytest.raises(MemoryError, match="no more"):
             parameters.offload()
             parameters.load()

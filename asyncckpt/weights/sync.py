@@ -1,15 +1,19 @@
-"""The metrics of a sync of weights: seconds of its phases, and bytes."""
+"""A sync of weights whose parameters are kept off the device: load, sync, offload, and how long each takes."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from asyncckpt.publication import Publication
 from asyncckpt.staging.devices import synchronize_used
+
+logger = logging.getLogger(__name__)
 
 Phase = Literal["load", "wait", "plan", "stage", "publish", "transfer", "apply", "sync", "offload", "total"]
 
@@ -74,3 +78,64 @@ class SyncMetrics:
         """All numbers, for a logger: ``as_dict("timing_s/")`` has ``"timing_s/load_s"``. No version if it has none."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "result"}
         return {prefix + name: value for name, value in values.items() if value is not None}
+
+
+def sync_with_offload(
+    load: Callable[[], object] | None,
+    sync: Callable[[SyncMetrics], object],
+    offload: Callable[[], object] | None,
+    *,
+    metrics: SyncMetrics | None = None,
+) -> SyncMetrics:
+    """Call ``load``, ``sync`` and ``offload``, one after the other, and measure each. What fails is as in ``loaded``.
+
+    Args:
+        load: Brings the parameters to the device; None where they are not offloaded.
+        sync: Is given the metrics, to fill in what it knows of its own phases (``with metrics.measure("stage"): ...``).
+            What it returns is their ``result``.
+        offload: Takes the parameters off the device; it is called in any case.
+        metrics: The caller's own, which it has also if this raises.
+    """
+    with loaded(load, offload, metrics=metrics) as metrics:
+        metrics.result = sync(metrics)
+    return metrics
+
+
+@contextlib.contextmanager
+def loaded(
+    load: Callable[[], object] | None, offload: Callable[[], object] | None, *, metrics: SyncMetrics | None = None
+) -> Iterator[SyncMetrics]:
+    """``load``, then the body, the sync, which may await, then ``offload``.
+
+    Args:
+        load: As in ``sync_with_offload``.
+        offload: Is called also if ``load`` or the body raises. After a ``load`` that came half the way, parameters are
+            in both places, and it must be able to start from there. If it raises then, too, the error is still the
+            first; the second is logged, and is a note of the first.
+        metrics: As in ``sync_with_offload``.
+    """
+    metrics = SyncMetrics() if metrics is None else metrics
+
+    def measured_offload() -> None:
+        if offload is not None:
+            with metrics.measure("offload"):
+                offload()
+
+    with metrics.measure("total"):
+        try:
+            if load is not None:
+                with metrics.measure("load"):
+                    load()
+            with metrics.measure("sync"):
+                yield metrics
+        except BaseException as error:
+            try:
+                measured_offload()
+            except Exception as second:
+                logger.error("offloading failed, after a sync that failed", exc_info=True)
+                text = "".join(traceback.format_exception(second, chain=False))
+                # As ``add_note`` of Python 3.11 does; before that, nobody prints it.
+                notes = [*getattr(error, "__notes__", []), f"Then offloading failed, too:\n{text}"]
+                error.__notes__ = notes  # type: ignore[attr-defined]
+            raise
+        measured_offload()

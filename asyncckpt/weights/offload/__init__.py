@@ -1,1 +1,0 @@
-"""Parameters that are kept off the device, and brought back for a sync."""
