@@ -1,18 +1,19 @@
 """The demo's training process: a small byte-level transformer on the source of Python's standard library.
 
-Text, model, optimizer and batches are the same on every start, and a batch depends on its step alone. What happens is
-reported on stdout, in lines of JSON: ``{"event": "step", ...}``. ``run.py`` starts this and reads them.
+Text, model, optimizer and batches are the same on every start, and a batch depends on its step alone. ``run.py`` starts
+this with a job, in JSON. Progress goes to stderr; at the end, what was measured goes to stdout, in JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import signal
 import sys
 import sysconfig
 import time
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ from asyncckpt.config import Config
 from asyncckpt.save_handle import Save
 
 _KEEP = 3
-_BYTES = 256
 _TEXT_BYTES = 4_000_000
 _SEED = 1234
 
@@ -52,41 +52,35 @@ class Transformer(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        width = size.width
-        form: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        self.bytes = nn.Embedding(_BYTES, width)
-        self.places = nn.Parameter(torch.randn(size.context, width) * 0.02)
-        layers = [nn.TransformerEncoderLayer(width, size.heads, 4 * width, **form) for _ in range(size.layers)]
-        self.layers = nn.ModuleList(layers)
-        self.norm = nn.LayerNorm(width)
-        self.scores = nn.Linear(width, _BYTES)
+        self.bytes = nn.Embedding(256, size.width)
+        self.places = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
+        layer = nn.TransformerEncoderLayer(
+            size.width, size.heads, 4 * size.width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        norm = nn.LayerNorm(size.width)
+        self.layers = nn.TransformerEncoder(layer, size.layers, norm, enable_nested_tensor=False)
+        self.scores = nn.Linear(size.width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.bytes(tokens) + self.places
-        mask = nn.Transformer.generate_square_subsequent_mask(len(self.places), device=x.device)
-        for layer in self.layers:
-            x = layer(x, mask, is_causal=True)
-        scores: Tensor = self.scores(self.norm(x))
+        mask = nn.Transformer.generate_square_subsequent_mask(len(self.places), device=tokens.device)
+        scores: Tensor = self.scores(self.layers(self.bytes(tokens) + self.places, mask, is_causal=True))
         return scores
 
 
 def _text() -> Tensor:
     """The ``*.py`` of the standard library in the order of their names, up to some megabytes, as bytes."""
     folder = Path(sysconfig.get_path("stdlib"))
-    text = bytearray()
-    for file in sorted(folder.glob("*.py")):
-        text += file.read_bytes()
-        if len(text) >= _TEXT_BYTES:
-            break
+    text = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
     if len(text) < 10_000:
         raise FileNotFoundError(f"the source of the standard library, the demo's text, is not in {folder}")
-    return torch.frombuffer(text[:_TEXT_BYTES], dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text[:_TEXT_BYTES]), dtype=torch.uint8)
 
 
 class Training:
     """The model, its optimizer, and one step of the one with the other; the same on every start."""
 
     def __init__(self, size: Size, threads: int) -> None:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or CUDA's matrix products differ each time
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(threads)
         torch.manual_seed(_SEED)
@@ -96,40 +90,20 @@ class Training:
         self.text = _text()
         self.model = Transformer(size).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.step = 0
-        self.loss = 0.0
-        self._fill_optimizer()
+        self.step = -1
+        self.train()  # step 0: AdamW makes its state, so that a state dict always has the same structure
 
-    def _fill_optimizer(self) -> None:
-        """AdamW makes its state at its first step. Make it now, so that a state dict always has the same structure."""
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        for group in self.optimizer.param_groups:
-            rate, group["lr"] = group["lr"], 0.0  # so the step changes no parameter, not even by weight decay
-            self.optimizer.step()
-            group["lr"] = rate
-        for state in self.optimizer.state.values():
-            state["step"].zero_()
-        self.optimizer.zero_grad()
-
-    def _batch(self) -> Tensor:
-        """``(batch, context + 1)`` bytes, as int64, that depend on the step alone: a resumed run draws the same."""
-        generator = torch.Generator().manual_seed(_SEED * 1_000_003 + self.step)
-        size = self.size
-        begins = torch.randint(len(self.text) - size.context - 1, (size.batch, 1), generator=generator)
-        return self.text[begins + torch.arange(size.context + 1)].long().to(self.device)
-
-    def train(self) -> float:
-        """One step. Returns its loss."""
+    def train(self) -> None:
+        """The next step."""
         self.step += 1
-        batch = self._batch()
-        scores = self.model(batch[:, :-1])
-        loss = F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        generator = torch.Generator().manual_seed(_SEED * 1_000_003 + self.step)
+        begins = torch.randint(len(self.text) - self.size.context - 1, (self.size.batch, 1), generator=generator)
+        batch = self.text[begins + torch.arange(self.size.context + 1)].long().to(self.device)
+        loss = F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.loss = loss.item()
-        return self.loss
 
     def state(self) -> dict[str, Any]:
         """The state dict of everything that goes on from here."""
@@ -150,99 +124,73 @@ class Training:
         return {"parameters": parameters, "state_bytes": nbytes, "device": str(self.device)}
 
 
-class _NoSaves:
-    """The run that is measured against."""
-
-    prepare_s = 0.0
-
-    def save(self) -> None:
-        """Save the state; the training waits for this."""
-
-    def poll(self) -> None:
-        """Report saves that became durable; after each step."""
-
-    def close(self) -> None:
-        """After the last step."""
-
-
-class _AsyncSaves(_NoSaves):
-    """With asyncckpt; ``resume``: from the newest checkpoint, which the worker of a killed trainer may still hold."""
-
-    def __init__(self, training: Training, folder: str, resume: bool) -> None:
-        self.training = training
-        self.checkpointer = Checkpointer(folder, Config(keep_last=_KEEP))
-        self.under_way: list[tuple[Save, float]] = []
-        begun = time.perf_counter()
-        if resume:
-            step = self.checkpointer.load(state := training.state())
-            training.restore(state)
-            source = self.checkpointer.loaded.source if self.checkpointer.loaded is not None else ""
-            _report("resumed", step=step, load_s=time.perf_counter() - begun, source=source)
-        begun = time.perf_counter()
-        self.checkpointer.prepare(training.state())
-        self.prepare_s = time.perf_counter() - begun
-
-    def save(self) -> None:
-        handle = self.checkpointer.save(self.training.step, self.training.state())
-        self.under_way.append((handle, self.training.loss))
-
-    def poll(self) -> None:
-        while self.under_way and self.under_way[0][0].done():
-            handle, loss = self.under_way.pop(0)
-            handle.result()  # raises what went wrong
-            _report("durable", step=handle.step, loss=loss, **handle.timings)
-
-    def close(self) -> None:
-        self.checkpointer.close()
-        self.poll()
-
-
-class _DcpSaves(_NoSaves):
-    """With torch.distributed.checkpoint, as it comes: synchronous."""
-
-    def __init__(self, training: Training, folder: str) -> None:
-        self.training = training
-        self.folder = Path(folder)
-
-    def save(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process only
-            save(self.training.state(), checkpoint_id=self.folder / f"step-{self.training.step:08d}")
-
-    def poll(self) -> None:
-        for old in sorted(self.folder.iterdir())[:-_KEEP]:
-            shutil.rmtree(old)
-
-
-def _report(event: str, /, **facts: object) -> None:
-    print(json.dumps({"event": event, **facts}), flush=True)
-
-
 def main(job: dict[str, Any]) -> None:
-    """All that a training process does, as ``job`` says."""
+    """Train to the end, or to the save after which this process is to be killed."""
     training = Training(SIZES[job["size"]], job["threads"])
-    _report("started", **training.facts())
-    os.makedirs(job["folder"], exist_ok=True)
-    saves = _NoSaves()
-    if job["saves"] == "asyncckpt":
-        saves = _AsyncSaves(training, job["folder"], job["resume"])
-    elif job["saves"] == "dcp":
-        saves = _DcpSaves(training, job["folder"])
-    first = training.step
-    while training.step < job["steps"]:
+    checkpointer = Checkpointer(job["folder"], Config(keep_last=_KEEP)) if job["saves"] == "asyncckpt" else None
+    losses: dict[int, float] = {}
+    seconds: dict[str, list[float]] = {"prepare": [], "steps": [], "waits": []}
+    if checkpointer is not None:
+        if job["resume"]:
+            _resume(training, checkpointer)
         begun = time.perf_counter()
-        loss = training.train()
+        checkpointer.prepare(training.state())
+        seconds["prepare"].append(time.perf_counter() - begun)
+    under_way: deque[tuple[Save, float]] = deque()
+    while training.step < job["steps"] and training.step != job["kill_at"]:
+        begun = time.perf_counter()
+        training.train()
         trained = time.perf_counter()
-        if saved := training.step % job["every"] == 0:
-            saves.save()
-        ended = time.perf_counter()
-        if saved:
-            _report("saved", step=training.step, pid=os.getpid())
-        times = {"step_s": trained - begun, "waited_s": ended - trained, "wall_s": ended - begun}
-        _report("step", step=training.step, loss=loss, timed=training.step - first > job["warm_up"], **times)
-        saves.poll()
-    saves.close()
-    _report("ended", prepare_s=saves.prepare_s)
+        losses[training.step] = training.loss
+        if training.step % job["every"] == 0 and job["saves"] != "none":
+            if checkpointer is not None:
+                under_way.append((checkpointer.save(training.step, training.state()), training.loss))
+            else:
+                _save_by_dcp(training.state(), job["folder"])
+            seconds["waits"].append(time.perf_counter() - trained)
+        seconds["steps"].append(trained - begun)
+        if len(losses) == job["warm_up"]:
+            seconds["steps"], seconds["waits"] = [], []
+        _show_durable(under_way, training)
+    print(json.dumps({"losses": losses, "seconds": seconds, **training.facts()}), flush=True)
+    if training.step == job["kill_at"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if checkpointer is not None:
+        checkpointer.close()
+        _show_durable(under_way, training)
+
+
+def _resume(training: Training, checkpointer: Checkpointer) -> None:
+    """Go on from the newest checkpoint, which the worker of a killed trainer may still hold."""
+    begun = time.perf_counter()
+    step = checkpointer.load(state := training.state())
+    training.restore(state)
+    source = checkpointer.loaded.source if checkpointer.loaded is not None else ""
+    _say(f"resumed at step {step} from {source}, loaded and checked in {time.perf_counter() - begun:.2f} s")
+
+
+def _save_by_dcp(state: dict[str, Any], folder: str) -> None:
+    """With torch.distributed.checkpoint, as it comes: synchronous."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        save(state, checkpoint_id=Path(folder, f"step-{state['step']:08d}"))
+
+
+def _show_durable(under_way: deque[tuple[Save, float]], training: Training) -> None:
+    """Show the saves, with their losses, that have become durable."""
+    while under_way and under_way[0][0].done():
+        handle, loss = under_way.popleft()
+        handle.result()  # raises what went wrong
+        seconds = handle.timings
+        speed = training.facts()["state_bytes"] / seconds["write_s"] / 1e9
+        _say(
+            f"step {handle.step:>4}  loss {loss:.4f}  trainer waited {seconds['stall_s'] * 1e3:6.1f} ms"
+            f"  durable after {seconds['durable_s']:.2f} s  written at {speed:.2f} GB/s"
+        )
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
