@@ -25,7 +25,6 @@ from tabulate import tabulate
 
 from asyncckpt.errors import StorageError
 from asyncckpt.loading import catalog
-from asyncckpt.worker.steps import complete_steps
 
 _MAX_THREADS = 8
 # The first steps, which take longer in any run, and are not timed.
@@ -44,8 +43,7 @@ def _demonstrate(args: argparse.Namespace, root: str) -> dict[str, Any]:
     job |= {"saves": "asyncckpt", "folder": os.path.join(root, "killed"), "resume": False, "kill_at": None}
     print(f"1. Training, {args.steps} steps, a save every {args.every}, in {root}/killed", flush=True)
     killed = _train({**job, "kill_at": kill_at})
-    is_writing = kill_at not in complete_steps(os.path.join(root, "killed"))
-    about = "while its worker was still writing it" if is_writing else "and already written"
+    about = "while its worker was still writing it" if killed["is_writing"] else "and already written"
     print(f"  killed the trainer (SIGKILL) when step {kill_at} was staged, {about}", flush=True)
     print("2. A new trainer resumes from the newest checkpoint", flush=True)
     resumed = _train({**job, "resume": True})
@@ -69,7 +67,7 @@ def _demonstrate(args: argparse.Namespace, root: str) -> dict[str, Any]:
         **{name: vars(args)[name] for name in ("steps", "every", "size")},
         **{name: whole[name] for name in ("parameters", "state_bytes", "device")},
         "killed_at": kill_at,
-        "killed_while_writing": is_writing,
+        "killed_while_writing": killed["is_writing"],
         "resumed_from": args.steps - compared,
         "steps_compared": compared,
         "losses_equal": not different,

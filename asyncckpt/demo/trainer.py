@@ -152,7 +152,8 @@ def main(job: dict[str, Any]) -> None:
         if len(losses) == job["warm_up"]:
             seconds["steps"], seconds["waits"] = [], []
         _show_durable(under_way, training)
-    print(json.dumps({"losses": losses, "seconds": seconds, **training.facts()}), flush=True)
+    measured = {"losses": losses, "seconds": seconds, "is_writing": len(under_way) > 0, **training.facts()}
+    print(json.dumps(measured), flush=True)
     if training.step == job["kill_at"]:
         os.kill(os.getpid(), signal.SIGKILL)
     if checkpointer is not None:

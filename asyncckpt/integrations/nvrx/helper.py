@@ -1,9 +1,9 @@
 """The helper process, which runs functions of the user's own, one after the other; both ends of its protocol.
 
-The trainer sends a ``_TaskRequest`` for each call, and the helper answers each, in the same order, with its error or
-None. The function and its arguments are pickled by ``multiprocess``, which knows closures and what is defined in
-``__main__``; the storages of tensors travel beside the pickle, in shared memory. Each is copied once, so that tensors
-that share one still do. What was on a device is on the CPU in the helper, and no handle of a device leaves the trainer.
+For each call the trainer sends a pickle of function and arguments, and the descriptor of a memory file with the
+storages of their tensors. The helper answers each, in the same order, with its error or None. ``multiprocess`` pickles,
+which knows closures and what is defined in ``__main__``. Each storage is copied once, so that tensors that share one
+still do. What was on a device is on the CPU in the helper, and no handle of a device leaves the trainer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -36,14 +34,6 @@ from asyncckpt.worker import wire
 from asyncckpt.worker.process import same_modules
 
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class _TaskRequest:
-    """Function and arguments. Unless ``nbytes`` is 0, the descriptor of a memory file with the storages follows."""
-
-    pickle: bytes
-    nbytes: int
 
 
 # The trainer's end.
@@ -81,8 +71,7 @@ class Helper:
 
         Args:
             function: Anything that ``multiprocess`` pickles, closures too.
-            arguments: Positional arguments. The caller may change what is in them when this returns.
-            keywords: Keyword arguments, likewise.
+            arguments, keywords: Of it. The caller may change tensors in them when this returns.
 
         Returns:
             A future that ends when the function does. Its error is a ``CheckpointError`` with the text of what the
@@ -101,16 +90,15 @@ class Helper:
             raise UnsavableStateError(
                 f"the request cannot be pickled for the helper process: {type(error).__name__}: {error}"
             ) from error
-        request = _TaskRequest(buffer.getvalue(), pickler.nbytes)
+        if pickler.nbytes:
+            budget.require(pickler.nbytes, "the tensors of a request", "leave more memory to it, or save less at once")
         future = Future[None]()
-        with _allocated(request.nbytes) if request.nbytes else nullcontext() as segment:
-            if segment is not None:
-                pickler.copy_storages(segment.view)
+        with Segment.create("asyncckpt", max(pickler.nbytes, 1)) as segment:
+            pickler.copy_storages(segment.view)
             self._unanswered.append(future)
             try:
-                wire.send(self._connection, request)
-                if segment is not None:
-                    reduction.send_handle(self._connection, segment.fileno(), self._process.pid)
+                self._connection.send_bytes(buffer.getbuffer())
+                reduction.send_handle(self._connection, segment.fileno(), self._process.pid)
             except OSError as error:
                 self._process.kill()  # it may have received half a message
                 self._listener.join()
@@ -178,11 +166,6 @@ class _Pickler(reduction.ForkingPickler):  # type: ignore[misc]  # multiprocess 
                 target.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
 
-def _allocated(nbytes: int) -> Segment:
-    budget.require(nbytes, "the tensors of a request", "leave more memory to it, or save less at once")
-    return Segment.create("asyncckpt", nbytes)
-
-
 # The helper's end.
 
 
@@ -210,14 +193,11 @@ def _receive_all(connection: Connection, tasks: SimpleQueue[Any]) -> None:
         # A fork of the trainer may keep the socket open after its end.
         parent = os.pidfd_open(os.getppid())
         while connection in wait([connection, parent]):
-            request: _TaskRequest = wire.receive(connection)
-            memory = memoryview(b"")
-            if request.nbytes:
-                fd = reduction.recv_handle(connection)
-                memory = memoryview(mmap.mmap(fd, request.nbytes))
-                os.close(fd)
-            tasks.put(_unpickled(request.pickle, memory))
-            del request, memory
+            pickle, fd = connection.recv_bytes(), reduction.recv_handle(connection)
+            memory = memoryview(mmap.mmap(fd, 0))  # all of it
+            os.close(fd)
+            tasks.put(_unpickled(pickle, memory))
+            del pickle, memory
     except (EOFError, OSError):
         pass
     finally:
