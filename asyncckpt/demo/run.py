@@ -59,8 +59,7 @@ def _demonstrate(args: argparse.Namespace, root: str) -> dict[str, Any]:
         if steps := [step for step, loss in run["losses"].items() if whole["losses"].get(step) != loss]:
             different[name] = steps
     runs = {"no checkpoints": none, "asyncckpt": whole, "torch.distributed.checkpoint.save": dcp}
-    table = [_row(name, run, none) for name, run in runs.items()]
-    medians = [row["median_step_s"] for row in table]
+    medians = [statistics.median(run["steps_s"]) for run in runs.values()]
     compared = len(resumed["losses"])
     return {
         "ok": not different and compared > 0,
@@ -74,7 +73,7 @@ def _demonstrate(args: argparse.Namespace, root: str) -> dict[str, Any]:
         "different": different,
         "losses": list(whole["losses"].values()),
         "steady": max(medians) <= _STEADY * min(medians),
-        "table": table,
+        "table": [_row(name, run, none) for name, run in runs.items()],
     }
 
 
@@ -97,16 +96,16 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
 
 def _row(name: str, run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
     """The line of ``run`` in the table; ``baseline`` is the run without saves."""
-    steps, waits, prepare = (run["seconds"][what] for what in ("steps", "waits", "prepare"))
-    train_s = sum(steps) + sum(waits)
+    steps, waits = run["steps_s"], run["waits_s"]
+    lost_s = sum(steps) + sum(waits) - sum(baseline["steps_s"])
     return {
         "run": name,
-        "train_s": train_s,
-        "median_step_s": statistics.median(steps),
+        "train_s": sum(steps) + sum(waits),
+        "step_ms": statistics.median(steps) * 1e3,
         "saves": len(waits),
-        "lost_per_save_s": (train_s - sum(baseline["seconds"]["steps"])) / len(waits) if waits else None,
-        "median_wait_s": statistics.median(waits) if waits else None,
-        "prepare_s": sum(prepare),
+        "lost_ms_per_save": lost_s / len(waits) * 1e3 if waits else None,
+        "save_call_ms": statistics.median(waits) * 1e3 if waits else None,
+        "prepare_ms": run["prepare_s"] * 1e3 if waits else None,
     }
 
 
@@ -124,13 +123,9 @@ def _print(summary: dict[str, Any]) -> None:
         f" {summary['state_bytes'] / 1e6:.0f} MB a checkpoint, {summary['steps'] - _WARM_UP} timed steps on"
         f" {summary['device']}"
     )
-    times = ("median_step_s", "lost_per_save_s", "median_wait_s", "prepare_s")
-    shown = []
-    for row in summary["table"]:
-        step, lost, wait, prepare = (row[name] and row[name] * 1e3 for name in times)
-        shown.append([row["run"], row["train_s"], step, row["saves"] or None, lost, wait, prepare or None])
     headers = ["run", "train s", "step ms", "saves", "lost ms/save", "save call ms", "prepare ms"]
-    print(tabulate(shown, headers=headers, floatfmt=("", ".2f", ".1f", "", ".1f", ".1f", ".1f")))
+    rows = [list(row.values()) for row in summary["table"]]
+    print(tabulate(rows, headers=headers, floatfmt=("", ".2f", ".1f", "", ".1f", ".1f", ".1f")))
     print(
         "lost: what training took longer than without checkpoints, by save; step and save call: medians;"
         " prepare: once, before the first step"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
@@ -93,8 +93,8 @@ class Training:
         self.step = -1
         self.train()  # step 0: AdamW makes its state, so that a state dict always has the same structure
 
-    def train(self) -> None:
-        """The next step."""
+    def train(self) -> float:
+        """The next step. Returns its loss."""
         self.step += 1
         generator = torch.Generator().manual_seed(_SEED * 1_000_003 + self.step)
         begins = torch.randint(len(self.text) - self.size.context - 1, (self.size.batch, 1), generator=generator)
@@ -103,90 +103,73 @@ class Training:
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        self.loss = loss.item()
+        return loss.item()
 
     def state(self) -> dict[str, Any]:
         """The state dict of everything that goes on from here."""
-        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        return {"model": model, "optimizer": optimizer, "step": self.step, "loss": self.loss}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``, as ``state()`` gave it and a checkpoint filled it."""
+    def resume(self, checkpointer: Checkpointer) -> None:
+        """Go on from the newest checkpoint, which the worker of a killed trainer may still hold."""
+        begun = time.perf_counter()
+        checkpointer.load(state := self.state())
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.loss = state["step"], state["loss"]
-
-    def facts(self) -> dict[str, Any]:
-        """How many parameters there are, how many bytes in all tensors of the state, and on which device."""
-        moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        nbytes = sum(tensor.nbytes for tensor in [*self.model.state_dict().values(), *moments])
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        return {"parameters": parameters, "state_bytes": nbytes, "device": str(self.device)}
+        self.step = state["step"]
+        source = checkpointer.loaded.source if checkpointer.loaded is not None else ""
+        _say(f"resumed at step {self.step} from {source}, loaded and checked in {time.perf_counter() - begun:.2f} s")
 
 
 def main(job: dict[str, Any]) -> None:
     """Train to the end, or to the save after which this process is to be killed."""
     training = Training(SIZES[job["size"]], job["threads"])
+    parameters = list(training.model.parameters())
+    nbytes = 3 * sum(parameter.nbytes for parameter in parameters)  # AdamW has two moments of each
     checkpointer = Checkpointer(job["folder"], Config(keep_last=_KEEP)) if job["saves"] == "asyncckpt" else None
-    losses: dict[int, float] = {}
-    seconds: dict[str, list[float]] = {"prepare": [], "steps": [], "waits": []}
+    if checkpointer is not None and job["resume"]:
+        training.resume(checkpointer)
+    begun = time.perf_counter()
     if checkpointer is not None:
-        if job["resume"]:
-            _resume(training, checkpointer)
-        begun = time.perf_counter()
         checkpointer.prepare(training.state())
-        seconds["prepare"].append(time.perf_counter() - begun)
-    under_way: deque[tuple[Save, float]] = deque()
+    prepare_s = time.perf_counter() - begun
+    warnings.filterwarnings("ignore", "torch.distributed is")  # DCP's, that there is one process only
+    losses: dict[int, float] = {}
+    steps_s, waits_s = [], []
+    under_way: deque[Save] = deque()
     while training.step < job["steps"] and training.step != job["kill_at"]:
         begun = time.perf_counter()
-        training.train()
+        loss = training.train()
         trained = time.perf_counter()
-        losses[training.step] = training.loss
+        losses[training.step] = loss
+        steps_s.append(trained - begun)
         if training.step % job["every"] == 0 and job["saves"] != "none":
             if checkpointer is not None:
-                under_way.append((checkpointer.save(training.step, training.state()), training.loss))
+                under_way.append(checkpointer.save(training.step, training.state()))
             else:
-                _save_by_dcp(training.state(), job["folder"])
-            seconds["waits"].append(time.perf_counter() - trained)
-        seconds["steps"].append(trained - begun)
+                save_by_dcp(training.state(), checkpoint_id=f"{job['folder']}/step-{training.step:08d}")
+            waits_s.append(time.perf_counter() - trained)
         if len(losses) == job["warm_up"]:
-            seconds["steps"], seconds["waits"] = [], []
-        _show_durable(under_way, training)
-    measured = {"losses": losses, "seconds": seconds, "is_writing": len(under_way) > 0, **training.facts()}
-    print(json.dumps(measured), flush=True)
+            steps_s, waits_s = [], []
+        _show_durable(under_way, losses, nbytes)
+    measured = {"losses": losses, "steps_s": steps_s, "waits_s": waits_s, "prepare_s": prepare_s}
+    measured |= {"parameters": sum(each.numel() for each in parameters), "state_bytes": nbytes}
+    print(json.dumps(measured | {"device": str(training.device), "is_writing": bool(under_way)}), flush=True)
     if training.step == job["kill_at"]:
         os.kill(os.getpid(), signal.SIGKILL)
     if checkpointer is not None:
         checkpointer.close()
-        _show_durable(under_way, training)
+    _show_durable(under_way, losses, nbytes)
 
 
-def _resume(training: Training, checkpointer: Checkpointer) -> None:
-    """Go on from the newest checkpoint, which the worker of a killed trainer may still hold."""
-    begun = time.perf_counter()
-    step = checkpointer.load(state := training.state())
-    training.restore(state)
-    source = checkpointer.loaded.source if checkpointer.loaded is not None else ""
-    _say(f"resumed at step {step} from {source}, loaded and checked in {time.perf_counter() - begun:.2f} s")
-
-
-def _save_by_dcp(state: dict[str, Any], folder: str) -> None:
-    """With torch.distributed.checkpoint, as it comes: synchronous."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process only
-        save(state, checkpoint_id=Path(folder, f"step-{state['step']:08d}"))
-
-
-def _show_durable(under_way: deque[tuple[Save, float]], training: Training) -> None:
-    """Show the saves, with their losses, that have become durable."""
-    while under_way and under_way[0][0].done():
-        handle, loss = under_way.popleft()
-        handle.result()  # raises what went wrong
-        seconds = handle.timings
-        speed = training.facts()["state_bytes"] / seconds["write_s"] / 1e9
+def _show_durable(under_way: deque[Save], losses: dict[int, float], nbytes: int) -> None:
+    """Show the saves that have become durable, which are taken from those ``under_way``."""
+    while under_way and under_way[0].done():
+        save = under_way.popleft()
+        save.result()  # raises what went wrong
+        seconds = save.timings
         _say(
-            f"step {handle.step:>4}  loss {loss:.4f}  trainer waited {seconds['stall_s'] * 1e3:6.1f} ms"
-            f"  durable after {seconds['durable_s']:.2f} s  written at {speed:.2f} GB/s"
+            f"step {save.step:>4}  loss {losses[save.step or 0]:.4f}  trainer waited {seconds['stall_s'] * 1e3:6.1f} ms"
+            f"  durable after {seconds['durable_s']:.2f} s  written at {nbytes / seconds['write_s'] / 1e9:.2f} GB/s"
         )
 
 

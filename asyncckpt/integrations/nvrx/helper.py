@@ -8,6 +8,7 @@ still do. What was on a device is on the CPU in the helper, and no handle of a d
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
@@ -40,7 +41,7 @@ _ALIGNMENT = 64
 
 
 class Helper:
-    """The process. It ends by itself when the trainer closes it or dies, and all it was given is done."""
+    """The process. It ends when the trainer has closed it or died, and all it was given is done."""
 
     def __init__(self) -> None:
         """Start it. Raises ``WorkerDiedError``."""
@@ -109,18 +110,13 @@ class Helper:
         """End the process when it has done all it was given, or with ``abort`` at once."""
         if abort:
             self._process.kill()
-        with socket.socket(fileno=self._connection.fileno()) as ours:
-            try:
-                ours.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass  # the process has ended already
-            finally:
-                ours.detach()
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours, contextlib.suppress(OSError):
+            ours.shutdown(socket.SHUT_WR)  # fails where the process has ended already
         self._listener.join()
         self._connection.close()
 
     def _listen(self) -> None:
-        try:
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 error = wire.receive(self._connection)
                 future = self._unanswered.popleft()
@@ -128,8 +124,6 @@ class Helper:
                     future.set_result(None)
                 else:
                     future.set_exception(error)
-        except (EOFError, OSError):
-            pass
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         self.death = WorkerDiedError(f"the helper process {self._process.pid} {how} before the request was done")
@@ -181,10 +175,8 @@ def serve(fd: int) -> None:
     while (task := tasks.get()) is not None:
         error = _run(task)
         del task  # its tensors hold memory
-        try:
+        with contextlib.suppress(OSError):  # the trainer is gone; the tasks that it gave are run all the same
             wire.send(connection, error)
-        except OSError:
-            pass  # the trainer is gone; the tasks that it gave are run all the same
 
 
 def _receive_all(connection: Connection, tasks: SimpleQueue[Any]) -> None:
