@@ -15,7 +15,7 @@ import time
 import warnings
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,35 +31,20 @@ _TEXT_BYTES = 4_000_000
 _SEED = 1234
 
 
-class Size(NamedTuple):
-    """The shape of the model, and of a batch: ``batch`` pieces of text of ``context`` bytes."""
-
-    width: int
-    layers: int
-    heads: int
-    batch: int
-    context: int
+# Width, layers and heads of the model; a batch is so many pieces of text of so many bytes.
+_SIZES = {"small": (64, 2, 2, 4, 64), "default": (320, 8, 5, 8, 128)}
 
 
-SIZES = {
-    "small": Size(width=64, layers=2, heads=2, batch=4, context=64),
-    "default": Size(width=320, layers=8, heads=5, batch=8, context=128),
-}
-
-
-class Transformer(nn.Module):
+class _Transformer(nn.Module):
     """Bytes in, ``(batch, context)``; scores for each next byte out, ``(batch, context, 256)``."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, width: int, nlayers: int, heads: int, context: int) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(256, size.width)
-        self.places = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
-        layer = nn.TransformerEncoderLayer(
-            size.width, size.heads, 4 * size.width, 0.0, "gelu", batch_first=True, norm_first=True
-        )
-        norm = nn.LayerNorm(size.width)
-        self.layers = nn.TransformerEncoder(layer, size.layers, norm, enable_nested_tensor=False)
-        self.scores = nn.Linear(size.width, 256)
+        self.bytes = nn.Embedding(256, width)
+        self.places = nn.Parameter(torch.randn(context, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, nlayers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.scores = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(len(self.places), device=tokens.device)
@@ -76,19 +61,19 @@ def _text() -> Tensor:
     return torch.frombuffer(bytearray(text[:_TEXT_BYTES]), dtype=torch.uint8)
 
 
-class Training:
+class _Training:
     """The model, its optimizer, and one step of the one with the other; the same on every start."""
 
-    def __init__(self, size: Size, threads: int) -> None:
+    def __init__(self, size: str, threads: int) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or CUDA's matrix products differ each time
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(threads)
         torch.manual_seed(_SEED)
-        self.size = size
+        width, nlayers, heads, self.batch, self.context = _SIZES[size]
         has_accelerator = torch.accelerator.is_available()
         self.device = (torch.accelerator.current_accelerator() if has_accelerator else None) or torch.device("cpu")
         self.text = _text()
-        self.model = Transformer(size).to(self.device)
+        self.model = _Transformer(width, nlayers, heads, self.context).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.step = -1
         self.train()  # step 0: AdamW makes its state, so that a state dict always has the same structure
@@ -97,8 +82,8 @@ class Training:
         """The next step. Returns its loss."""
         self.step += 1
         generator = torch.Generator().manual_seed(_SEED * 1_000_003 + self.step)
-        begins = torch.randint(len(self.text) - self.size.context - 1, (self.size.batch, 1), generator=generator)
-        batch = self.text[begins + torch.arange(self.size.context + 1)].long().to(self.device)
+        begins = torch.randint(len(self.text) - self.context - 1, (self.batch, 1), generator=generator)
+        batch = self.text[begins + torch.arange(self.context + 1)].long().to(self.device)
         loss = F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -122,7 +107,7 @@ class Training:
 
 def main(job: dict[str, Any]) -> None:
     """Train to the end, or to the save after which this process is to be killed."""
-    training = Training(SIZES[job["size"]], job["threads"])
+    training = _Training(job["size"], job["threads"])
     parameters = list(training.model.parameters())
     nbytes = 3 * sum(parameter.nbytes for parameter in parameters)  # AdamW has two moments of each
     checkpointer = Checkpointer(job["folder"], Config(keep_last=_KEEP)) if job["saves"] == "asyncckpt" else None
@@ -137,6 +122,7 @@ def main(job: dict[str, Any]) -> None:
     steps_s, waits_s = [], []
     under_way: deque[Save] = deque()
     while training.step < job["steps"] and training.step != job["kill_at"]:
+        _show_durable(under_way, losses, nbytes)
         begun = time.perf_counter()
         loss = training.train()
         trained = time.perf_counter()
@@ -150,10 +136,10 @@ def main(job: dict[str, Any]) -> None:
             waits_s.append(time.perf_counter() - trained)
         if len(losses) == job["warm_up"]:
             steps_s, waits_s = [], []
-        _show_durable(under_way, losses, nbytes)
     measured = {"losses": losses, "steps_s": steps_s, "waits_s": waits_s, "prepare_s": prepare_s}
     measured |= {"parameters": sum(each.numel() for each in parameters), "state_bytes": nbytes}
-    print(json.dumps(measured | {"device": str(training.device), "is_writing": bool(under_way)}), flush=True)
+    measured |= {"device": str(training.device), "is_writing": not all(save.done() for save in under_way)}
+    print(json.dumps(measured), flush=True)
     if training.step == job["kill_at"]:
         os.kill(os.getpid(), signal.SIGKILL)
     if checkpointer is not None:

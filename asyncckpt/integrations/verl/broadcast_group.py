@@ -28,16 +28,13 @@ class BroadcastGroup:
     """A worker's membership in the group that ``role`` names."""
 
     def __init__(self, role: Role, worker: str, store: Any, timeout: float) -> None:
-        """Join the group, as all members do at the same time.
+        """Join the group, as all members do at the same time. Raises ``RankFailedError`` if they cannot be reached.
 
         Args:
             role: Names the members and the store.
             worker: This one's name.
             store: On the sender its own store, else None.
             timeout: Seconds that a member may wait for another.
-
-        Raises:
-            RankFailedError: The others cannot be reached.
         """
         self.members, rendezvous = role.members, role.rendezvous
         try:

@@ -113,17 +113,15 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 self._notices.give_up(RankFailedError("the trainer has begun another sync"))
             self._syncs += 1
             if self._store is None:
-                self._store = host_store(0)
-                self._rendezvous = Rendezvous(
-                    self._host or _own_host(), self._store.port, self._name, secrets.token_bytes(32), 0, 0
-                )
+                self._store, secret = host_store(0), secrets.token_bytes(32)
+                self._rendezvous = Rendezvous(self._host or _own_host(), self._store.port, self._name, secret, 0, 0)
         return Peer(
             self._name,
             endpoint_scope(),
             self.local.is_published_here,
             self._bypass_cpu,
             self._group.members if self._group is not None and self._group.usable else None,
-            self._rendezvous if self._is_master else None,
+            self._rendezvous,
             self._syncs,
         )
 
@@ -131,24 +129,17 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[Peer]
     ) -> tuple[dict[str, list[Role]], dict[str, list[Role]]]:
-        """Give each worker its role.
+        """Give each worker its role: the argument of ``init_process_group``, for the actors and for the rollouts.
 
         Args:
-            actor_wg_world_size: How many actors there are.
-            rollout_world_size: How many rollouts.
+            actor_wg_world_size, rollout_world_size: How many there are.
             metadata: What ``prepare`` has returned on all actors and then on all rollouts.
-
-        Returns:
-            The arguments of ``init_process_group`` for the actors and for the rollouts, one for each.
         """
         actors, rollouts = roles(metadata[:actor_wg_world_size], metadata[actor_wg_world_size:])
         return {"role": actors}, {"role": rollouts}
 
     def init_process_group(self, role: Role) -> None:
-        """Take that role, and join its group if this worker is a member, and not in it yet.
-
-        Raises ``RankFailedError`` where the others cannot be reached.
-        """
+        """Take that role, and join its group if this worker is a member and not in it yet; raises as that does."""
         if self._notices is not None:
             self._notices.close()
         # Another connection for each sync: somebody may still wait over the old one, for what will not come.
@@ -163,7 +154,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send all ``weights``, which are taken one after the other, as version ``global_steps`` (None: the next).
+        """Send ``weights``, taken one after the other, as version ``global_steps`` (None: the next).
 
         Returns the sender's metrics, in seconds. A version that is not above the newest is accepted from a trainer that
         has just started (it resumes from an older checkpoint: newer versions are withdrawn, with a warning), for a sync
@@ -184,8 +175,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             published = time.perf_counter()
             if self._bypass_cpu:
                 # Not on another thread: the weights are made as they are asked for, on this thread's current device.
-                terms: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "version": version, "bypass_cpu": True}
-                self._joined().endpoints.sender.send(weights, **terms)
+                sender = self._joined().endpoints.sender
+                sender.send(weights, bucket_bytes=self._bucket_bytes, version=version, bypass_cpu=True)
             elif self._group is not None:
                 await asyncio.to_thread(self._forward, version)
         except BaseException as error:
@@ -232,23 +223,16 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         Yields the weights as ``receive_weights`` does. Once the first has come, ``self.version`` is their version.
 
         Args:
-            version: As of ``WeightSubscriber.acquire``, like all that follow.
-            min_version: The lowest version that will do.
-            roll_back: Whether it may be below the last one.
-            timeout: Seconds to wait for it.
-
-        Raises:
-            CheckpointNotFoundError: With ``bypass_cpu``, which keeps none.
-            CheckpointError: As ``WeightSubscriber.acquire`` raises.
+            version, min_version, roll_back, timeout: As of ``WeightSubscriber.acquire``, which also says what is raised
+                (``CheckpointNotFoundError`` with ``bypass_cpu``, which keeps none).
         """
         if self._bypass_cpu:
             raise CheckpointNotFoundError(
                 "the weights are sent with bypass_cpu, which keeps no version of them in memory; take them in a sync,"
                 " or leave bypass_cpu out of the engine_kwargs"
             )
-        which: dict[str, Any] = {"version": version, "roll_back": roll_back, "timeout": timeout}
         acquire = self.local.subscriber(self._last_address).acquire
-        weights = await asyncio.to_thread(acquire, min_version, **which)
+        weights = await asyncio.to_thread(acquire, min_version, version=version, roll_back=roll_back, timeout=timeout)
         self.version = weights.version
         with weights:
             for pair in weights.items():
@@ -263,10 +247,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             notices.close()
 
     def close(self) -> None:
-        """Give back what this worker holds, and what it has published; verl does not call it.
-
-        Where the worker just ends, what it has published lingers, see ``Config.linger``.
-        """
+        """Give back what this worker holds and has published. verl does not call it, and then that lingers."""
         self._leave()
         self.local.close()
         if self._notices is not None:

@@ -50,7 +50,7 @@ class LocalPublication:
 
         Args:
             address, slots: As of ``WeightPublisher``.
-            timeout: Seconds that it waits for a slot.
+            timeout: Seconds to wait for a slot.
         """
         self.address = address
         self._slots = slots
@@ -73,19 +73,12 @@ class LocalPublication:
         roll_back: bool,
         substitute: bool,
     ) -> Notice:
-        """Publish ``weights``; from now on this worker is the one that does.
+        """Publish ``weights``, on this worker from now on. Raises as ``WeightPublisher.publish``.
 
         Args:
-            weights: By name; taken one after the other.
-            version: Of the weights.
-            dtype: What floating-point weights are converted to; None: they stay as they are.
-            roll_back: Whether ``version`` may be below the newest.
+            weights, version, dtype, roll_back: As of that.
             substitute: Where another process has the address, publish under another for as long as it has it: a rollout
                 that takes part in no sync any more, and lives.
-
-        Raises:
-            JobTakenError: Another process has the address.
-            CheckpointError: As ``WeightPublisher.publish`` raises.
         """
         how: dict[str, Any] = {"dtype": dtype, "roll_back": roll_back}
         publisher = self._publisher or self._publisher_at(self.address)
@@ -135,10 +128,9 @@ class LocalPublication:
 
 
 class NoticeBoard:
-    """A worker's connection to the store, for the sync in which it has that ``role``. Hosts count from the sender's."""
+    """A worker's connection to the store, for the sync in which it has ``role``. Hosts count from the sender's."""
 
     def __init__(self, role: Role, timeout: float) -> None:
-        """``timeout``: seconds that anything may take."""
         self.role = role
         self._timeout = timeout
         self._rounds = Rounds(role.rendezvous, timeout, _PATIENCE_S)
@@ -160,7 +152,7 @@ class NoticeBoard:
             self.post_failure(host, error)
 
     def wait(self, host: int) -> Notice:
-        """Wait for what is published on ``host``. Raises why it is not; ``SaveTimeoutError``."""
+        """Wait for what is published on ``host``. Raises why it is not, or ``SaveTimeoutError``."""
         try:
             outcome = self._rounds.outcome(self._round(host), self._timeout)
         except WorkerDiedError as error:
@@ -175,7 +167,7 @@ class NoticeBoard:
             self._rounds.clear(_kind(host), self.role.sync)
 
     def close(self) -> None:
-        """Drop the connection. A wait over it may still go on."""
+        """Drop the connection; a wait over it may go on."""
         self._rounds.close()
 
     def _round(self, host: int) -> str:
