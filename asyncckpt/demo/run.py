@@ -50,7 +50,7 @@ def _demonstrate(args: argparse.Namespace, root: str) -> dict[str, Any]:
     print("3. The same training, not killed", flush=True)
     whole = _train({**job, "folder": os.path.join(root, "whole")})
     print("4. The same without checkpoints", flush=True)
-    none = _train({**job, "saves": "none"})
+    none = _train({**job, "saves": "none", "folder": os.path.join(root, "none")})
     print("5. The same with torch.distributed.checkpoint.save", flush=True)
     dcp = _train({**job, "saves": "dcp", "folder": os.path.join(root, "dcp")})
 

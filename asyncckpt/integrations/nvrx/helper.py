@@ -173,14 +173,14 @@ def serve(fd: int) -> None:
     # While a task runs the next must be taken off the socket, or the trainer would wait.
     threading.Thread(target=_receive_all, args=[connection, tasks], daemon=True).start()
     while (task := tasks.get()) is not None:
-        error = _run(task)
-        del task  # its tensors hold memory
+        error = _run(*task)
+        del task  # it holds memory
         with contextlib.suppress(OSError):  # the trainer is gone; the tasks that it gave are run all the same
             wire.send(connection, error)
 
 
 def _receive_all(connection: Connection, tasks: SimpleQueue[Any]) -> None:
-    """Put into ``tasks`` functions with their arguments, errors that unpickling them raised, and in the end None."""
+    """Put into ``tasks`` pickles of functions with their arguments, each with its memory, and in the end None."""
     try:
         # A fork of the trainer may keep the socket open after its end.
         parent = os.pidfd_open(os.getppid())
@@ -188,19 +188,12 @@ def _receive_all(connection: Connection, tasks: SimpleQueue[Any]) -> None:
             pickle, fd = connection.recv_bytes(), reduction.recv_handle(connection)
             memory = memoryview(mmap.mmap(fd, 0))  # all of it
             os.close(fd)
-            tasks.put(_unpickled(pickle, memory))
+            tasks.put((pickle, memory))
             del pickle, memory
     except (EOFError, OSError):
         pass
     finally:
         tasks.put(None)
-
-
-def _unpickled(pickle: bytes, memory: memoryview) -> Any:
-    try:
-        return _Unpickler(pickle, memory).load()
-    except BaseException as error:  # something is missing here, or a module raises that is imported here
-        return error
 
 
 class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, if multiprocess pickles with that
@@ -224,13 +217,11 @@ class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, i
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _run(task: Any) -> CheckpointError | None:
+def _run(pickle: bytes, memory: memoryview) -> CheckpointError | None:
     """Returns what went wrong."""
     pid = os.getpid()
     try:
-        if isinstance(task, BaseException):
-            raise task
-        function, arguments, keywords = task
+        function, arguments, keywords = _Unpickler(pickle, memory).load()  # raises where a module is missing here
         function(*arguments, **keywords)
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error))
