@@ -12,13 +12,13 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -137,24 +137,6 @@ def _print(summary: dict[str, Any]) -> None:
         )
 
 
-@contextlib.contextmanager
-def _checkpoints(folder: str | None) -> Iterator[str]:
-    """``folder``, which stays; or a temporary one, removed when the last worker is done with it."""
-    if folder is not None:
-        os.makedirs(folder, exist_ok=True)
-        if os.listdir(folder):
-            sys.exit(f"asyncckpt demo: the folder is not empty, and the demo wants a fresh one: {folder}")
-        yield os.path.abspath(folder)
-        return
-    with tempfile.TemporaryDirectory(prefix="asyncckpt-demo-", ignore_cleanup_errors=True) as temporary:
-        try:
-            yield temporary
-        finally:
-            for root in Path(temporary).iterdir():
-                with contextlib.suppress(StorageError):
-                    catalog.wait_for_attempts(str(root), _SETTLE_TIMEOUT_S)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the demo. Returns 0, or 1 if losses differ; exits with 1 if a trainer fails, with 2 after a wrong call."""
     parser = argparse.ArgumentParser(
@@ -170,18 +152,27 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.every < 1 or args.steps < max(args.every + 1, _WARM_UP + 2):
         parser.error(f"--every is 1 or more, --steps more than that and {_WARM_UP + 2} or more")
+    folder = os.path.abspath(args.folder or tempfile.mkdtemp(prefix="asyncckpt-demo-"))
+    os.makedirs(folder, exist_ok=True)
+    if os.listdir(folder):
+        sys.exit(f"asyncckpt demo: the folder is not empty, and the demo wants a fresh one: {folder}")
     # So that a SIGTERM, too, ends the trainer and removes the folder.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        with _checkpoints(args.folder) as folder:
-            with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
-                summary = _demonstrate(args, folder)
-                _print(summary)
-            if args.json:
-                print(json.dumps(summary, indent=1))
-            return 0 if summary["ok"] else 1
+        with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+            summary = _demonstrate(args, folder)
+            _print(summary)
+        if args.json:
+            print(json.dumps(summary, indent=1))
+        return 0 if summary["ok"] else 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        if args.folder is None:
+            for run in os.listdir(folder):  # the last worker may still write
+                with contextlib.suppress(StorageError):
+                    catalog.wait_for_attempts(os.path.join(folder, run), _SETTLE_TIMEOUT_S)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Generator
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -18,7 +17,6 @@ from asyncckpt.weights.broadcast.buckets import Named
 from asyncckpt.weights.broadcast.channel import Channel, wait_for_ranks
 from asyncckpt.weights.broadcast.endpoints import BroadcastEndpoints
 from asyncckpt.weights.broadcast.protocol import give_up
-from asyncckpt.weights.broadcast.receiver import Receipt
 
 # Seconds that the members of a group, who are all prepared, may take to join it.
 _JOIN_S = 60.0
@@ -55,16 +53,23 @@ class BroadcastGroup:
         wait_for_ranks(rank, len(workers), store, joining_s)
         self._channel = Channel(rank, len(workers), 0, store, joining_s)
         self._channel.timeout = timeout
-        self.endpoints = BroadcastEndpoints(self._channel)
+        self._endpoints = BroadcastEndpoints(self._channel)
+        self.send = self._endpoints.sender.send
+        """On the sender: broadcasts weights."""
 
     @property
     def usable(self) -> bool:
         """Whether it can still be used: no member is known to be gone."""
         return self._channel.usable
 
+    def receive(self) -> Generator[Named, None, None]:
+        """The weights that the sender broadcasts; each is to be copied before the next is asked for."""
+        for bucket in self._endpoints.receiver.receive():
+            yield from bucket
+
     async def receive_async(self) -> AsyncGenerator[list[Named], None]:
-        """The buckets that the sender broadcasts. All members fail if this is closed early."""
-        receipt = self.endpoints.receiver.receive()
+        """The same in buckets. All members fail if this is closed early."""
+        receipt = self._endpoints.receiver.receive()
         asked: asyncio.Future[list[Named] | None] | None = None
         try:
             while True:
@@ -80,7 +85,7 @@ class BroadcastGroup:
     def refuse(self, weights: Generator[Any, Any, Any], error: BaseException) -> None:
         """Tell the sender and the other members, who wait for this one, that it takes no more of ``weights``.
 
-        ``weights`` is what ``pairs`` returns, begun or not.
+        ``weights`` is what ``receive`` returns, begun or not.
         """
         has_begun = inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
         weights.close()
@@ -89,10 +94,4 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave the group."""
-        self.endpoints.close()
-
-
-def pairs(receipt: Receipt) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """The weights in the buckets of ``receipt``; each is to be copied before the next is asked for."""
-    for bucket in receipt:
-        yield from bucket
+        self._endpoints.close()

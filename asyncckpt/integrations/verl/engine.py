@@ -42,7 +42,7 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
-from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup, pairs
+from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup
 from asyncckpt.integrations.verl.local_publication import LocalPublication, Notice, NoticeBoard
 from asyncckpt.integrations.verl.topology import Peer, Role, roles
 from asyncckpt.weights.broadcast.broadcast import BUCKET_BYTES
@@ -175,8 +175,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             published = time.perf_counter()
             if self._bypass_cpu:
                 # Not on another thread: the weights are made as they are asked for, on this thread's current device.
-                sender = self._joined().endpoints.sender
-                sender.send(weights, bucket_bytes=self._bucket_bytes, version=version, bypass_cpu=True)
+                send = self._joined().send
+                send(weights, bucket_bytes=self._bucket_bytes, version=version, bypass_cpu=True)
             elif self._group is not None:
                 await asyncio.to_thread(self._forward, version)
         except BaseException as error:
@@ -310,7 +310,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
 
     def _relay(self, notices: NoticeBoard) -> Notice:
         sent = notices.wait(0)
-        received = pairs(self._joined().endpoints.receiver.receive())
+        received = self._joined().receive()
         try:
             # The sender has decided which version may follow which.
             notice = self.local.publish(received, sent.version, self._dtype, roll_back=True, substitute=True)
@@ -325,7 +325,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     def _forward(self, version: int) -> None:
         """Broadcast what was published."""
         with self.local.subscriber(self.local.address).acquire(version=version, timeout=self._timeout) as weights:
-            self._joined().endpoints.sender.send(weights, bucket_bytes=self._bucket_bytes)
+            self._joined().send(weights, bucket_bytes=self._bucket_bytes)
 
 
 def _exhaust(weights: Iterable[Any]) -> None:
