@@ -171,8 +171,9 @@ class AsyncCallsQueue:
 
         When this returns, the caller may change tensors among its arguments. Raises as ``Helper`` and its ``submit``.
         """
-        request = AsyncRequest(*(getattr(async_request, name) for name in AsyncRequest._fields[:5]))
-        request = request._replace(is_frozen=True, call_idx=self.call_idx + 1)
+        given = async_request
+        work = (given.async_fn, given.async_fn_args, given.finalize_fns, given.async_fn_kwargs, given.preload_fn)
+        request = AsyncRequest(*work, is_frozen=True, call_idx=self.call_idx + 1)
         if isinstance(staged := request.async_fn, StagedWrite):
             call = AsyncCall(request, staged.save.future, is_save=True, process_group=staged.process_group)
         else:
