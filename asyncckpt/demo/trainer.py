@@ -135,8 +135,9 @@ def main(job: dict[str, Any]) -> None:
             else:
                 save_by_dcp(training.state(), checkpoint_id=f"{job['folder']}/step-{training.step:08d}")
             waits_s.append(time.perf_counter() - trained)
-            for old in sorted(Path(job["folder"]).iterdir())[:-_KEEP] if checkpointer is None else ():
-                shutil.rmtree(old)
+            if checkpointer is None:
+                for old in sorted(Path(job["folder"]).iterdir())[:-_KEEP]:
+                    shutil.rmtree(old)
         if len(losses) == job["warm_up"]:
             steps_s, waits_s = [], []
     measured = {"losses": losses, "steps_s": steps_s, "waits_s": waits_s, "prepare_s": prepare_s}
