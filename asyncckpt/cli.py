@@ -52,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
             help=text,
             description=text[0].upper() + text[1:] + ".",
             epilog=f"example: {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         added.add_argument("--json", action="store_true", help="print JSON")
         added.set_defaults(run=run)
@@ -79,21 +78,15 @@ def _ls(args: argparse.Namespace) -> int:
     if not os.path.isdir(args.root):
         raise CheckpointError("there is no such folder", path=args.root)
     paths = {step: step_folder(args.root, step) for step in complete_steps(args.root)}
-    rows = [{"step": step, **_facts(read_manifest(path)), "path": path} for step, path in paths.items()]
+    found = [(step, read_manifest(path), path) for step, path in paths.items()]
     if args.json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps([_facts(each) | {"step": step, "path": path} for step, each, path in found], indent=1))
         return 0
     shown = [
-        (
-            row["step"],
-            _time(row["created"]),
-            _size(row["bytes"]),
-            f"{row['timings'].get('write_s', 0):.2f}",
-            row["path"],
-        )
-        for row in rows
+        (step, _time(each.created), _size(each.nbytes), f"{each.timings.get('write_s', 0):.2f}", path)
+        for step, each, path in found
     ]
-    print(tabulate(shown, headers=["step", "written at", "size", "write s", "path"]) if rows else "no checkpoints")
+    print(tabulate(shown, headers=["step", "written at", "size", "write s", "path"]) if shown else "no checkpoints")
     return 0
 
 
@@ -101,8 +94,8 @@ def _inspect(args: argparse.Namespace) -> int:
     source = StorageSource(args.path)
     manifest, items = source.manifest, [item for index in source.indexes() for item in index.items]
     if args.json:
-        facts = {"step": manifest.step, **_facts(manifest), "files": manifest.files}
-        print(json.dumps({**facts, "items": [item._asdict() for item in items]}, indent=1))
+        facts = {**_facts(manifest), "files": manifest.files, "items": [item._asdict() for item in items]}
+        print(json.dumps(facts, indent=1))
         return 0
     rows = [
         (item.name, item.dtype or item.kind, "x".join(map(str, item.shape)), _size(item.payload_bytes))
@@ -139,6 +132,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
     return {
+        "step": manifest.step,
         "created": manifest.created,
         "ranks": manifest.world_size,
         "bytes": manifest.nbytes,

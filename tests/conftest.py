@@ -16,7 +16,7 @@ from support.workers import FAULTY, Faulty, send_away
 
 from asyncckpt.engine import shared as engines
 from asyncckpt.integrations.nvrx import AsyncCallsQueue
-from asyncckpt.integrations.nvrx import runtime as runtime_of_nvrx
+from asyncckpt.integrations.nvrx.filesystem import engines as engines_of_nvrx
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.worker import endpoint as endpoint
 from asyncckpt.worker import process as worker_process
@@ -62,7 +62,7 @@ def no_leaks(runtime: Path) -> Iterator[None]:
     threads = set(threading.enumerate())
     yield
     engines.shared.close()
-    runtime_of_nvrx.close()
+    engines_of_nvrx.close()
     send_away(runtime)
     deadline = time.monotonic() + 5
     while True:

@@ -2,11 +2,8 @@
 
     from asyncckpt import async_save        # was: from torch.distributed.checkpoint import async_save
 
-One engine serves all calls of the process with the same process group. It is started by the first save, takes its
-configuration from the environment (``Config.from_env``), and is closed when the interpreter ends, after the last save
-is written.
-
-For code that has to go on calling DCP's ``save`` there are ``EnginePlanner`` and ``EngineWriter``.
+All calls with the same process group share one engine (see ``engine/shared.py``), which takes its configuration from
+the environment. For code that has to go on calling DCP's ``save`` there are ``EnginePlanner`` and ``EngineWriter``.
 """
 
 from __future__ import annotations
@@ -79,13 +76,13 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Metadata:
-    """As ``async_save`` with the same arguments, and wait until the checkpoint is durable.
+    """As ``async_save``, and wait until the checkpoint is durable; raises also what went wrong until then.
+
+    Args:
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives: As there.
 
     Returns:
         DCP's metadata of it.
-
-    Raises:
-        ValueError, CheckpointError: As ``async_save``, and what went wrong later.
     """
     handle = begin_save(state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist)
     return dcp_reader.CheckpointReader(handle.result()).read_metadata()
@@ -103,9 +100,10 @@ def begin_save(
     existing: Existing = "replace",
     **_: Any,
 ) -> Save:
-    """As ``async_save``, which explains the arguments and errors not named here; returns our own handle.
+    """As ``async_save``; returns our own handle.
 
     Args:
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist: As there.
         config: For the engine, if this is the first save of these ranks; None: as the environment says.
         existing: What becomes of what is in the folder, see ``WriteRequest``.
     """
@@ -129,11 +127,8 @@ def load(
 
     Args:
         state_dict: Its tensors are written to.
-        checkpoint_id: The folder.
+        checkpoint_id, planner, process_group, no_dist: As of ``async_save``.
         storage_reader: The caller's own, which is given to DCP as it is.
-        planner: DCP's, or the user's own.
-        process_group: The ranks that load together; None for the whole job.
-        no_dist: This process loads alone.
         weights_only: Load nothing that could run code. DCP's own ``load`` has no such limit.
     """
     how: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
@@ -153,6 +148,12 @@ class EnginePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        """Called by DCP.
+
+        Args:
+            state_dict: For ``EngineWriter`` to save.
+            storage_meta, is_coordinator: Change nothing.
+        """
         self.given = state_dict
 
     def create_local_plan(self) -> SavePlan:
@@ -188,8 +189,7 @@ class EngineWriter(StorageWriter):
         Args:
             path: The folder, where DCP's ``save`` is given no ``checkpoint_id``.
             config: For the engine; None: as the environment says.
-            process_group: The ranks that save together; None for the whole job.
-            planner: DCP's, or the user's own, to plan with.
+            process_group, planner: As of ``async_save``.
         """
         self._path = path
         self._planner = planner

@@ -69,12 +69,8 @@ def install() -> None:
 def _install_in_nvrx() -> ModuleType:
     """Put the names into nvrx's modules, or into ones that stand in for them. Returns the package."""
     if find_spec(_NVRX) is None:
-        for name in (
-            _NVRX,
-            f"{_NVRX}.checkpointing",
-            PACKAGE,
-            *{f"{PACKAGE}.{module}" for module in _MODULES.values()},
-        ):
+        modules = {f"{PACKAGE}.{module}" for module in _MODULES.values()}
+        for name in (_NVRX, f"{_NVRX}.checkpointing", PACKAGE, *modules):
             _stand_in(name)
     package = importlib.import_module(_NVRX)
     for attribute, module in _MODULES.items():
@@ -89,7 +85,7 @@ def _install_in_nvrx() -> ModuleType:
 
 
 def _stand_in(name: str) -> None:
-    """Have ``name`` be a module that is nowhere on disk, and that says of itself that it is new enough."""
+    """Have ``name`` be a module that is nowhere on disk, and says that it is new enough."""
     module = ModuleType(
         name, "Stands in for nvidia-resiliency-ext, which is not installed: see asyncckpt.integrations.megatron."
     )
@@ -102,7 +98,7 @@ def _stand_in(name: str) -> None:
 
 @contextlib.contextmanager
 def _new_enough(package: ModuleType) -> Iterator[None]:
-    """While they are imported, newer trees check whether nvrx is new enough for what is not asked of it any more."""
+    """While newer trees are imported they check nvrx's version, although nothing is asked of it any more."""
     version = getattr(package, "__version__", None)
     package.__version__ = _GOOD_VERSION  # type: ignore[attr-defined]
     try:
@@ -176,7 +172,6 @@ class MegatronSave:
     """The handle of a save for which Megatron-LM has made a request. All ranks make the same calls."""
 
     def __init__(self, queue: nvrx.AsyncCallsQueue, request: nvrx.AsyncRequest) -> None:
-        """Schedule ``request`` in ``queue``."""
         queue.schedule_async_request(request)
         self._queue = queue
         self._call = queue.async_calls[-1]
@@ -187,12 +182,9 @@ class MegatronSave:
         return self._call not in self._queue.async_calls
 
     def result(self) -> None:
-        """Wait until the checkpoint is complete and durable, and finalized; on all ranks.
-
-        Raises DCP's ``CheckpointException`` if it has failed.
-        """
+        """Wait until the checkpoint is durable and finalized. Raises DCP's ``CheckpointException``."""
         self._finalize(blocking=True)
-        if failures := self._call.failures(alone=True):
+        if failures := self._call.failures():
             raise write_exception(failures)
 
     def _finalize(self, *, blocking: bool) -> None:

@@ -36,8 +36,8 @@ def torch_save(
     What was copied is written even if this process dies, and until then the old file of that name stays, whole. Each
     process saves for itself, also in a job of ranks. The memory is kept for objects whose storages have the same sizes.
 
-    For a file-like object, something other than a regular file (a pipe, a device), another ``pickle_module``, the older
-    format, and within ``torch.serialization.skip_data`` this is ``torch.save`` itself, and waits.
+    What only ``torch.save`` itself can do, it does, and the caller waits: a file-like object, something other than a
+    regular file, another ``pickle_module``, the older format, and ``torch.serialization.skip_data``.
 
     Args:
         obj: Anything that ``torch.save`` takes. The caller may change its tensors when this returns (with
@@ -50,9 +50,7 @@ def torch_save(
         A handle, which ends when the file is complete and durable, and raises what goes wrong until then.
 
     Raises:
-        UnsavableStateError: Something does not pickle.
-        StorageError: There is no such folder.
-        CheckpointError: Whatever else ``Engine.save_file`` raises.
+        CheckpointError: As ``Engine.save_file`` raises.
     """
     if not (
         isinstance(f, (str, os.PathLike))

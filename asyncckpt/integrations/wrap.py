@@ -86,11 +86,12 @@ def _writes_plainly(writer: Any) -> bool:
 
 def _wrap_megatron(save_fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
     from asyncckpt.integrations import megatron
-    from asyncckpt.integrations.nvrx import AsyncCallsQueue, runtime
+    from asyncckpt.integrations.nvrx import AsyncCallsQueue
+    from asyncckpt.integrations.nvrx.filesystem import configure
 
     megatron.install()
     queue = AsyncCallsQueue()
-    runtime.configure(config)
+    configure(config)
     chosen: dict[str, Any] = {"async_sharded_save": True}
     if "async_strategy" in inspect.signature(save_fn).parameters:
         chosen["async_strategy"] = "nvrx"  # newer trees ask which implementation to take; nvrx's names are ours now

@@ -34,7 +34,7 @@ _WRITER_PARAMETER = "use_cpu_shm_for_gpu_tensors"
 
 @dataclass(frozen=True)
 class Family:
-    """Classes and functions that belong together. ``queue``, ``warm_up`` and ``writer`` switch the staging on."""
+    """Classes and functions that belong together; its methods switch the staging on."""
 
     native: bool
     """Whether they are the installed nvrx's own."""

@@ -1,9 +1,10 @@
-"""Writing a checkpoint's folder as nvrx has it, around one call of our engine; and DCP's reader with a cache."""
+"""Writing a checkpoint's folder as nvrx has it, around one call of our engines; and DCP's reader with a cache."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -13,15 +14,49 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from asyncckpt.config import Config
+from asyncckpt.engine.engine import Engine
+from asyncckpt.engine.shared import Engines
 from asyncckpt.errors import CheckpointError
-from asyncckpt.integrations.nvrx import runtime
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.messages import Existing
 
 PlannedSave = tuple["FileSystemWriterAsync", Metadata | None, _DistWrapper]
-"""What ``save_state_dict_async_finalize`` takes."""
+"""The arguments of ``save_state_dict_async_finalize``."""
+
+
+engines = Engines()
+"""Behind all calls of nvrx's names."""
+_config: Config | None = None
+_priorities: dict[str, Any] = {}
+
+
+def configure(config: Config | None) -> None:
+    """Make engines with ``config`` from now on; None: with what the environment says."""
+    global _config
+    _config = config
+    _priorities.clear()
+
+
+def prioritize(cpu_priority: int | None, io_priority: int | None) -> None:
+    """Set the priorities, in nvrx's terms, of the workers that are started from now on; None leaves one as it is.
+
+    ``cpu_priority`` is a niceness, 0 to 19. ``io_priority`` is a class of ionice: 0 leaves it as it is; 3 is idle; 2 is
+    best-effort, of which ours is the lowest level, and so is 1, because real time would delay the trainer's own I/O.
+    """
+    if cpu_priority is not None:
+        _priorities["nice"] = cpu_priority
+    if io_priority is not None:
+        if io_priority not in range(4):
+            raise ValueError(f"io_priority is a class of ionice, 0 to 3, not {io_priority!r}")
+        _priorities["io_class"] = ("none", "best-effort", "best-effort", "idle")[io_priority]
+
+
+def engine(process_group: dist.ProcessGroup | None = None) -> Engine:
+    """The engine for the ranks of ``process_group`` (None: of the whole job)."""
+    return engines.get(process_group, config=replace(_config or Config.from_env(), **_priorities))
 
 
 class StagedWrite:
@@ -57,12 +92,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Each rank writes one file, with ``Config.io_threads`` threads, whatever ``thread_count`` says.
 
         Args:
-            path: The folder.
-            args, kwargs: As of DCP's ``FileSystemWriter``.
+            path, args, kwargs: As of DCP's ``FileSystemWriter``.
             separation_hint, use_msc: Refused with ``ValueError``.
-            is_multiproc_io: Changes nothing.
-            use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Change nothing: all tensors are staged in CPU shared
-                memory, which is kept for the next save.
+            is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Change nothing: all tensors are
+                staged in CPU shared memory, which is kept for the next save.
         """
         if separation_hint is not None:
             raise ValueError("separation_hint cannot be had with asyncckpt: each rank writes one file; leave it out")
@@ -72,7 +105,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.staged: StagedWrite | None = None
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, None, list[Any]]:
-        """What an ``AsyncRequest`` is made of: the function, no function to preload with, no arguments."""
+        """What an ``AsyncRequest`` is made of: its function, its ``preload_fn``, and its arguments."""
         return self.staged, None, []
 
     def retrieve_write_results(self) -> list[Any]:
@@ -83,7 +116,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
 
 class CheckpointMetadataCache:
-    """Holds nothing that is needed: the engine keeps its plans by itself. Here so that callers need not change."""
+    """Holds nothing that is needed: the engine keeps its plans by itself."""
 
     def __init__(self) -> None:
         self.cached_global_metadata: Metadata | None = None
@@ -106,19 +139,18 @@ def save_state_dict_async_plan(
     Args:
         state_dict: The caller may change its tensors when this returns.
         storage_writer: Where to write.
-        process_group: The ranks that save together; None for the whole job.
+        process_group, planner: As of ``dcp.async_save``.
         coordinator_rank: Changes nothing: the first rank of the group coordinates.
-        planner: DCP's, or the user's own.
         enable_cache, metadata_cache: Change nothing: the plan is kept as long as all ranks still have that structure.
 
     Returns:
-        The arguments of ``save_state_dict_async_finalize``; the metadata among them is None.
+        The arguments of ``save_state_dict_async_finalize``; the metadata is None.
     """
     path = os.path.realpath(os.fspath(storage_writer.path))
     exists = not storage_writer.overwrite and os.path.exists(os.path.join(path, METADATA_NAME))
     existing: Existing = "refuse" if exists else "join"
     try:
-        save = runtime.engine(process_group).save(path, state_dict, existing=existing, planner=planner)
+        save = engine(process_group).save(path, state_dict, existing=existing, planner=planner)
     except CheckpointError as error:
         save = Save.finished(path, error)
     storage_writer.staged = StagedWrite(save, process_group)

@@ -1,13 +1,14 @@
 """The helper process, which runs functions of the user's own, one after the other; both ends of its protocol.
 
-The trainer sends a ``_TaskRequest`` for each call, and the helper answers each, in the same order, with its error or
-None. The function and its arguments are pickled by ``multiprocess``, which knows closures and what is defined in
-``__main__``; the storages of tensors travel beside the pickle, in shared memory. Each is copied once, so that tensors
-that share one still do. What was on a device is on the CPU in the helper, and no handle of a device leaves the trainer.
+For each call the trainer sends a pickle of function and arguments, and the descriptor of a memory file with the
+storages of their tensors. The helper answers each, in the same order, with its error or None. ``multiprocess`` pickles,
+which knows closures and what is defined in ``__main__``. Each storage is copied once, so that tensors that share one
+still do. What was on a device is on the CPU in the helper, and no handle of a device leaves the trainer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
@@ -20,8 +21,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -38,19 +37,11 @@ from asyncckpt.worker.process import same_modules
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class _TaskRequest:
-    """Function and arguments. Unless ``nbytes`` is 0, the descriptor of a memory file with the storages follows."""
-
-    pickle: bytes
-    nbytes: int
-
-
 # The trainer's end.
 
 
 class Helper:
-    """The process. It ends by itself when the trainer closes it or dies, and all it was given is done."""
+    """The process. It ends when the trainer has closed it or died, and all it was given is done."""
 
     def __init__(self) -> None:
         """Start it. Raises ``WorkerDiedError``."""
@@ -81,8 +72,7 @@ class Helper:
 
         Args:
             function: Anything that ``multiprocess`` pickles, closures too.
-            arguments: Positional arguments. The caller may change what is in them when this returns.
-            keywords: Keyword arguments, likewise.
+            arguments, keywords: Of it. The caller may change tensors in them when this returns.
 
         Returns:
             A future that ends when the function does. Its error is a ``CheckpointError`` with the text of what the
@@ -101,16 +91,15 @@ class Helper:
             raise UnsavableStateError(
                 f"the request cannot be pickled for the helper process: {type(error).__name__}: {error}"
             ) from error
-        request = _TaskRequest(buffer.getvalue(), pickler.nbytes)
+        if pickler.nbytes:
+            budget.require(pickler.nbytes, "the tensors of a request", "leave more memory to it, or save less at once")
         future = Future[None]()
-        with _allocated(request.nbytes) if request.nbytes else nullcontext() as segment:
-            if segment is not None:
-                pickler.copy_storages(segment.view)
+        with Segment.create("asyncckpt", max(pickler.nbytes, 1)) as segment:
+            pickler.copy_storages(segment.view)
             self._unanswered.append(future)
             try:
-                messages.send(self._connection, request)
-                if segment is not None:
-                    reduction.send_handle(self._connection, segment.fileno(), self._process.pid)
+                self._connection.send_bytes(buffer.getbuffer())
+                reduction.send_handle(self._connection, segment.fileno(), self._process.pid)
             except OSError as error:
                 self._process.kill()  # it may have received half a message
                 self._listener.join()
@@ -121,18 +110,13 @@ class Helper:
         """End the process when it has done all it was given, or with ``abort`` at once."""
         if abort:
             self._process.kill()
-        with socket.socket(fileno=self._connection.fileno()) as ours:
-            try:
-                ours.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass  # the process has ended already
-            finally:
-                ours.detach()
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours, contextlib.suppress(OSError):
+            ours.shutdown(socket.SHUT_WR)  # fails where the process has ended already
         self._listener.join()
         self._connection.close()
 
     def _listen(self) -> None:
-        try:
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 error = messages.receive(self._connection)
                 future = self._unanswered.popleft()
@@ -140,8 +124,6 @@ class Helper:
                     future.set_result(None)
                 else:
                     future.set_exception(error)
-        except (EOFError, OSError):
-            pass
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         self.death = WorkerDiedError(f"the helper process {self._process.pid} {how} before the request was done")
@@ -178,11 +160,6 @@ class _Pickler(reduction.ForkingPickler):  # type: ignore[misc]  # multiprocess 
                 target.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
 
-def _allocated(nbytes: int) -> Segment:
-    budget.require(nbytes, "the tensors of a request", "leave more memory to it, or save less at once")
-    return Segment.create("asyncckpt", nbytes)
-
-
 # The helper's end.
 
 
@@ -196,39 +173,27 @@ def serve(fd: int) -> None:
     # While a task runs the next must be taken off the socket, or the trainer would wait.
     threading.Thread(target=_receive_all, args=[connection, tasks], daemon=True).start()
     while (task := tasks.get()) is not None:
-        error = _run(task)
-        del task  # its tensors hold memory
-        try:
+        error = _run(*task)
+        del task  # it holds memory
+        with contextlib.suppress(OSError):  # the trainer is gone; the tasks that it gave are run all the same
             messages.send(connection, error)
-        except OSError:
-            pass  # the trainer is gone; the tasks that it gave are run all the same
 
 
 def _receive_all(connection: Connection, tasks: SimpleQueue[Any]) -> None:
-    """Put into ``tasks`` functions with their arguments, errors that unpickling them raised, and in the end None."""
+    """Put into ``tasks`` pickles of functions with their arguments, each with its memory, and in the end None."""
     try:
         # A fork of the trainer may keep the socket open after its end.
         parent = os.pidfd_open(os.getppid())
         while connection in wait([connection, parent]):
-            request: _TaskRequest = messages.receive(connection)
-            memory = memoryview(b"")
-            if request.nbytes:
-                fd = reduction.recv_handle(connection)
-                memory = memoryview(mmap.mmap(fd, request.nbytes))
-                os.close(fd)
-            tasks.put(_unpickled(request.pickle, memory))
-            del request, memory
+            pickle, fd = connection.recv_bytes(), reduction.recv_handle(connection)
+            memory = memoryview(mmap.mmap(fd, 0))  # all of it
+            os.close(fd)
+            tasks.put((pickle, memory))
+            del pickle, memory
     except (EOFError, OSError):
         pass
     finally:
         tasks.put(None)
-
-
-def _unpickled(pickle: bytes, memory: memoryview) -> Any:
-    try:
-        return _Unpickler(pickle, memory).load()
-    except BaseException as error:  # something is missing here, or a module raises that is imported here
-        return error
 
 
 class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, if multiprocess pickles with that
@@ -252,13 +217,11 @@ class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, i
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _run(task: Any) -> CheckpointError | None:
+def _run(pickle: bytes, memory: memoryview) -> CheckpointError | None:
     """Returns what went wrong."""
     pid = os.getpid()
     try:
-        if isinstance(task, BaseException):
-            raise task
-        function, arguments, keywords = task
+        function, arguments, keywords = _Unpickler(pickle, memory).load()  # raises where a module is missing here
         function(*arguments, **keywords)
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error))

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.errors import CheckpointError, RankFailedError
-from asyncckpt.integrations.nvrx import runtime
-from asyncckpt.integrations.nvrx.filesystem import StagedWrite, write_exception
+from asyncckpt.integrations.nvrx.filesystem import StagedWrite, engine, engines, prioritize, write_exception
 from asyncckpt.integrations.nvrx.helper import Helper
 from asyncckpt.integrations.torch_file import torch_save
 from asyncckpt.ranks import collectives
@@ -33,9 +32,9 @@ logger = logging.getLogger(__name__)
 class AsyncRequest(NamedTuple):
     """Something to be done in the background: ``async_fn`` (None: nothing), with these arguments.
 
-    ``finalize_fns`` are called in the trainer, one after the other, when it is done on all ranks. ``preload_fn`` is
-    called before, in the trainer, and what it returns takes the place of the second argument. ``call_idx`` is its
-    number in its queue. Once ``is_frozen``, no finalize function can be added.
+    ``finalize_fns`` are called in the trainer when it is done on all ranks. ``preload_fn`` is called before, in the
+    trainer, and what it returns takes the place of the second argument. ``call_idx`` is its number in its queue. Once
+    ``is_frozen``, no finalize function can be added.
     """
 
     async_fn: Callable[..., Any] | None
@@ -47,13 +46,13 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Have ``fn`` called after the finalize functions there are. Raises ``RuntimeError`` once it is frozen."""
+        """Have ``fn`` called after the finalize functions there are."""
         if self.is_frozen:
             raise RuntimeError("this request is scheduled; its finalize functions have to be added before that")
         self.finalize_fns.append(fn)
 
     def arguments(self) -> list[Any]:
-        """The positional arguments, for which ``preload_fn`` is called now."""
+        """The positional arguments; calls ``preload_fn``."""
         arguments = list(self.async_fn_args)
         if self.preload_fn is not None:
             arguments[1] = self.preload_fn()
@@ -68,11 +67,11 @@ class AsyncRequest(NamedTuple):
         self.execute_finalize_fns()
 
     def freeze(self) -> AsyncRequest:
-        """The same request, to which nothing can be added."""
+        """A copy to which nothing can be added."""
         return self._replace(is_frozen=True)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Call the finalize functions, and return ``call_idx``. The queue has seen that it is the same on all ranks."""
+        """Call the finalize functions. Returns ``call_idx``, which the queue has compared between the ranks."""
         for finalize in self.finalize_fns:
             finalize()
         return self.call_idx
@@ -87,35 +86,41 @@ class AsyncCall:
     is_save: bool = False
     process_group: dist.ProcessGroup | None = None
 
-    def has_ended(self, *, alone: bool) -> bool:
-        """Whether it has ended on all ranks (``alone``: on this one). Raises ``RankFailedError``."""
-        if alone or not collectives.many(self.process_group):
-            return self.future.done()
-        number = self.request.call_idx
-        least, most = _extremes([number, int(self.future.done())], self.process_group)
+    def failures(self) -> dict[int, BaseException] | None:
+        """How it failed, by rank, as far as this rank knows; None if it has not ended here yet."""
+        if not self.future.done():
+            return None
+        error = self.future.exception()
+        if error is None:
+            return {}
+        if self.is_save:
+            return {getattr(error, "rank", None) or 0: error}
+        return {dist.get_rank() if dist.is_initialized() else 0: error}
+
+    def failures_of_all(self) -> dict[int, BaseException] | None:
+        """How it failed on each rank where it failed; None if it has not ended on all of them yet.
+
+        Raises ``RankFailedError``.
+        """
+        mine = self.failures()
+        if not collectives.many(self.process_group):
+            return mine
+        values = [self.request.call_idx, int(mine is not None), len(mine or ())]
+        least, most = _extremes(values, self.process_group)
         if least[0] != most[0]:
             raise RankFailedError(
                 f"the ranks have scheduled different requests: one finalizes call {least[0]}, another {most[0]}",
                 rank=dist.get_rank(),
             )
-        return bool(least[1])
-
-    def failures(self, *, alone: bool) -> dict[int, BaseException]:
-        """How it failed on each rank where it failed (``alone``: on this one); once it has ended."""
-        error = self.future.exception()
-        if self.is_save:
-            return {} if error is None else {getattr(error, "rank", None) or 0: error}
-        mine = {} if error is None else {dist.get_rank() if dist.is_initialized() else 0: error}
-        if alone or not collectives.many(None) or not _extremes([len(mine)], None)[1][0]:
+        if not least[1]:
+            return None
+        if self.is_save or not most[2]:
             return mine
-        return {rank: error for failures in collectives.gather(mine) for rank, error in failures.items()}
+        return {rank: error for each in collectives.gather(mine or {}) for rank, error in each.items()}
 
 
 class AsyncCallsQueue:
-    """Requests under way, finalized in the order in which they were scheduled.
-
-    All ranks make the same calls. Signatures are those of nvrx 0.7.0.
-    """
+    """Requests under way, finalized in the order in which they were scheduled. All ranks make the same calls."""
 
     _instances: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
 
@@ -133,11 +138,10 @@ class AsyncCallsQueue:
         Args:
             persistent, is_daemon, sigterm_timeout: Change nothing: the worker always stays for the next request, and
                 ends with the trainer, without a signal, when it has written what is staged.
-            cpu_priority: The workers' niceness, 0 to 19.
-            io_priority: Their class of ionice, 0 to 3; None for the default of ``Config``.
+            cpu_priority, io_priority: As of ``prioritize``.
             cpu_shm_mode: Changes nothing: tensors are always staged in CPU shared memory.
         """
-        runtime.prioritize(cpu_priority, io_priority)
+        prioritize(cpu_priority, io_priority)
         self.async_calls: deque[AsyncCall] = deque()
         self.call_idx = -1
         self._helper: Helper | None = None
@@ -159,29 +163,17 @@ class AsyncCallsQueue:
             rank: Changes nothing.
             is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode: As for a queue.
         """
-        runtime.prioritize(cpu_priority, io_priority)
-        runtime.engine().start(alone=True)
-
-    @classmethod
-    def get_instances(cls) -> list[AsyncCallsQueue]:
-        """All queues of this process."""
-        return list(cls._instances)
+        prioritize(cpu_priority, io_priority)
+        engine().start(alone=True)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Begin ``async_request`` (of this class, nvrx's or Megatron-LM's), and return its number.
 
-        When this returns, the caller may change tensors among its arguments. Raises ``UnsavableStateError`` for what
-        cannot be pickled, ``WorkerDiedError`` where the helper process cannot be started.
+        When this returns, the caller may change tensors among its arguments. Raises as ``Helper`` and its ``submit``.
         """
-        request = AsyncRequest(
-            async_request.async_fn,
-            async_request.async_fn_args,
-            async_request.finalize_fns,
-            async_request.async_fn_kwargs,
-            async_request.preload_fn,
-            is_frozen=True,
-            call_idx=self.call_idx + 1,
-        )
+        given = async_request
+        work = (given.async_fn, given.async_fn_args, given.finalize_fns, given.async_fn_kwargs, given.preload_fn)
+        request = AsyncRequest(*work, is_frozen=True, call_idx=self.call_idx + 1)
         if isinstance(staged := request.async_fn, StagedWrite):
             call = AsyncCall(request, staged.save.future, is_save=True, process_group=staged.process_group)
         else:
@@ -193,10 +185,10 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests that are done on all ranks (``no_dist``: on this one), and return their numbers.
 
-        ``blocking``: wait for all of them. Raises DCP's ``CheckpointException`` (which is no ``Exception``) if one has
-        failed, the first if several have, when the others are finalized; on all ranks the same, unless ``no_dist``. The
-        finalize functions of what has failed are not called. Raises ``RankFailedError`` where the ranks have scheduled
-        different requests, or one of them is gone.
+        ``blocking``: wait for all of them. Raises DCP's ``CheckpointException`` (which is no ``Exception``) of the
+        first that has failed, when the others are finalized; on all ranks the same, unless ``no_dist``. Finalize
+        functions of what has failed are not called. Raises ``RankFailedError`` where the ranks have scheduled different
+        requests, or one of them is gone.
         """
         finalized = []
         failed: list[CheckpointException] = []
@@ -204,10 +196,11 @@ class AsyncCallsQueue:
             call = self.async_calls[0]
             if blocking:
                 futures.wait([call.future])
-            if not call.has_ended(alone=no_dist):
+            failures = call.failures() if no_dist else call.failures_of_all()
+            if failures is None:
                 break
             self.async_calls.popleft()
-            if failures := call.failures(alone=no_dist):
+            if failures:
                 logger.error("call %d has failed: %s", call.request.call_idx, str(next(iter(failures.values()))))
                 failed.append(write_exception(failures))
             else:
@@ -228,7 +221,7 @@ class AsyncCallsQueue:
         """
         try:
             if abort:
-                runtime.abort()
+                engines.abort()
             else:
                 self.maybe_finalize_async_calls(blocking=True)
         finally:
@@ -238,7 +231,7 @@ class AsyncCallsQueue:
                 self._helper.close(abort=abort)
                 self._helper = None
             if not any(queue.async_calls for queue in self._instances):
-                runtime.close()
+                engines.close()
 
     def _submit(self, request: AsyncRequest) -> Future[None]:
         if request.async_fn is None:
@@ -251,10 +244,9 @@ class AsyncCallsQueue:
 
 
 class TorchAsyncCheckpoint:
-    """As nvrx's class of that name. This process's worker writes the files; the ranks agree on nothing."""
+    """Saves by ``torch_save``. Each process saves for itself. The worker always stays for the next save."""
 
     def __init__(self, persistent_queue: bool = True) -> None:
-        """The worker always stays for the next save, whatever ``persistent_queue`` says."""
         self._saves: deque[Save] = deque()
 
     def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> Save:
@@ -285,7 +277,7 @@ class TorchAsyncCheckpoint:
 
 def abort_nvrx_checkpoint() -> None:
     """Give up all that is under way in all queues, at once; the next request starts anew."""
-    for queue in AsyncCallsQueue.get_instances():
+    for queue in list(AsyncCallsQueue._instances):
         queue.close(abort=True)
 
 

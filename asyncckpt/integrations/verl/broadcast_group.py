@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Generator
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -17,7 +16,7 @@ from asyncckpt.integrations.verl.topology import Role
 from asyncckpt.weights.broadcast.buckets import Named
 from asyncckpt.weights.broadcast.channel import Channel
 from asyncckpt.weights.broadcast.membership import Membership
-from asyncckpt.weights.broadcast.receiver import Receipt, Receiver
+from asyncckpt.weights.broadcast.receiver import Receiver
 from asyncckpt.weights.broadcast.sender import Sender
 
 # Seconds that the members of a group, who are all prepared, may take to join it.
@@ -28,16 +27,13 @@ class BroadcastGroup:
     """A worker's membership in the group that ``role`` names."""
 
     def __init__(self, role: Role, worker: str, store: Any, timeout: float) -> None:
-        """Join the group, as all members do at the same time.
+        """Join the group, as all members do at the same time. Raises ``RankFailedError`` if they cannot be reached.
 
         Args:
             role: Names the members and the store.
             worker: This one's name.
             store: On the sender its own store, else None.
             timeout: Seconds that a member may wait for another.
-
-        Raises:
-            RankFailedError: The others cannot be reached.
         """
         self.members, rendezvous = role.members, role.rendezvous
         try:
@@ -59,17 +55,23 @@ class BroadcastGroup:
         membership.wait_for_all(joining_s)
         self._channel = Channel(membership, 0, joining_s)
         self._channel.timeout = timeout
-        self.sender, self.receiver = Sender(self._channel), Receiver(self._channel)
-        """The first member sends, the others receive."""
+        self._sender, self._receiver = Sender(self._channel), Receiver(self._channel)
+        self.send = self._sender.send
+        """On the sender: broadcasts weights."""
 
     @property
     def usable(self) -> bool:
         """Whether it can still be used: no member is known to be gone."""
         return self._channel.usable
 
+    def receive(self) -> Generator[Named, None, None]:
+        """The weights that the sender broadcasts; each is to be copied before the next is asked for."""
+        for bucket in self._receiver.receive():
+            yield from bucket
+
     async def receive_async(self) -> AsyncGenerator[list[Named], None]:
-        """The buckets that the sender broadcasts. All members fail if this is closed early."""
-        receipt = self.receiver.receive()
+        """The same in buckets. All members fail if this is closed early."""
+        receipt = self._receiver.receive()
         asked: asyncio.Future[list[Named] | None] | None = None
         try:
             while True:
@@ -85,7 +87,7 @@ class BroadcastGroup:
     def refuse(self, weights: Generator[Any, Any, Any], error: BaseException) -> None:
         """Tell the sender and the other members, who wait for this one, that it takes no more of ``weights``.
 
-        ``weights`` is what ``pairs`` returns, begun or not.
+        ``weights`` is what ``receive`` returns, begun or not.
         """
         has_begun = inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
         weights.close()
@@ -94,11 +96,5 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave the group."""
-        for end in (self.sender, self.receiver):
+        for end in (self._sender, self._receiver):
             end.close()
-
-
-def pairs(receipt: Receipt) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """The weights in the buckets of ``receipt``; each is to be copied before the next is asked for."""
-    for bucket in receipt:
-        yield from bucket

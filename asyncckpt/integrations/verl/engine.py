@@ -42,9 +42,8 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
-from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup, pairs
-from asyncckpt.integrations.verl.local_publication import LocalPublication
-from asyncckpt.integrations.verl.notice import Notice, NoticeBoard
+from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup
+from asyncckpt.integrations.verl.local_publication import LocalPublication, Notice, NoticeBoard
 from asyncckpt.integrations.verl.topology import Peer, Role, roles
 from asyncckpt.weights.broadcast.broadcast import BUCKET_BYTES
 from asyncckpt.weights.weights import Weights
@@ -101,57 +100,46 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._name = uuid.uuid4().hex
         self._store: Any = None
         self._rendezvous: Rendezvous | None = None
-        self._notices: NoticeBoard | None = None
-        self._role: Role | None = None
-        self._sync = 0
+        self._syncs = 0
+        self._notices: NoticeBoard | None = None  # while in a sync
         self._group: BroadcastGroup | None = None
-        self._sent: int | None = None
+        self._sent: int | None = None  # the version last sent from here
         self.version: int | None = None  # of the weights last taken here
 
     def prepare(self) -> Peer:
         """Who this worker is. The sender opens the store, the first time."""
         if self._is_master:
-            if self._role is not None and self._notices is not None:
+            if self._notices is not None:
                 self._notices.give_up(RankFailedError("the trainer has begun another sync"))
-            self._sync += 1
+            self._syncs += 1
             if self._store is None:
-                self._store = host_store(0)
-                self._rendezvous = Rendezvous(
-                    self._host or _own_host(), self._store.port, self._name, secrets.token_bytes(32), 0, 0
-                )
+                self._store, secret = host_store(0), secrets.token_bytes(32)
+                self._rendezvous = Rendezvous(self._host or _own_host(), self._store.port, self._name, secret, 0, 0)
         return Peer(
             self._name,
             endpoint_scope(),
             self.local.is_published_here,
             self._bypass_cpu,
             self._group.members if self._group is not None and self._group.usable else None,
-            self._rendezvous if self._is_master else None,
-            self._sync,
+            self._rendezvous,
+            self._syncs,
         )
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[Peer]
     ) -> tuple[dict[str, list[Role]], dict[str, list[Role]]]:
-        """Give each worker its role.
+        """Give each worker its role: the argument of ``init_process_group``, for the actors and for the rollouts.
 
         Args:
-            actor_wg_world_size: How many actors there are.
-            rollout_world_size: How many rollouts.
+            actor_wg_world_size, rollout_world_size: How many there are.
             metadata: What ``prepare`` has returned on all actors and then on all rollouts.
-
-        Returns:
-            The arguments of ``init_process_group`` for the actors and for the rollouts, one for each.
         """
         actors, rollouts = roles(metadata[:actor_wg_world_size], metadata[actor_wg_world_size:])
         return {"role": actors}, {"role": rollouts}
 
     def init_process_group(self, role: Role) -> None:
-        """Take that role, and join its group if this worker is a member, and not in it yet.
-
-        Raises ``RankFailedError`` where the others cannot be reached.
-        """
-        self._role = role
+        """Take that role, and join its group if this worker is a member and not in it yet; raises as that does."""
         if self._notices is not None:
             self._notices.close()
         # Another connection for each sync: somebody may still wait over the old one, for what will not come.
@@ -166,14 +154,14 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send all ``weights``, which are taken one after the other, as version ``global_steps`` (None: the next).
+        """Send ``weights``, taken one after the other, as version ``global_steps`` (None: the next).
 
         Returns the sender's metrics, in seconds. A version that is not above the newest is accepted from a trainer that
         has just started (it resumes from an older checkpoint: newer versions are withdrawn, with a warning), for a sync
         that is repeated, and with ``roll_back``; else it raises ``VersionError``.
         """
-        role, notices = self._current()
-        if role.part == "iterate":
+        notices = self._current()
+        if notices.role.part == "iterate":
             _exhaust(weights)
             return {}
         begun = time.perf_counter()
@@ -187,8 +175,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             published = time.perf_counter()
             if self._bypass_cpu:
                 # Not on another thread: the weights are made as they are asked for, on this thread's current device.
-                terms: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "version": version, "bypass_cpu": True}
-                self._joined().sender.send(weights, **terms)
+                send = self._joined().send
+                send(weights, bucket_bytes=self._bucket_bytes, version=version, bypass_cpu=True)
             elif self._group is not None:
                 await asyncio.to_thread(self._forward, version)
         except BaseException as error:
@@ -208,8 +196,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         The tensors are read-only and in shared memory, and stay as they are for as long as they are referred to; with
         ``bypass_cpu`` they are the rollout's own.
         """
-        role, notices = self._current()
-        if role.part == "receive":
+        notices = self._current()
+        if notices.role.part == "receive":
             notice = await asyncio.to_thread(notices.wait, 0)
             async with contextlib.aclosing(self._joined().receive_async()) as buckets:
                 async for bucket in buckets:
@@ -218,7 +206,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                         yield name, tensor.clone()  # engines gather some before they load them
             self.version = notice.version
         else:
-            with await asyncio.to_thread(self._mapped, role, notices, global_steps) as weights:
+            with await asyncio.to_thread(self._mapped, notices, global_steps) as weights:
                 for pair in weights.items():
                     yield pair
 
@@ -235,23 +223,16 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         Yields the weights as ``receive_weights`` does. Once the first has come, ``self.version`` is their version.
 
         Args:
-            version: As of ``WeightSubscriber.acquire``, like all that follow.
-            min_version: The lowest version that will do.
-            roll_back: Whether it may be below the last one.
-            timeout: Seconds to wait for it.
-
-        Raises:
-            CheckpointNotFoundError: With ``bypass_cpu``, which keeps none.
-            CheckpointError: As ``WeightSubscriber.acquire`` raises.
+            version, min_version, roll_back, timeout: As of ``WeightSubscriber.acquire``, which also says what is raised
+                (``CheckpointNotFoundError`` with ``bypass_cpu``, which keeps none).
         """
         if self._bypass_cpu:
             raise CheckpointNotFoundError(
                 "the weights are sent with bypass_cpu, which keeps no version of them in memory; take them in a sync,"
                 " or leave bypass_cpu out of the engine_kwargs"
             )
-        which: dict[str, Any] = {"version": version, "roll_back": roll_back, "timeout": timeout}
         acquire = self.local.subscriber(self._last_address).acquire
-        weights = await asyncio.to_thread(acquire, min_version, **which)
+        weights = await asyncio.to_thread(acquire, min_version, version=version, roll_back=roll_back, timeout=timeout)
         self.version = weights.version
         with weights:
             for pair in weights.items():
@@ -259,26 +240,24 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
 
     def finalize(self) -> None:
         """The sync is over. What was published stays, and so does the process group."""
-        role, self._role = self._role, None
-        if role is not None and self._is_master and self._notices is not None:
-            self._notices.clear()
+        notices, self._notices = self._notices, None
+        if notices is not None:
+            if self._is_master:
+                notices.clear()
+            notices.close()
 
     def close(self) -> None:
-        """Give back what this worker holds, and what it has published; verl does not call it.
-
-        Where the worker just ends, what it has published lingers, see ``Config.linger``.
-        """
-        self._role = None
+        """Give back what this worker holds and has published. verl does not call it, and then that lingers."""
         self._leave()
         self.local.close()
         if self._notices is not None:
             self._notices.close()
         self._notices = self._store = None
 
-    def _current(self) -> tuple[Role, NoticeBoard]:
-        if self._role is None or self._notices is None:
+    def _current(self) -> NoticeBoard:
+        if self._notices is None:
             raise CheckpointError("not in a sync: prepare, build_topology and init_process_group come before")
-        return self._role, self._notices
+        return self._notices
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -311,9 +290,10 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             )
         return global_steps, global_steps <= newest
 
-    def _mapped(self, role: Role, notices: NoticeBoard, global_steps: int | None) -> Weights:
+    def _mapped(self, notices: NoticeBoard, global_steps: int | None) -> Weights:
         """A rollout's weights of this sync. The relay publishes them on its host before."""
-        notice = self._relay(role, notices) if role.part == "relay" else notices.wait(role.host)
+        role = notices.role
+        notice = self._relay(notices) if role.part == "relay" else notices.wait(role.host)
         notice.check(global_steps)
         weights = self.local.subscriber(notice.address).acquire(version=notice.version, timeout=self._timeout)
         if weights.epoch != notice.epoch:
@@ -328,24 +308,24 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self.version, self._last_address = notice.version, notice.address
         return weights
 
-    def _relay(self, role: Role, notices: NoticeBoard) -> Notice:
+    def _relay(self, notices: NoticeBoard) -> Notice:
         sent = notices.wait(0)
-        received = pairs(self._joined().receiver.receive())
+        received = self._joined().receive()
         try:
             # The sender has decided which version may follow which.
             notice = self.local.publish(received, sent.version, self._dtype, roll_back=True, substitute=True)
         except BaseException as error:
-            notices.post_failure(role.host, error)
+            notices.post_failure(notices.role.host, error)
             with contextlib.suppress(CheckpointError):  # the sender is gone, too
                 self._joined().refuse(received, error)
             raise
-        notices.post(role.host, notice)
+        notices.post(notices.role.host, notice)
         return notice
 
     def _forward(self, version: int) -> None:
         """Broadcast what was published."""
         with self.local.subscriber(self.local.address).acquire(version=version, timeout=self._timeout) as weights:
-            self._joined().sender.send(weights, bucket_bytes=self._bucket_bytes)
+            self._joined().send(weights, bucket_bytes=self._bucket_bytes)
 
 
 def _exhaust(weights: Iterable[Any]) -> None:

@@ -1,8 +1,4 @@
-"""The topology of a sync of weights: which host each worker is on, and which role it has.
-
-Workers that can share memory, those of one user on one machine, are on one *host*. The sender publishes on its own; on
-each other host a rollout is the relay, which receives the broadcast and publishes it there.
-"""
+"""The topology of a sync of weights: on which host each worker is, and which role it has; see ``engine.py``."""
 
 from __future__ import annotations
 
@@ -28,8 +24,8 @@ class Members(NamedTuple):
 class Peer:
     """What a worker tells before a sync.
 
-    ``publishes``: it is the one that publishes on its host. ``members``: of the broadcast group that it is in.
-    ``rendezvous``, ``sync``: the sender's store, and how many syncs there have been.
+    ``publishes``: on its host. ``members``: of the broadcast group that it is in. ``rendezvous``, ``sync``: the
+    sender's store, and how many syncs there have been.
     """
 
     name: str

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.errors import WorkerDiedError
 from asyncckpt.integrations import nvrx
-from asyncckpt.integrations.nvrx import runtime
+from asyncckpt.integrations.nvrx import filesystem
 from asyncckpt.loading.source import verify
 from asyncckpt.worker import process as worker_process
 
@@ -51,8 +51,8 @@ def test_priorities_reach_the_worker(tmp_path: Path) -> None:
         (worker,) = processes("asyncckpt.worker")
         assert worker.nice() == 17 and worker.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
     finally:
-        runtime.close()
-        runtime.configure(None)
+        filesystem.engines.close()
+        filesystem.configure(None)
 
 
 def test_w1_a_killed_worker_is_an_error(queue: nvrx.AsyncCallsQueue, tmp_path: Path, faulty_worker: Faulty) -> None:
