@@ -29,7 +29,7 @@ from asyncckpt.publication import Publication, job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import HeldImage
-from asyncckpt.worker.steps import complete_steps, set_aside, step_folder
+from asyncckpt.worker.steps import complete_steps, newest_step, set_aside, step_folder
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +193,9 @@ class Checkpointer:
         found = from_first(lambda: self._find(step), self._process_group)
         while True:
             try:
-                fill(step_folder(self.root, found))
+                path = step_folder(self.root, found)
+                from_first(partial(catalog.read_manifest, path), self._process_group)
+                fill(path)
                 return found
             except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
                 older = from_first(partial(self._older, found), self._process_group) if fallback else None
@@ -244,7 +246,7 @@ class Checkpointer:
             step = self._settled()
             if step is None:
                 raise CheckpointNotFoundError("there is no checkpoint here yet", path=self.root)
-        if step not in self.steps():
+        elif step not in self.steps():
             known = ", ".join(map(str, self.steps()[-5:])) or "none"
             raise CheckpointNotFoundError(
                 f"there is no such checkpoint; the newest are: {known}", path=step_folder(self.root, step), step=step
@@ -254,7 +256,7 @@ class Checkpointer:
     def _settled(self) -> int | None:
         """The newest in storage, once nobody is writing there any more."""
         catalog.wait_for_attempts(self.root, self.config.timeout)
-        return catalog.latest(self.root)
+        return newest_step(self.root)
 
     def _older(self, step: int) -> int | None:
         return max((each for each in self.steps() if each < step), default=None)

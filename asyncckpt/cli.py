@@ -16,7 +16,7 @@ from typing import Any
 from tabulate import tabulate
 
 from asyncckpt.demo import run as demo
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.loading import catalog
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import StorageSource
@@ -80,11 +80,17 @@ def _parser() -> argparse.ArgumentParser:
 def _ls(args: argparse.Namespace) -> int:
     if not os.path.isdir(args.root):
         raise CheckpointError("there is no such folder", path=args.root)
-    paths = {step: step_folder(args.root, step) for step in complete_steps(args.root)}
-    rows = [{"step": step, **_facts(catalog.read_manifest(path)), "path": path} for step, path in paths.items()]
+    rows, damages = [], []
+    for step in complete_steps(args.root):
+        path = step_folder(args.root, step)
+        try:
+            rows.append({"step": step, **_facts(catalog.read_manifest(path)), "path": path})
+        except DamagedCheckpointError as error:
+            damages.append(error)
+            print(error, file=sys.stderr)
     if args.json:
         print(json.dumps(rows, indent=1))
-        return 0
+        return 1 if damages else 0
     shown = [
         (
             row["step"],
@@ -96,7 +102,7 @@ def _ls(args: argparse.Namespace) -> int:
         for row in rows
     ]
     print(tabulate(shown, headers=["step", "written at", "size", "write s", "path"]) if rows else "no checkpoints")
-    return 0
+    return 1 if damages else 0
 
 
 def _inspect(args: argparse.Namespace) -> int:

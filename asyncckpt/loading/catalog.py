@@ -7,7 +7,7 @@ import time
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
-from asyncckpt.worker.steps import complete_steps
+from asyncckpt.worker.steps import step_of
 from asyncckpt.worker.storage import storage_for
 
 _POLL_S = 0.02
@@ -22,7 +22,7 @@ def is_stock(path: str) -> bool:
 
 
 def read_manifest(path: str) -> Manifest:
-    """The manifest of the checkpoint ``path``.
+    """The manifest of the checkpoint ``path``, which has to be of the step that the name of the folder says.
 
     Raises ``CheckpointNotFoundError`` where there is none, ``DamagedCheckpointError``, ``StorageError``.
     """
@@ -35,12 +35,15 @@ def read_manifest(path: str) -> Manifest:
         )
     if not storage.exists(name):
         raise CheckpointNotFoundError("there is no checkpoint here", path=path)
-    return Manifest.parse(storage.read(name), name)
-
-
-def latest(root: str) -> int | None:
-    """The newest step under ``root`` with a complete checkpoint."""
-    return max(complete_steps(root), default=None)
+    manifest, step = Manifest.parse(storage.read(name), name), step_of(path)
+    if step is not None and manifest.step not in (None, step):
+        raise DamagedCheckpointError(
+            f"this is the checkpoint of step {manifest.step}, under the name of step {step}: it was renamed, or copied"
+            " here; give it back its name, or remove it",
+            path=path,
+            step=step,
+        )
+    return manifest
 
 
 def wait_for_attempts(root: str, timeout: float) -> None:

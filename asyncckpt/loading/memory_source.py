@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
-from asyncckpt.loading.catalog import latest
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.segment import Segment
@@ -16,7 +15,7 @@ from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.index import Index, data_name
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.messages import HeldImage, Region, WriteRequest
-from asyncckpt.worker.steps import step_folder
+from asyncckpt.worker.steps import newest_step, step_folder
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.takeover import Takeover
 
@@ -90,7 +89,7 @@ def choose_in_memory(
         and request.world_size == len(offers)
         and all(any(other.attempt == request.attempt for other in offer) for offer in offers)
     ]
-    storage, stored = storage_for(root), latest(root)
+    storage, stored = storage_for(root), newest_step(root)
     for request in sorted(whole, key=lambda request: request.step or 0, reverse=True):
         if step is not None and request.step != step:
             continue
