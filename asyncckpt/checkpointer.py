@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
@@ -23,13 +24,13 @@ from asyncckpt.errors import (
 )
 from asyncckpt.loading.load import load
 from asyncckpt.loading.memory_source import HeldImages, MemorySource, choose_in_memory
-from asyncckpt.loading.source import latest, wait_for_attempts
+from asyncckpt.loading.source import read_manifest, wait_for_attempts
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import HeldImage
-from asyncckpt.worker.storage import complete_steps, set_aside, step_folder
+from asyncckpt.worker.storage import complete_steps, newest_step, set_aside, step_folder
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ class Checkpointer:
         """
         self._engine.prepare(state_dict)
 
-    def save(self, step: int, state_dict: StateDict) -> Save:
+    def save(self, step: SupportsIndex, state_dict: StateDict) -> Save:
         """Save ``state_dict`` as the checkpoint of ``step``.
 
         Returns when its tensors are copied: the checkpoint will hold their values of this moment, and the caller may go
@@ -111,8 +112,7 @@ class Checkpointer:
         that nobody was told of; then nothing was saved, and the next save may work. (With ``Config.failure="warn"``
         none but ``ClosedError``: the handle has it.)
         """
-        if step < 0:
-            raise ValueError(f"a step is 0 or more, not {step}")
+        step = _whole(step)
         path = step_folder(self.root, step)
         self._newest = self._engine.save(
             path, state_dict, step=step, keep_last=self.config.keep_last, keep=partial(self._keeps, step)
@@ -150,7 +150,7 @@ class Checkpointer:
     def load(
         self,
         state_dict: dict[str, Any],
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         *,
         verify: bool = True,
         weights_only: bool = True,
@@ -190,6 +190,7 @@ class Checkpointer:
             process_group=self._process_group,
             progress=self.config.progress,
         )
+        step = None if step is None else _whole(step)
         found = self._load_from_memory(fill, step) if memory else None
         source: Literal["memory", "storage"] = "storage" if found is None else "memory"
         if found is None:
@@ -202,7 +203,9 @@ class Checkpointer:
         found = from_first(lambda: self._find(step), self._process_group)
         while True:
             try:
-                fill(step_folder(self.root, found))
+                path = step_folder(self.root, found)
+                from_first(partial(read_manifest, path), self._process_group)
+                fill(path)
                 return found
             except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
                 older = from_first(partial(self._older, found), self._process_group) if fallback else None
@@ -249,10 +252,11 @@ class Checkpointer:
 
     def _find(self, step: int | None) -> int:
         """``step``, or the newest, if there is a checkpoint of it."""
-        step = self._settled() if step is None else step
         if step is None:
-            raise CheckpointNotFoundError("there is no checkpoint here yet", path=self.root)
-        if step not in self.steps():
+            step = self._settled()
+            if step is None:
+                raise CheckpointNotFoundError("there is no checkpoint here yet", path=self.root)
+        elif step not in self.steps():
             known = ", ".join(map(str, self.steps()[-5:])) or "none"
             raise CheckpointNotFoundError(
                 f"there is no such checkpoint; the newest are: {known}", path=step_folder(self.root, step), step=step
@@ -262,7 +266,7 @@ class Checkpointer:
     def _settled(self) -> int | None:
         """The newest in storage, once nobody is writing there any more."""
         wait_for_attempts(self.root, self.config.timeout)
-        return latest(self.root)
+        return newest_step(self.root)
 
     def _older(self, step: int) -> int | None:
         return max((each for each in self.steps() if each < step), default=None)
@@ -354,3 +358,14 @@ class Checkpointer:
             self._close(linger=issubclass(kind, Exception))
         except CheckpointError as trouble:
             logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
+
+
+def _whole(step: SupportsIndex) -> int:
+    """``step``, which may be of numpy or a tensor, as what can be written down anywhere."""
+    try:
+        number = operator.index(step)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a step is a whole number, not {step!r}") from error
+    if number < 0:
+        raise ValueError(f"a step is 0 or more, not {number}")
+    return number

@@ -16,7 +16,7 @@ from typing import Any
 from tabulate import tabulate
 
 from asyncckpt.demo import run as demo
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import StorageSource, read_manifest, verify
 from asyncckpt.worker.manifest import Manifest
@@ -77,17 +77,23 @@ def _parser() -> argparse.ArgumentParser:
 def _ls(args: argparse.Namespace) -> int:
     if not os.path.isdir(args.root):
         raise CheckpointError("there is no such folder", path=args.root)
-    paths = {step: step_folder(args.root, step) for step in complete_steps(args.root)}
-    found = [(step, read_manifest(path), path) for step, path in paths.items()]
+    found, damages = [], []
+    for step in complete_steps(args.root):
+        path = step_folder(args.root, step)
+        try:
+            found.append((step, read_manifest(path), path))
+        except DamagedCheckpointError as error:
+            damages.append(error)
+            print(f"asyncckpt: {error}", file=sys.stderr)
     if args.json:
         print(json.dumps([_facts(each) | {"step": step, "path": path} for step, each, path in found], indent=1))
-        return 0
+        return 1 if damages else 0
     shown = [
         (step, _time(each.created), _size(each.nbytes), f"{each.timings.get('write_s', 0):.2f}", path)
         for step, each, path in found
     ]
     print(tabulate(shown, headers=["step", "written at", "size", "write s", "path"]) if shown else "no checkpoints")
-    return 0
+    return 1 if damages else 0
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -66,8 +66,9 @@ def _read(seed: int, reads: Synchronized[int], torn: Synchronized[int]) -> None:
     chance = random.Random(seed)
     torch.set_num_threads(1)
     newest, kept = 0, []
+    trial = multiprocessing.parent_process()
     with WeightSubscriber(ADDRESS) as subscriber:
-        while True:
+        while trial is None or trial.is_alive():  # which may be killed, too
             weights = subscriber.acquire(newest, timeout=LIMIT_S)
             with weights:
                 newest = weights.version

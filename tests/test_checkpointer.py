@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.states import same, small_state, zeros_like
@@ -25,7 +29,7 @@ from asyncckpt.errors import (
     OutOfMemoryError,
     StorageError,
 )
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import complete_steps, storage_for
 
 
 @pytest.fixture
@@ -262,3 +266,31 @@ def test_the_one_just_written_is_kept_even_if_older(root: Path) -> None:
 
 
 # DCP's own calls.
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), True + 6])
+def test_a_step_may_be_any_integer(checkpointer: Checkpointer, step: Any) -> None:
+    save = checkpointer.save(step, {"w": torch.ones(3)})
+    assert type(save.step) is int
+    save.result(60)
+    assert checkpointer.steps() == [7] and checkpointer.load({"w": torch.zeros(3)}, step=step) == 7
+
+
+@pytest.mark.parametrize("step", [1.5, "7", -1, None])
+def test_what_is_no_step_is_refused(checkpointer: Checkpointer, step: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="step"):
+        checkpointer.save(step, {"w": torch.ones(3)})
+
+
+def test_a_save_while_the_interpreter_ends_is_made(root: Path) -> None:
+    script = (
+        "import atexit, sys, torch; from asyncckpt import Checkpointer, Config;"
+        f"checkpointer = Checkpointer({str(root)!r}, Config(linger=0, overlap=sys.argv[1] == 'overlap'));"
+        "state = {'w': torch.ones(3_000_000), 'v': torch.ones(5)}; checkpointer.save(1, state).result(60);"
+        "atexit.register(lambda: (checkpointer.save(2, state).result(60), checkpointer.close()))"
+    )
+    for how in ("plain", "overlap"):
+        ended = subprocess.run([sys.executable, "-c", script, how], capture_output=True, text=True, timeout=120)
+        assert not ended.returncode and not ended.stderr, ended.stderr
+        assert complete_steps(str(root)) == [1, 2]
+        shutil.rmtree(root)

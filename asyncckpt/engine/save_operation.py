@@ -51,7 +51,10 @@ class Copier:
         """Have ``copy`` called. Returns its failure, as far as it is known."""
         if self._behind is None:
             return copy()
-        self._last = self._behind.submit(copy)
+        try:
+            self._last = self._behind.submit(copy)
+        except RuntimeError:  # the interpreter is ending, and its pools take nothing any more
+            return copy()
         return None
 
     def wait(self) -> None:

@@ -28,6 +28,7 @@ from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests
 from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.unpickle import load_metadata, load_object
+from asyncckpt.planning.structure import leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import many
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage import storage_for
@@ -185,10 +186,15 @@ class CheckingPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         loaded = load_object(value, name, self._path, weights_only=self._weights_only)
-        if self.flatten_state_dict:
+        if name in self._keys:
+            put_leaf(self.original_state_dict, self._keys[name], loaded)
+        else:  # a name that DCP gave before torch 2.4
             set_element(self.original_state_dict, self.mappings[name], loaded)
-        else:
-            self.state_dict[name] = loaded
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        # DCP puts what it loads under keys of text, beside the caller's own where those are numbers.
+        self._keys = {".".join(map(str, keys)): keys for keys in leaf_keys(state_dict)}
 
     def create_local_plan(self) -> LoadPlan:
         known: Mapping[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}

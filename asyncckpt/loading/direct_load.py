@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
@@ -24,7 +23,7 @@ from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests, dtype_named
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.unpickle import load_object
-from asyncckpt.planning.structure import PLAIN, is_leaf
+from asyncckpt.planning.structure import PLAIN, Keys, is_leaf, put_leaf
 from asyncckpt.worker.manifest import Item
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 # Every rank reads the indexes of all ranks. For more than these, DCP's metadata, one file, is the quicker way.
 _MOST_FILES = 64
 
-_Keys = tuple[str | int, ...]
 # By its name, where a value is stored; None: in pieces.
 _Stored = dict[str, "tuple[ChecksummedFile, Item] | None"]
 
@@ -72,7 +70,7 @@ class DirectLoad:
             for file, requests in self.requests.items():
                 for (name, keys), data in requests.read(file, pool, progress.update, verify=verify):
                     value = load_object(io.BytesIO(data), name, self.path, weights_only=weights_only)
-                    set_element(self.state_dict, keys, value)
+                    put_leaf(self.state_dict, keys, value)
 
 
 def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack) -> DirectLoad | None:
@@ -133,14 +131,14 @@ class _Leaves:
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         """Raises ``_NotPlain``."""
         self.tensors: dict[str, torch.Tensor] = {}
-        self.others: dict[str, _Keys] = {}  # the keys that lead to each other value
+        self.others: dict[str, Keys] = {}  # the keys that lead to each other value
         self.containers: set[str] = set()  # those with a leaf in them, whatever DCP would call them
         self._collect(state_dict, (), "")
         self.containers.discard("")
         if not self.tensors.keys().isdisjoint(self.others):
             raise _NotPlain("a name is there twice")
 
-    def _collect(self, container: Any, keys: _Keys, prefix: str) -> None:
+    def _collect(self, container: Any, keys: Keys, prefix: str) -> None:
         is_dict = isinstance(container, dict)
         if not is_dict and not isinstance(container, list):
             raise _NotPlain(f"there is a {type(container).__name__}")
@@ -156,11 +154,11 @@ class _Leaves:
             elif isinstance(value, torch.Tensor):
                 raise _NotPlain(f"{name} is no plain tensor")
             elif not is_leaf(value):
-                self._collect(value, (*keys, str(key) if is_dict else key), f"{name}.")
+                self._collect(value, (*keys, key), f"{name}.")
             elif name in others:
                 raise _NotPlain(f"{name} is there twice")
             else:
-                others[name] = (*keys, str(key) if is_dict else key)
+                others[name] = (*keys, key)
         if len(tensors) + len(others) > before:
             self.containers.add(prefix[:-1])
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
-from asyncckpt.loading.source import StorageSource, latest
+from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.manifest import Index, checksum, data_name
 from asyncckpt.worker.messages import HeldImage, Region, WriteRequest
-from asyncckpt.worker.storage import step_folder, storage_for
+from asyncckpt.worker.storage import newest_step, step_folder, storage_for
 from asyncckpt.worker.takeover import Takeover
 
 # How long the worker of another rank on this host may take to answer.
@@ -86,7 +86,7 @@ def choose_in_memory(
         and request.world_size == len(offers)
         and all(any(other.attempt == request.attempt for other in offer) for offer in offers)
     ]
-    storage, stored = storage_for(root), latest(root)
+    storage, stored = storage_for(root), newest_step(root)
     for request in sorted(whole, key=lambda request: request.step or 0, reverse=True):
         if step is not None and request.step != step:
             continue

@@ -15,14 +15,9 @@ from typing import Protocol
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum, index_name
-from asyncckpt.worker.storage import complete_steps, storage_for
+from asyncckpt.worker.storage import step_of, storage_for
 
 _POLL_S = 0.02
-
-
-def latest(root: str) -> int | None:
-    """The newest step under ``root`` with a complete checkpoint."""
-    return max(complete_steps(root), default=None)
 
 
 def wait_for_attempts(root: str, timeout: float) -> None:
@@ -49,13 +44,21 @@ def is_stock(path: str) -> bool:
 
 
 def read_manifest(path: str) -> Manifest:
-    """The manifest of the checkpoint ``path``.
+    """The manifest of the checkpoint ``path``, which has to be of the step that the name of the folder says.
 
     Raises ``CheckpointNotFoundError`` where there is none, ``DamagedCheckpointError``, ``StorageError``.
     """
     storage, name = storage_for(path), os.path.join(path, MANIFEST_NAME)
     if storage.exists(name):
-        return Manifest.parse(storage.read(name), name)
+        manifest, step = Manifest.parse(storage.read(name), name), step_of(path)
+        if step is None or manifest.step in (None, step):
+            return manifest
+        raise DamagedCheckpointError(
+            f"this is the checkpoint of step {manifest.step}, under the name of step {step}: it was renamed, or copied"
+            " here; give it back its name, or remove it",
+            path=path,
+            step=step,
+        )
     if is_stock(path):
         raise DamagedCheckpointError(
             f"there is no {MANIFEST_NAME} beside {METADATA_NAME}: it was removed, or another program wrote this"

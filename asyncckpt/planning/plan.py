@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -55,8 +56,19 @@ class CheckpointPlan:
         """
         tensors, objects = self.values.take(state_dict, planner)
         self.fingerprint.check(tensors)
+        self._check_memory(tensors)
         self.objects.refresh(objects)
         return tensors
+
+    def _check_memory(self, tensors: Sequence[torch.Tensor]) -> None:
+        if 0 not in map(torch.Tensor.data_ptr, tensors):
+            return
+        for name, tensor in zip(self.values.tensor_names, tensors, strict=True):
+            if tensor.data_ptr() == 0 and tensor.numel() > 0:
+                raise UnsavableStateError(
+                    f"{name!r} has no memory: its storage was freed, as FSDP does between uses of a parameter;"
+                    " save when it is there, or leave it out"
+                )
 
     def constants(self) -> dict[str, bytes | memoryview]:
         """The files that are the same in every save, by the name of their region in the segment."""
@@ -87,7 +99,9 @@ class FlatCapture:
         if len(leaves) != len(flat) or any(one is not other for one, other in zip(leaves, flat.values(), strict=True)):
             raise UnsavableStateError("DCP flattens this state dict in an order of its own: please report this")
         position = {name: number for number, name in enumerate(flat)}
-        tensor_at, object_at = ([position[item.index.fqn] for item in its] for its in split_items(items))
+        tensor_items, object_items = split_items(items)
+        self.tensor_names = [item.index.fqn for item in tensor_items]
+        tensor_at, object_at = ([position[item.index.fqn] for item in its] for its in (tensor_items, object_items))
         self._pick_tensors, self._pick_objects = picker(tensor_at), picker(object_at)
         self._types = list(map(type, leaves))
         self._opaque_at = {at for at in object_at if isinstance(leaves[at], torch.Tensor)}
@@ -113,8 +127,7 @@ class FlatCapture:
             if list(map(_spec, sharded)) != self._specs:  # in C, and at a glance where they are the same objects
                 raise StructureChanged("a DTensor is placed differently")
             for number, local in zip(self._sharded, map(_local_tensor, sharded), strict=True):
-                # A collective may still be filling it.
-                tensors[number] = local.wait() if type(local) is not torch.Tensor and hasattr(local, "wait") else local
+                tensors[number] = local if type(local) is torch.Tensor else _plain(local, self.tensor_names[number])
         return tensors, self._pick_objects(leaves)
 
     def _check_types(self, types: Sequence[type]) -> None:
@@ -140,6 +153,7 @@ class PlannerCapture:
         self._is_coordinator = is_coordinator
         self._local = local
         self._tensor_items, self._object_items = split_items(items)
+        self.tensor_names = [item.index.fqn for item in self._tensor_items]
 
     def take(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         """As ``FlatCapture.take``; ``planner`` is the one for this save."""
@@ -155,7 +169,7 @@ class PlannerCapture:
                 raise UnsavableStateError(
                     f"{item.index.fqn!r} has no plain bytes, and its planner does not say how to save it"
                 )
-            tensors.append(tensor.detach())
+            tensors.append(_plain(tensor.detach(), item.index.fqn))
         values = []
         for item in self._object_items:
             buffer = planner.resolve_data(item)
@@ -165,6 +179,18 @@ class PlannerCapture:
                 )
             values.append(Raw(buffer.getbuffer()))
         return tensors, values
+
+
+def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The plain tensor that ``tensor``, a part of ``name``, is. Raises ``UnsavableStateError`` if it is none."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()  # a collective may still be filling it
+    if type(tensor) not in PLAIN:
+        raise UnsavableStateError(
+            f"{name!r} is sharded, and its part on this rank is a {type(tensor).__name__}, which may be more, or less,"
+            " than its bytes; save what it is made of, or leave it out"
+        )
+    return tensor
 
 
 def is_opaque(value: object) -> bool:

@@ -7,9 +7,9 @@ for a flat dict of any size are two lists, and the forms of the tensors, in one 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, eq, itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -49,6 +49,26 @@ def is_leaf(value: object) -> bool:
 def has_no_bytes(tensor: torch.Tensor) -> bool:
     """Whether the values of ``tensor`` do not lie in memory as its shape and dtype say."""
     return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
+
+
+Keys: TypeAlias = tuple[Any, ...]
+"""The keys and positions that lead to a leaf. DCP has the same, with all keys as text."""
+
+
+def leaf_keys(container: Mapping[Any, Any] | list[Any], keys: Keys = ()) -> Iterator[Keys]:
+    """The keys of each leaf of ``container``, in DCP's order; ``keys`` lead to ``container`` itself."""
+    for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
+        if is_leaf(value):
+            yield (*keys, key)
+        else:
+            yield from leaf_keys(value, (*keys, key))
+
+
+def put_leaf(state_dict: Any, keys: Keys, value: Any) -> None:
+    """Put ``value`` in the place of a leaf."""
+    for key in keys[:-1]:
+        state_dict = state_dict[key]
+    state_dict[keys[-1]] = value
 
 
 def stateful_types(state_dict: Mapping[str, Any]) -> set[type]:

@@ -6,6 +6,7 @@ some bytes at a time. What is not contiguous goes through ``Tensor.copy_``, whic
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import deque
@@ -190,7 +191,8 @@ def copy_units(
 
     others: list[Future[None]] = []
     try:
-        others += (pool.submit(work) for _ in range(min(_THREADS, len(units)) - 1))
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending, and its pools take nothing any more
+            others += (pool.submit(work) for _ in range(min(_THREADS, len(units)) - 1))
         work()
     finally:
         left.clear()

@@ -34,14 +34,29 @@ def step_folder(root: str, step: int) -> str:
     return os.path.join(root, f"step-{step:08d}")
 
 
+def step_of(path: str) -> int | None:
+    """The step that the folder ``path`` has its name from; None: it is no folder of a step."""
+    name = _STEP.fullmatch(os.path.basename(path))
+    return int(name[1]) if name else None
+
+
 def complete_steps(root: str) -> list[int]:
     """The steps with a committed checkpoint under ``root``, ascending; none where there is no such folder.
 
     Raises ``StorageError``.
     """
     storage = storage_for(root)
-    steps = filter(None, map(_STEP.fullmatch, storage.names_in(root)))
-    return sorted(int(step[1]) for step in steps if storage.exists(os.path.join(root, step[0], MANIFEST_NAME)))
+    return [step for step in _named_steps(root) if storage.exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]
+
+
+def newest_step(root: str) -> int | None:
+    """The newest step under ``root`` with anything in its folder, complete or not. Raises ``StorageError``.
+
+    A folder has the name of a step only when its checkpoint is complete: what is missing there was lost later, and
+    whoever wants the newest has to be told.
+    """
+    storage = storage_for(root)
+    return next((step for step in reversed(_named_steps(root)) if storage.names_in(step_folder(root, step))), None)
 
 
 def prune(root: str, keep_last: int, written: int) -> None:
@@ -120,6 +135,12 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
         ) from error
     thread.join(max(0.0, begun + timeout - time.monotonic()))  # so that what was revoked takes no more space
     return is_finalized
+
+
+def _named_steps(root: str) -> list[int]:
+    """The steps under ``root`` by the names of the folders, ascending."""
+    steps = map(step_of, storage_for(root).names_in(root))
+    return sorted(step for step in steps if step is not None)
 
 
 def _is_kept(storage: Storage, path: str) -> bool:

@@ -140,10 +140,13 @@ class LocalStorage(Storage):
         return []
 
     def exists(self, path: str) -> bool:
-        return os.path.lexists(path)
+        with translated("looking at a file", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)
+            return True
+        return False
 
     def size(self, path: str) -> int | None:
-        with translated("looking at a file", path), contextlib.suppress(FileNotFoundError):
+        with translated("looking at a file", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.stat(path).st_size
         return None
 
@@ -156,11 +159,13 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        if not os.path.isdir(path):
-            raise CheckpointNotFoundError("there is no checkpoint here", path=path)
         with contextlib.ExitStack() as held:
             with translated("opening", path):
-                lock_shared(held.enter_context(opened(path)))
+                try:
+                    folder = held.enter_context(opened(path))
+                except (FileNotFoundError, NotADirectoryError) as error:
+                    raise CheckpointNotFoundError("there is no checkpoint here", path=path) from error
+                lock_shared(folder)
             yield
 
     def attempts_under_way(self, folder: str) -> list[str]:
