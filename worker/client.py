@@ -51,6 +51,7 @@ class OpenSaves:
         self.changed = threading.Condition()
         """Guards them, and is notified whenever a save gets on."""
         self._open: dict[int, TrackedSave] = {}
+        self._progress_at = 0.0  # when some save last got on, by time.monotonic
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -69,7 +70,12 @@ class OpenSaves:
     def any_overdue(self) -> bool:
         """Whether the worker has not said in time how a save ended. It may be stopped, and go on at any moment."""
         with self.changed:
-            return any(_is_overdue(save) for save in self._open.values() if not save.has_ended)
+            return any(self.is_overdue(save) for save in self._open.values() if not save.has_ended)
+
+    def is_overdue(self, save: TrackedSave) -> bool:
+        """Whether a worker that says nothing, of it or of others, has stopped: its own limit ends a save earlier."""
+        limit = save.request.timeout
+        return time.monotonic() >= max(save.begun_at, self._progress_at) + limit + 2 * grace(limit)
 
     def on_copied(self, save: TrackedSave) -> None:
         """Nobody copies into its slot any more."""
@@ -102,6 +108,7 @@ class OpenSaves:
         return saves
 
     def _changed(self, save: TrackedSave) -> None:
+        self._progress_at = time.monotonic()
         if save.has_ended and save.is_written:
             del self._open[save.request.save_id]
         self.changed.notify_all()
@@ -348,6 +355,10 @@ class WorkerClient:
                     self._allocated[message.segment] = Segment.attach(recv_handle(self._connection))
             except (EOFError, OSError):
                 break
+            except Exception:  # a descriptor that this process has no room for is no OSError, and is lost
+                logger.exception("the messages of the worker %d cannot be taken, so it has to go", self.pid)
+                self._process.kill()
+                break
             match message:
                 case messages.Written(save_id, inode):
                     self.saves.on_written(save_id, inode)
@@ -374,24 +385,17 @@ class WorkerClient:
         for save in saves:
             if not save.has_ended:
                 # One that is left behind still writes, and nobody will know how that ends.
-                save.on_end(_loss(save, death, self.pid, detached=self._detaching), heard=self._detaching)
+                save.on_end(self._loss(save, death), heard=self._detaching)
 
-
-def _is_overdue(save: TrackedSave) -> bool:
-    """Whether a worker that says nothing of it has stopped: its own limit ends a save before that."""
-    limit = save.request.timeout
-    return time.monotonic() >= save.begun_at + limit + 2 * grace(limit)
-
-
-def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, *, detached: bool) -> CheckpointError:
-    """What to say of a save that is open when there is no worker any more."""
-    request = save.request
-    error: CheckpointError = death
-    if detached:
-        error = SaveTimeoutError(f"this process has left; its worker {worker} is still writing, and goes on")
-    elif _is_overdue(save):
-        error = SaveTimeoutError(
-            f"the worker {worker} did not say within {request.timeout:g} s how it went, and was killed; it may have"
-            " been stopped, or the storage be stalled"
-        )
-    return located(error, path=request.path, rank=request.rank, step=request.step)
+    def _loss(self, save: TrackedSave, death: WorkerDiedError) -> CheckpointError:
+        """What to say of a save that is open when there is no worker any more."""
+        request = save.request
+        error: CheckpointError = death
+        if self._detaching:
+            error = SaveTimeoutError(f"this process has left; its worker {self.pid} is still writing, and goes on")
+        elif self.saves.is_overdue(save):
+            error = SaveTimeoutError(
+                f"the worker {self.pid} did not say within {request.timeout:g} s how it went, and was killed; it may"
+                " have been stopped, or the storage be stalled"
+            )
+        return located(error, path=request.path, rank=request.rank, step=request.step)

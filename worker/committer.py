@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
@@ -116,6 +117,8 @@ class Committer:
         self._lock = threading.Lock()
         self._open: dict[int, Attempt | None] = {}
         self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
+        # Storage may take its time to remove, and no commit waits for that.
+        self._pruning = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-prune")
         self._thread = threading.Thread(target=self._run, name="asyncckpt-committer")
         self._thread.start()
 
@@ -186,6 +189,7 @@ class Committer:
         """Wait until all saves have ended, then leave the other ranks."""
         self._queue.put(None)
         self._thread.join()
+        self._pruning.shutdown()
         with _logged("leaving"), self._probe() as rounds:
             if self._rank == 0:
                 rounds.wait_left(_LEAVE_S)
@@ -227,7 +231,7 @@ class Committer:
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
             self._send(Committed(request.save_id, request.path, timings, attempt.direct))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
-                prune(os.path.dirname(request.path), request.keep_last, request.step)
+                self._pruning.submit(prune, os.path.dirname(request.path), request.keep_last, request.step)
         if request.rank == 0:
             with _logged("clearing up"):
                 self._waiting.clear(_KIND, request.save_id)

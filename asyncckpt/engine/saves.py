@@ -126,7 +126,7 @@ class Saves:
             return True, None
         for other in sorted(under_way, key=lambda other: -other.request.save_id):
             if other.is_written or not other.copied.is_set():
-                continue  # its slot is free as it is, or is being copied into
+                continue  # it is about to be committed, or is being copied
             if buffer.client.cancel(other, _replaced(other, save), self._config.timeout):
                 return False, other.request.save_id
         if len(under_way) > 1 and not save.group.alone:

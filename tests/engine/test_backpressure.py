@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.states import small_state, zeros_like
+from support.workers import Faulty
 
 import asyncckpt
 from asyncckpt.checkpointer import Checkpointer
@@ -17,6 +19,14 @@ from asyncckpt.errors import (
     SaveDroppedError,
 )
 from asyncckpt.staging.slot_copy import SlotStager
+from asyncckpt.worker.storage import complete_steps
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def _running(checkpointer: Checkpointer, root: Path) -> None:
@@ -49,6 +59,39 @@ def test_busy_skip(root: Path, gate: Path) -> None:
         gate.touch()
         checkpointer.wait(60)
         assert checkpointer.steps() == [1]
+
+
+def test_a_save_counts_until_it_has_ended(
+    root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is written, and it is not committed: others would pile up behind it."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
+    faulty_worker("finalize:hold")
+    with Checkpointer(root, Config(slots=1, when_busy="skip")) as checkpointer:
+        checkpointer.save(1, small_state())
+        _wait_for(Path(f"{gate}.reached"))
+        with pytest.raises(SaveDroppedError, match="skipped"):
+            checkpointer.save(2, small_state()).result(1)
+        gate.touch()
+        checkpointer.wait(60)
+        checkpointer.save(3, small_state()).result(60)
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_slow_removal_holds_no_save_up(
+    root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
+    faulty_worker("prune:hold")
+    steps = list(range(1, 9))
+    with Checkpointer(root, Config(keep_last=2)) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, small_state()).result(60)
+        assert checkpointer.steps() == steps
+        gate.touch()
+    assert complete_steps(str(root)) == steps[-2:]
 
 
 def test_busy_latest(root: Path, gate: Path) -> None:

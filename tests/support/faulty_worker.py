@@ -2,7 +2,7 @@
 
 Points: ``start``, those of ``faulty_storage.py`` (``begin``, ``create``, ``write``, ``sync``, ``finalize``, and, after
 that, ``finalized``; where another rank finalizes, ``finalize`` is when this one has reported), ``report`` (to the other
-ranks).
+ranks), ``prune`` (old checkpoints are about to be removed).
 
 Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
 other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). From the NTH time on:
@@ -27,7 +27,7 @@ from asyncckpt import errors
 from asyncckpt.shm import budget
 from asyncckpt.worker import __main__ as worker
 from asyncckpt.worker import committer, rounds
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import prune, storage_for
 from asyncckpt.worker.storage.file_system import translated
 
 # It is run as a script, also by trainers that know nothing of the tests.
@@ -84,6 +84,11 @@ class FaultyRounds(rounds.Rounds):
         return super().outcome(name, timeout, own=own)
 
 
+def faulty_prune(root: str, keep_last: int, written: int) -> None:
+    reach("prune", root)
+    prune(root, keep_last, written)
+
+
 if __name__ == "__main__":
     if action == "nobody":
         os.setuid(65534)
@@ -98,4 +103,5 @@ if __name__ == "__main__":
     faulty = lambda path, **options: FaultyStorage(storage_for(path, **options), reach)  # noqa: E731
     setattr(worker, "storage_for", faulty)  # noqa: B010
     setattr(committer, "Rounds", FaultyRounds)  # noqa: B010
+    setattr(committer, "prune", faulty_prune)  # noqa: B010
     sys.exit(worker.main(sys.argv[2:]))

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.messages import Existing
@@ -56,6 +56,17 @@ class _Partial(OpenAttempt):
         if fd >= 0:
             os.close(fd)
 
+    @contextlib.contextmanager
+    def _renamed(self) -> Iterator[None]:
+        """Take no error of a rename that was done all the same, as a network file system may tell of a repeated one."""
+        try:
+            yield
+        except OSError:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(self._fd), os.stat(self._final)):
+                    return
+            raise
+
     def _hold(self) -> None:
         """Lock it. Raises ``OSError``."""
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -84,7 +95,7 @@ class PartialFolder(_Partial):
         with translated("flushing a folder", self.path):
             sync_folder(self.path)
         is_taken = existing == "join" and os.path.isdir(final)
-        with translated("finalizing the checkpoint", final):
+        with translated("finalizing the checkpoint", final), self._renamed():
             try:
                 if not is_taken:
                     os.rename(self.path, final)
@@ -145,7 +156,8 @@ class PartialFile(_Partial):
         with translated("finalizing the file", self._final):
             with contextlib.suppress(FileNotFoundError):
                 os.chmod(self.path, stat.S_IMODE(os.stat(self._final).st_mode))
-            os.rename(self.path, self._final)
+            with self._renamed():
+                os.rename(self.path, self._final)
         parent = os.path.dirname(self._final)
         with translated("flushing a folder", parent):
             sync_folder(parent)

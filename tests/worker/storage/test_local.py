@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -127,3 +128,43 @@ def test_a_folder_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monke
             pass
     with storage.reading(folder):
         pass
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT])
+@pytest.mark.parametrize("existing", ["refuse", "replace"])
+def test_a_rename_that_is_done_and_answered_with_an_error_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: Existing, code: int
+) -> None:
+    """As a network file system may answer a call that it had to repeat."""
+    real = os.rename
+
+    def rename(one: str, other: str) -> None:
+        real(one, other)
+        raise OSError(code, os.strerror(code))
+
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        attempt = checkpoint_attempt(tmp_path, segment, existing)
+        attempt.write(pool)
+        report = json.loads(attempt.seal())
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "rename", rename)
+            attempt.commit([report])
+        attempt.release()
+        assert (tmp_path / "root" / "final" / "asyncckpt.json").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT])
+def test_a_rename_that_fails_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def rename(one: str, other: str) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        attempt = checkpoint_attempt(tmp_path, segment)
+        attempt.write(pool)
+        report = json.loads(attempt.seal())
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "rename", rename)
+            with pytest.raises(StorageError, match=os.strerror(code)):
+                attempt.commit([report])
+        attempt.discard()
+        assert not (tmp_path / "root" / "final").exists()
