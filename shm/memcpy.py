@@ -57,14 +57,14 @@ class Destinations:
         # Tied tensors have the same bytes, and boxes may lie in each other: then what is between two may stick out.
         self._overlap = any(map(operator.lt, begins[1:], ends))
         self._reach = list(accumulate(ends, max)) if self._overlap else ends
-        # Others may be tied where they are loaded to, and were not when they were stored: the last one wins.
         order = sorted(range(len(begins)), key=addresses.__getitem__)
-        self._tied = any(addresses[b] < addresses[a] + ends[a] - begins[a] for a, b in pairwise(order))
+        self.tied = any(addresses[b] < addresses[a] + ends[a] - begins[a] for a, b in pairwise(order))
+        """Whether some go to the same memory: they are to be filled one after the other."""
 
     def only(self, begin: int, end: int) -> Destination | None:
         """The one destination of all that has one from ``begin`` to ``end``; None: there is none, or several."""
         first, last = self._touched(begin, end)
-        if self._tied or last != first + 1:  # what is checked there must not be written by others
+        if self.tied or last != first + 1:  # what is checked there must not be written by others
             return None
         return Destination(self._begins[first], self._ends[first], self._addresses[first])
 

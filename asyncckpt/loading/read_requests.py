@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,10 +119,13 @@ class ReadRequests:
         verify: bool,
     ) -> Iterator[tuple[Any, memoryview]]:
         collected = self._take_memory(rows, file)
-        for run in file.read(self._ranges(rows), pool, self._destinations(rows), verify=verify):
-            if run.damages:
-                raise run.damages[0]
-            progress(run.nbytes)
+        destinations = self._destinations(rows)
+        # Tied where they are loaded to, and not where they were stored: the last one wins, and is whole.
+        with ThreadPoolExecutor(1) if destinations.tied else contextlib.nullcontext(pool) as threads:
+            for run in file.read(self._ranges(rows), threads, destinations, verify=verify):
+                if run.damages:
+                    raise run.damages[0]
+                progress(run.nbytes)
         for becomes, data in collected:
             if isinstance(becomes, BoxCopy):
                 becomes.fill(data)
@@ -175,7 +179,11 @@ class ReadRequests:
         """Of those that have an address: to copy, or to read there."""
         begins, ends, addresses = self._begins, self._ends, self._addresses
         to = [row for row in rows if addresses[row] and begins[row] < ends[row]]
-        return Destinations(*([column[row] for row in to] for column in (begins, ends, addresses)))
+        columns = [[column[row] for row in to] for column in (begins, ends, addresses)]
+        destinations = Destinations(*columns)
+        if destinations.tied:  # of what is tied in both places, once is enough
+            destinations = Destinations(*map(list, zip(*sorted(set(zip(*columns, strict=True))), strict=True)))
+        return destinations
 
 
 @functools.cache
