@@ -94,9 +94,8 @@ class Checkpointer:
         return self._engine.config
 
     def prepare(self, state_dict: StateDict) -> None:
-        """Do now what the first save would have to: start the worker, plan, take and touch the memory.
-
-        Best called before the first training step. Raises as ``save`` does.
+        """Do now what the first save would have to: start the worker, plan, take and touch the memory. Best called
+        before the first training step. Raises as ``save`` does.
         """
         self._engine.prepare(state_dict)
 
@@ -115,14 +114,9 @@ class Checkpointer:
         step = _whole(step)
         path = step_folder(self.root, step)
         self._newest = self._engine.save(
-            path, state_dict, step=step, keep_last=self.config.keep_last, keep=partial(self._keeps, step)
+            path, state_dict, step=step, keep_last=self.config.keep_last, keep=partial(_keeps, self.config, step)
         )
         return self._newest
-
-    def _keeps(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is one to keep for good."""
-        every, keep = self.config.keep_every, self.config.keep
-        return (every is not None and step % every == 0) or (keep is not None and bool(keep(step)))
 
     def publish(self, save: Save, version: int | None = None, *, roll_back: bool = False) -> Publication:
         """Let readers on this host have what was staged for a save. No copy is made.
@@ -276,9 +270,8 @@ class Checkpointer:
         return complete_steps(self.root)
 
     def latest(self) -> int | None:
-        """The step that ``load`` would load: the newest in storage, or in the memory of a trainer that died.
-
-        The same on all ranks, which all have to ask. Waits as ``load`` does. None where there is none.
+        """The step that ``load`` would load: the newest in storage, or in the memory of a trainer that died, or None.
+        The same on all ranks, which all have to ask. Waits as ``load`` does.
         """
         if (found := self._in_memory(None)) is not None:
             return found[1].request.step
@@ -369,3 +362,9 @@ def _whole(step: SupportsIndex) -> int:
     if number < 0:
         raise ValueError(f"a step is 0 or more, not {number}")
     return number
+
+
+def _keeps(config: Config, step: int) -> bool:
+    """Whether the checkpoint of ``step`` is one to keep for good."""
+    every, keep = config.keep_every, config.keep
+    return (every is not None and step % every == 0) or (keep is not None and bool(keep(step)))
