@@ -176,13 +176,9 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
         begun = time.perf_counter()
+        ranks, progress = self._process_group, self.config.progress
         fill = partial(
-            load,
-            state_dict,
-            verify=verify,
-            weights_only=weights_only,
-            process_group=self._process_group,
-            progress=self.config.progress,
+            load, state_dict, verify=verify, weights_only=weights_only, process_group=ranks, progress=progress
         )
         step = None if step is None else _whole(step)
         found = self._load_from_memory(fill, step) if memory else None

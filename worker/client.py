@@ -384,8 +384,7 @@ class WorkerClient:
         self._answers.put(messages.Refused(death))  # for whoever is waiting
         for save in saves:
             if not save.has_ended:
-                # One that is left behind still writes, and nobody will know how that ends.
-                save.on_end(self._loss(save, death), heard=self._detaching)
+                save.on_end(self._loss(save, death), heard=self._detaching)  # a worker left behind still writes
 
     def _loss(self, save: TrackedSave, death: WorkerDiedError) -> CheckpointError:
         """What to say of a save that is open when there is no worker any more."""
