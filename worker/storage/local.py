@@ -20,6 +20,7 @@ from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
+    LocalInputFile,
     holds_only_a_checkpoint,
     is_locked,
     lock_alone,
@@ -29,7 +30,6 @@ from asyncckpt.worker.storage.file_system import (
     sync_folder,
     translated,
 )
-from asyncckpt.worker.storage.input_file import LocalInputFile
 from asyncckpt.worker.storage.partial import (
     CHECKPOINT_ATTEMPT,
     FILE_ATTEMPT,
