@@ -2,7 +2,7 @@
 
 A checkpoint in this order, each step durable before the next: on every rank the data file and its index; then on the
 first rank DCP's ``.metadata``, the manifest, and the final name. A single file: its bytes, then the name. So whatever
-has its final name is complete. Storage decides (see ``storage/storage.py``).
+has its final name is complete. ``committer.py`` decides when that name is given, storage how.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One save, from the call until it has ended on all ranks; and the threads that copy it."""
+"""One save, from the call until it has ended on all ranks.
+
+The thread that calls copies, with the help of a pool; with overlap one thread of the engine does in its place.
+"""
 
 from __future__ import annotations
 

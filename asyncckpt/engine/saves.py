@@ -1,5 +1,5 @@
-"""The saves of an engine that are under way: where one goes, what it does where no slot is free (backpressure,
-``Config.when_busy``), and the failures that nobody was told of yet.
+"""The saves of an engine: those under way, backpressure where no slot is free (``Config.when_busy``), and the failures
+that nobody was told of yet.
 """
 
 from __future__ import annotations

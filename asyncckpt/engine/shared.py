@@ -1,5 +1,5 @@
-"""The engines that calls without an object to close share: one for each group of ranks, started by the first save, and
-closed when the interpreter ends, after the last save is written.
+"""The engines behind calls such as ``async_save``, which have no object to close: one for each group of ranks, started
+by the first save, and closed when the interpreter ends, after the last save is written.
 """
 
 from __future__ import annotations

@@ -65,7 +65,13 @@ def leaf_keys(container: Mapping[Any, Any] | list[Any], keys: Keys = ()) -> Iter
 
 
 def put_leaf(state_dict: Any, keys: Keys, value: Any) -> None:
-    """Put ``value`` in the place of a leaf."""
+    """Put a value in the place of a leaf.
+
+    Args:
+        state_dict: What has the leaf, nested as it likes.
+        keys: Those that lead to the leaf.
+        value: What is to stand there.
+    """
     for key in keys[:-1]:
         state_dict = state_dict[key]
     state_dict[keys[-1]] = value

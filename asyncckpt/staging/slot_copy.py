@@ -1,4 +1,4 @@
-"""From the trainer's tensors into a slot: the one copy that training waits for."""
+"""The one copy that training waits for: from its tensors into a slot, on the thread that calls and a few beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: what one rank has published, mapped here for reading, and leases on its slots."""
+"""Reading what one rank has published: its memory mapped here, and leases on its slots."""
 
 from __future__ import annotations
 

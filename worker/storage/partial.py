@@ -1,4 +1,4 @@
-"""Attempts on a local or shared file system: hidden beside the final place, locked; one rename decides.
+"""Attempts of ``local.py``: hidden beside the final place, locked, and finalized by one rename.
 
 A checkpoint is a folder, a single file is a file. Each rank's worker holds it locked until it is finalized or
 discarded.
