@@ -1,8 +1,8 @@
 """The header page of a segment: the state of each slot, and what is published in it.
 
 A slot holds one image. Its life is FREE -> STAGING -> STAGED -> WRITING -> FREE. The states stand in shared memory so
-that the worker knows them when the trainer is gone: a slot that is STAGED holds a whole state and is written out, one
-that is STAGING does not and is thrown away.
+that the worker knows them when the trainer is gone: a slot that is STAGED holds a whole state and is written out, what
+is being written is written to the end, and a slot that is STAGING is thrown away.
 
 While a slot is STAGING, the page also says how much of its image has arrived: that many of its first bytes are there,
 and stay as they are. The trainer sets that number, and the worker writes that much.

@@ -1,4 +1,4 @@
-"""The storage seam: what every kind of storage does for those who write checkpoints and those who read them."""
+"""The storage seam: the interface that a kind of storage implements; ``storage_for`` picks the kind by the path."""
 
 from __future__ import annotations
 
