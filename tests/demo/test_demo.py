@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS, EVERY = 8, 2
-TIMEOUT_S = 100
+TIMEOUT_S = 200
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:

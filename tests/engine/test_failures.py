@@ -199,7 +199,7 @@ def test_a_write_that_never_returns_keeps_no_process(
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     script = FAULTY
     trainer = subprocess.run(
-        [sys.executable, "-c", STUCK, str(root), script], stdout=subprocess.PIPE, timeout=60, cwd="/", check=False
+        [sys.executable, "-c", STUCK, str(root), script], stdout=subprocess.PIPE, timeout=120, cwd="/", check=False
     )
     assert trainer.returncode == -signal.SIGKILL
     try:

@@ -318,7 +318,7 @@ try:
 except PermissionError:
     print("kept out")
 """
-    stranger = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    stranger = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     assert stranger.stdout == "kept out\n"
     assert connect(name) is None  # nor is a folder trusted that others may write to
     runtime.chmod(0o700)

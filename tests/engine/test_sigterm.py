@@ -45,7 +45,7 @@ def test_it_saves_first(root: Path) -> None:
     try:
         assert trainer.stdout is not None and trainer.stdout.readline() == "training\n"
         trainer.terminate()
-        step = int(trainer.communicate(timeout=60)[0])
+        step = int(trainer.communicate(timeout=120)[0])
     finally:
         trainer.kill()
         trainer.wait()

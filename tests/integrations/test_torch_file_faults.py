@@ -161,7 +161,7 @@ def test_a_trainer_that_is_killed_when_it_has_staged(
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
     script = FAULTY
     trainer = subprocess.run(
-        [sys.executable, "-c", TRAINER, str(path), script], stdout=subprocess.PIPE, timeout=60, cwd="/", check=False
+        [sys.executable, "-c", TRAINER, str(path), script], stdout=subprocess.PIPE, timeout=120, cwd="/", check=False
     )
     assert trainer.returncode == -signal.SIGKILL and not path.exists()
     worker = psutil.Process(int(trainer.stdout))
@@ -178,5 +178,5 @@ torch_save({"w": torch.arange(1000)}, sys.argv[1])
 
 
 def test_the_end_of_the_process_waits_for_it(path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORGETFUL, str(path)], timeout=60, cwd="/", check=True)
+    subprocess.run([sys.executable, "-c", FORGETFUL, str(path)], timeout=120, cwd="/", check=True)
     assert same(torch.load(path), {"w": torch.arange(1000)})

@@ -256,7 +256,7 @@ def test_all_of_verl(runtime: Path, tmp_path_factory: pytest.TempPathFactory) ->
         env=os.environ | {"PYTHONPATH": str(script.parents[2])},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all weights are as they were sent" in done.stdout

@@ -31,9 +31,9 @@ def ranks() -> Iterator[None]:
 
 
 # Short for what stalls, as it has to run into them. Nothing else may need them.
-SHORT_S = 3.0
+SHORT_S = 5.0
 LONG_S = 20.0
-START_S = 10.0
+START_S = 15.0
 PATIENCE_S = 10.0
 
 TRAINERS = {"plan": (draft.Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}

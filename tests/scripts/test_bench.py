@@ -47,7 +47,7 @@ def run(folder: Path, *commands: str) -> dict[str, results.Result]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert not list(where.iterdir())

@@ -33,7 +33,7 @@ def _run(ranks: int, root: Path, *options: str) -> str:
         stdout=subprocess.PIPE,
         check=True,
         text=True,
-        timeout=100,
+        timeout=200,
     ).stdout
 
 
@@ -78,7 +78,7 @@ def test_rollouts_write_with_the_newest_weights(tmp_path: Path, saves: bool) -> 
         stdout=subprocess.PIPE,
         check=True,
         text=True,
-        timeout=100,
+        timeout=200,
     ).stdout
     versions = [int(version) for version in re.findall(r"version +(\d+) wrote", said)]
     assert len(versions) == 13 and max(versions) > 0  # of two processes, who are not equally quick

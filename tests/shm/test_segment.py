@@ -108,7 +108,7 @@ def test_a_small_dev_shm_makes_no_difference(tmp_path: Path) -> None:
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command, sys.executable, SMALL, str(tmp_path)],
         stdout=subprocess.PIPE,
-        timeout=120,
+        timeout=200,
         cwd="/",
         check=True,
     )

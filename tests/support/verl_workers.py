@@ -29,7 +29,7 @@ from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 from support.states import same
 
-LIMIT_S = 60.0
+LIMIT_S = 110.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed", "asyncckpt.weights.publisher", "asyncckpt.weights.subscriber"])

@@ -161,5 +161,5 @@ def test_the_interpreter_may_end_with_all_of_it_alive() -> None:
         weights = subscriber.acquire()
         kept = weights["w"]
     """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")

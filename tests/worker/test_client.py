@@ -202,7 +202,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     ("death", "steps"), [("after", [1, 2]), ("staging 2", [1]), ("untold 2", [1, 2]), ("untold 1", [1])]
 )
 def test_what_a_killed_trainer_had_staged_is_written(root: Path, death: str, steps: list[int]) -> None:
-    trainer = subprocess.run([sys.executable, "-c", TRAINER, str(root), death], timeout=60, cwd="/")
+    trainer = subprocess.run([sys.executable, "-c", TRAINER, str(root), death], timeout=120, cwd="/")
     assert trainer.returncode == -signal.SIGKILL
     with Checkpointer(root) as checkpointer:
         state = {"w": torch.zeros(3_000_000), "step": 0}

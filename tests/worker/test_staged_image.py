@@ -206,7 +206,7 @@ HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 def test_killed_half_way_it_has_saved_nothing(root: Path) -> None:
-    trainer = subprocess.run([sys.executable, "-c", TRAINER, str(root), *HERE], timeout=100)
+    trainer = subprocess.run([sys.executable, "-c", TRAINER, str(root), *HERE], timeout=200)
     assert trainer.returncode == -signal.SIGKILL
     with Checkpointer(root) as checkpointer:
         assert checkpointer.load(state := state_of(0)) == 1
