@@ -166,6 +166,11 @@ class AsyncCallsQueue:
         prioritize(cpu_priority, io_priority)
         engine().start(alone=True)
 
+    @classmethod
+    def get_instances(cls) -> list[AsyncCallsQueue]:
+        """All queues of this process."""
+        return list(cls._instances)
+
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Begin ``async_request`` (of this class, nvrx's or Megatron-LM's), and return its number.
 
@@ -277,7 +282,7 @@ class TorchAsyncCheckpoint:
 
 def abort_nvrx_checkpoint() -> None:
     """Give up all that is under way in all queues, at once; the next request starts anew."""
-    for queue in list(AsyncCallsQueue._instances):
+    for queue in AsyncCallsQueue.get_instances():
         queue.close(abort=True)
 
 
