@@ -35,6 +35,7 @@ class TrackedSave(Protocol):
     copied: threading.Event  # nobody copies into its slot (any more)
     is_whole: bool  # its image is complete
     is_written: bool  # the worker has no more to do with its slot
+    is_withdrawn: bool  # it will fail, on all ranks, for a newer one
     has_ended: bool  # the worker's part has ended, well or badly
 
     def on_written(self, inode: int | None) -> None:

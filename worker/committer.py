@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
@@ -118,7 +117,11 @@ class Committer:
         self._open: dict[int, Attempt | None] = {}
         self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
         # Storage may take its time to remove, and no commit waits for that.
-        self._pruning = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-prune")
+        self._last_step: int | None = None
+        self._next_step: int | None = None
+        self._prunable: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
+        self._pruner = threading.Thread(target=self._prune, name="asyncckpt-prune")
+        self._pruner.start()
         self._thread = threading.Thread(target=self._run, name="asyncckpt-committer")
         self._thread.start()
 
@@ -189,7 +192,8 @@ class Committer:
         """Wait until all saves have ended, then leave the other ranks."""
         self._queue.put(None)
         self._thread.join()
-        self._pruning.shutdown()
+        self._prunable.put(None)
+        self._pruner.join()
         with _logged("leaving"), self._probe() as rounds:
             if self._rank == 0:
                 rounds.wait_left(_LEAVE_S)
@@ -201,6 +205,18 @@ class Committer:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             self._end(*entry)
+
+    def _prune(self) -> None:
+        """Remove what retention does not keep, until told to end."""
+        while (task := self._prunable.get()) is not None:
+            try:
+                prune(*task, self._is_recent)
+            except Exception:
+                logger.exception("removing old checkpoints failed")
+
+    def _is_recent(self, step: int) -> bool:
+        """Whether ``step``, whatever its number, is what was committed last, or is being committed."""
+        return step in (self._last_step, self._next_step)
 
     def _end(self, request: WriteRequest, deadline: float) -> None:
         name = round_name(_KIND, request.save_id)
@@ -231,7 +247,7 @@ class Committer:
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
             self._send(Committed(request.save_id, request.path, timings, attempt.direct))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
-                self._pruning.submit(prune, os.path.dirname(request.path), request.keep_last, request.step)
+                self._prunable.put((os.path.dirname(request.path), request.keep_last))
         if request.rank == 0:
             with _logged("clearing up"):
                 self._waiting.clear(_KIND, request.save_id)
@@ -243,7 +259,9 @@ class Committer:
             attempt = self._open[request.save_id]
         if attempt is None:
             raise CheckpointError(_UNREPORTED)
+        self._next_step = request.step
         attempt.commit([json.loads(report) for report in reports])
+        self._last_step = request.step
         with _logged("telling the other ranks of the commit"):  # they look at what is finalized
             self._waiting.conclude(name, b"")
 

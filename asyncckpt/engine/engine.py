@@ -175,11 +175,12 @@ class Engine:
 
     def start(self, *, alone: bool = False) -> None:
         """Start the worker, as the first save does, and, unless ``alone``, meet the other ranks. Raises as ``save``."""
-        with self._lock:
-            if alone:
+        if alone:
+            with self._lock:
                 self._supervisor.running(self._new_group().rank)
-            else:
-                self._ranks().connect_worker(self._supervisor.running)
+            return
+        with self._in_use() as group:
+            group.connect_worker(self._supervisor.running)
 
     def publish(self, save: Save, version: int, *, roll_back: bool = False) -> Publication:
         """Let readers see what was staged for a save, where it is; with ``overlap`` this waits until all is.

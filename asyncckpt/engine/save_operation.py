@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from asyncckpt.save_handle import SaveState
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.devices import ReadyEvents, ready_events
-from asyncckpt.staging.host_copy import copy_pool
+from asyncckpt.staging.host_copy import copy_pool, started_pool
 from asyncckpt.worker.messages import Committed, Existing, WriteRequest
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Copier:
 
     def __init__(self, *, overlaps: bool) -> None:
         self.pool = copy_pool()
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-stager") if overlaps else None
+        self._behind = started_pool(1, "asyncckpt-stager") if overlaps else None
         self._last: Future[CheckpointError | None] | None = None
 
     def run(self, copy: Callable[[], CheckpointError | None]) -> CheckpointError | None:
@@ -81,13 +81,14 @@ class SaveOperation(SaveState):
         written      the worker lets go of the slot (``is_written``)
         committed    on all ranks alike; or failed, or withdrawn, which may happen at any time before (``has_ended``)
 
-    Its slot is free when the worker has let go of it and nobody copies into it (``copied``), however the save ends.
+    Its slot is free when the worker has let go of it, nobody copies into it (``copied``), and it has ended, or is only
+    waiting for an end that is known (``is_withdrawn``).
     """
 
     request: WriteRequest
     buffer: StagingBuffer
     begun_at: float
-    is_begun = is_whole = is_written = has_ended = False
+    is_begun = is_whole = is_written = is_withdrawn = has_ended = False
     is_given_up = False
     """The engine is aborted: no other rank is told anything."""
     _inode: int | None = None
@@ -226,6 +227,10 @@ class SaveOperation(SaveState):
                 return
         self._finish(outcome, heard)
 
+    def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
+        self._on_outcome = _forget  # a handle that is kept shall not keep the engine
+        super().end(error, timings)
+
     def _finish(self, outcome: Committed | CheckpointError, heard: bool) -> None:
         failure = outcome if isinstance(outcome, CheckpointError) else None
         try:
@@ -236,7 +241,6 @@ class SaveOperation(SaveState):
             with _logged("taking note of the end of a save"):
                 self._on_outcome(failure)
         finally:
-            self._on_outcome = _forget  # a handle that is kept shall not keep the engine
             self.end(failure, outcome.timings if isinstance(outcome, Committed) else None)
 
     def _resolve(self, failure: CheckpointError) -> CheckpointError | None:

@@ -132,6 +132,7 @@ class Saves:
         if len(under_way) > 1 and not save.group.alone:
             # Written here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
             newest = max(under_way, key=lambda other: other.request.save_id)
+            newest.is_withdrawn = True
             save.group.report_failure(newest.request.save_id, _replaced(newest, save), begun=True)
             return False, newest.request.save_id
         return False, None
@@ -140,7 +141,10 @@ class Saves:
         """The first rank has taken back the save of that number; here it may be being written, and is so in vain."""
         timeout = self._config.timeout
         for other in filter(None, buffer.saves):
-            if other.request.save_id != replaced or other.is_written:
+            if other.request.save_id != replaced:
+                continue
+            other.is_withdrawn = True
+            if other.is_written:
                 continue
             if not other.copied.wait(timeout):
                 raise SaveTimeoutError(

@@ -228,7 +228,7 @@ class StagingBuffer:
     def _is_free(self, slot: int) -> bool:
         save = self.saves[slot]
         # Written is not enough: where commits are slow, saves that are not committed would pile up in the worker.
-        return save is None or (save.is_written and save.has_ended and save.copied.is_set())
+        return save is None or (save.is_written and save.copied.is_set() and (save.has_ended or save.is_withdrawn))
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -203,7 +204,24 @@ def copy_units(
 
 def copy_pool() -> ThreadPoolExecutor:
     """The threads that copy beside the caller's own."""
-    return ThreadPoolExecutor(max(1, _THREADS - 1), thread_name_prefix="asyncckpt-copy")
+    return started_pool(max(1, _THREADS - 1), "asyncckpt-copy")
+
+
+def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads run already. Raises ``RuntimeError`` where the process may have no more threads.
+
+    A pool queues its work before it starts a thread: where that fails in a save, the copy would be made later.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    all_run = threading.Barrier(threads)
+    try:
+        for _ in range(threads):
+            pool.submit(all_run.wait)
+    except RuntimeError:
+        all_run.abort()
+        pool.shutdown(wait=False)
+        raise
+    return pool
 
 
 def _is_small(spec: TensorSpec) -> bool:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,9 @@ class FaultyRounds(rounds.Rounds):
         return super().outcome(name, timeout, own=own)
 
 
-def faulty_prune(root: str, keep_last: int, written: int) -> None:
+def faulty_prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
     reach("prune", root)
-    prune(root, keep_last, written)
+    prune(root, keep_last, is_recent)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -59,7 +60,7 @@ def newest_step(root: str) -> int | None:
     return next((step for step in reversed(_named_steps(root)) if storage.names_in(step_folder(root, step))), None)
 
 
-def prune(root: str, keep_last: int, written: int) -> None:
+def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
     """Remove old checkpoints. One whose manifest says that it is to be kept, or cannot be read, stays.
 
     One that cannot be removed, or is being read, is left for the next time. Raises nothing.
@@ -67,7 +68,7 @@ def prune(root: str, keep_last: int, written: int) -> None:
     Args:
         root: The folder of the steps.
         keep_last: How many of the newest steps stay.
-        written: The step that was just committed, which stays in any case.
+        is_recent: Whether a step was just committed; it stays in any case, whatever its number.
     """
     storage = storage_for(root)
     try:
@@ -77,7 +78,7 @@ def prune(root: str, keep_last: int, written: int) -> None:
         return
     for step in steps[:-keep_last]:
         path = step_folder(root, step)
-        if step == written or _is_kept(storage, path):
+        if is_recent(step) or _is_kept(storage, path):
             continue
         try:
             if not storage.remove_checkpoint(path):

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.messages import Existing
@@ -56,16 +56,21 @@ class _Partial(OpenAttempt):
         if fd >= 0:
             os.close(fd)
 
-    @contextlib.contextmanager
-    def _renamed(self) -> Iterator[None]:
-        """Take no error of a rename that was done all the same, as a network file system may tell of a repeated one."""
+    def _rename(self) -> None:
+        """Give it the final name. Raises ``OSError``, unless it was done all the same.
+
+        A network file system may answer so when it had to repeat a call.
+        """
         try:
-            yield
+            os.rename(self.path, self._final)
         except OSError:
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(self._fd), os.stat(self._final)):
-                    return
-            raise
+            if not self._has_final_name():
+                raise
+
+    def _has_final_name(self) -> bool:
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._final))
+        return False
 
     def _hold(self) -> None:
         """Lock it. Raises ``OSError``."""
@@ -95,10 +100,10 @@ class PartialFolder(_Partial):
         with translated("flushing a folder", self.path):
             sync_folder(self.path)
         is_taken = existing == "join" and os.path.isdir(final)
-        with translated("finalizing the checkpoint", final), self._renamed():
+        with translated("finalizing the checkpoint", final):
             try:
                 if not is_taken:
-                    os.rename(self.path, final)
+                    self._rename()
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
@@ -106,7 +111,7 @@ class PartialFolder(_Partial):
             if is_taken and existing == "join" and os.path.isdir(final):
                 _join(self.path, final)
             elif is_taken and existing == "replace" and holds_only_a_checkpoint(final):
-                _replace(self.path, final)
+                self._replace()
             elif is_taken:
                 raise exists_error(final, existing)
         parent = os.path.dirname(final)
@@ -129,6 +134,35 @@ class PartialFolder(_Partial):
             with contextlib.suppress(OSError):
                 os.rmdir(self.path)
         self.release()
+
+    def _replace(self) -> None:
+        """Take the place of the checkpoint that has the final name, durably, and remove that. Raises ``OSError``."""
+        old, final = self.path, self._final
+        try:
+            is_exchanged = exchange(self.path, final)
+        except OSError:
+            if not self._has_final_name():
+                raise
+            is_exchanged = True
+        if not is_exchanged:
+            # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
+            old = self.path.removesuffix(PARTIAL_SUFFIX) + OLD_SUFFIX
+            os.rename(final, old)
+            try:
+                self._rename()
+            except OSError:
+                os.rename(old, final)
+                raise
+        try:
+            sync_folder(os.path.dirname(final))
+        except OSError:
+            if is_exchanged:
+                exchange(self.path, final)
+            else:
+                os.rename(final, self.path)
+                os.rename(old, final)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class PartialFile(_Partial):
@@ -156,8 +190,7 @@ class PartialFile(_Partial):
         with translated("finalizing the file", self._final):
             with contextlib.suppress(FileNotFoundError):
                 os.chmod(self.path, stat.S_IMODE(os.stat(self._final).st_mode))
-            with self._renamed():
-                os.rename(self.path, self._final)
+            self._rename()
         parent = os.path.dirname(self._final)
         with translated("flushing a folder", parent):
             sync_folder(parent)
@@ -196,27 +229,3 @@ def _join(folder: str, final: str) -> None:
         sync_folder(final)
     with contextlib.suppress(OSError):  # it is finalized all the same
         os.rmdir(folder)
-
-
-def _replace(folder: str, final: str) -> None:
-    """Put ``folder`` in the place of the checkpoint ``final``, durably, and remove that."""
-    old = folder
-    if not exchange(folder, final):
-        # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
-        old = folder.removesuffix(PARTIAL_SUFFIX) + OLD_SUFFIX
-        os.rename(final, old)
-        try:
-            os.rename(folder, final)
-        except OSError:
-            os.rename(old, final)
-            raise
-    try:
-        sync_folder(os.path.dirname(final))
-    except OSError:
-        if old != folder:
-            os.rename(final, folder)
-            os.rename(old, final)
-        else:
-            exchange(folder, final)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
