@@ -376,9 +376,8 @@ class WorkerClient:
         code = self._process.wait(0 if self._detaching else 5)
         if code is None and self.saves and not self._detaching:
             self._process.kill()  # what it was to do has failed
-        how = "closed its socket" if code is None else how_it_ended(code)
         words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
-        death = WorkerDiedError(f"the worker {self.pid} {how}{words}")
+        death = WorkerDiedError(f"the worker {self.pid} {how_it_ended(code)}{words}")
         with self.saves.changed:
             self._death = death
             saves = self.saves.close()

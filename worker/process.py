@@ -108,8 +108,10 @@ class WorkerProcess:
             os.close(stderr)
 
 
-def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words; None: it runs, and does not listen."""
+    if code is None:
+        return "closed its socket"
     if code >= 0:
         return f"ended with status {code}"
     try:
