@@ -176,8 +176,8 @@ class StagingBuffer:
         self._by_age.append(slot)
 
     def idle(self) -> bool:
-        """Whether no slot holds a save under way."""
-        return all(map(self._is_free, range(len(self.saves))))
+        """Whether the worker has written all slots, and nobody copies into them: the memory can be given back."""
+        return all(save is None or (save.is_written and save.copied.is_set()) for save in self.saves)
 
     def copy(
         self,

@@ -253,7 +253,7 @@ def test_a_fork_cannot_use_it(root: Path) -> None:
 def test_a_segment_given_back_while_its_save_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty
 ) -> None:
-    """A slot is free as soon as its image is written; what else there is to write is taken from the segment later."""
+    """A segment can go as soon as its images are written; what else there is to write is taken from it later."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker("create:hold:2")
     with Engine(alone=True) as engine:
