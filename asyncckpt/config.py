@@ -28,7 +28,7 @@ class Config:
     the one before is being written. None: two, or one if memory is short."""
 
     when_busy: WhenBusy = "wait"
-    """If all slots are still being written: ``wait`` for one, ``skip`` this save, or take the place of the newest that
+    """If all slots have a save that is not committed yet: ``wait`` for one, ``skip`` this save, or take the place of the newest that
     is staged but not yet being written (``latest``; where there is none it waits)."""
 
     overlap: bool = False
