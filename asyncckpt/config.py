@@ -28,8 +28,8 @@ class Config:
     the one before is being written. None: two, or one if memory is short."""
 
     when_busy: WhenBusy = "wait"
-    """If all slots have a save that is not committed yet: ``wait`` for one, ``skip`` this save, or take the place of the newest that
-    is staged but not yet being written (``latest``; where there is none it waits)."""
+    """If all slots have a save that is not committed: ``wait`` for one, ``skip`` this save, or take the place of the
+    newest that is staged but not yet being written (``latest``; where there is none it waits)."""
 
     overlap: bool = False
     """Return from ``save`` before the tensors are copied. They must then stay as they are until ``Save.wait_staged``
