@@ -17,8 +17,9 @@ from support.storage_contract import StorageContract, put
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import file_system, partial, storage_for
+from asyncckpt.worker.storage import complete_steps, file_system, partial, prune, storage_for
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.storage import Storage
 
@@ -142,12 +143,23 @@ def test_a_rename_that_is_done_and_answered_with_an_error_is_done(
         real(one, other)
         raise OSError(code, os.strerror(code))
 
+    def swap(one: str, other: str) -> bool:
+        assert partial_exchange(one, other)
+        raise OSError(code, os.strerror(code))
+
+    partial_exchange = partial.exchange
+    if existing == "replace":
+        (final := tmp_path / "root" / "final").mkdir(parents=True)
+        (final / ".metadata").write_text("old")
     with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
         attempt = checkpoint_attempt(tmp_path, segment, existing)
         attempt.write(pool)
         report = json.loads(attempt.seal())
         with monkeypatch.context() as patched:
-            patched.setattr(os, "rename", rename)
+            if existing == "replace":
+                patched.setattr(partial, "exchange", swap)
+            else:
+                patched.setattr(os, "rename", rename)
             attempt.commit([report])
         attempt.release()
         assert (tmp_path / "root" / "final" / "asyncckpt.json").exists()
@@ -168,3 +180,13 @@ def test_a_rename_that_fails_has_failed(tmp_path: Path, monkeypatch: pytest.Monk
                 attempt.commit([report])
         attempt.discard()
         assert not (tmp_path / "root" / "final").exists()
+
+
+def test_what_was_just_committed_is_not_removed(tmp_path: Path) -> None:
+    """Whatever its number: training may have gone back while an older removal was slow."""
+    for step in (1, 2, 3):
+        (folder := tmp_path / f"step-{step:08d}").mkdir()
+        manifest = Manifest(f"attempt {step}", step, 0.0, 1, False, 0, {}, {})
+        (folder / "asyncckpt.json").write_bytes(manifest.encode())
+    prune(str(tmp_path), 1, lambda step: step == 1)
+    assert complete_steps(str(tmp_path)) == [1, 3]
