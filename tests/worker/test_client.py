@@ -21,6 +21,7 @@ from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.saves import Saves
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.worker import client
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.process import WorkerOptions
@@ -263,3 +264,17 @@ def test_a_segment_given_back_while_its_save_is_finished(
         second = engine.save(tmp_path / "2", {"w": torch.zeros(20)})  # in the place of the other structure
         (tmp_path / "gate").touch()
         assert first.result(60).exists() and second.result(60).exists()
+
+
+def test_a_message_that_cannot_be_taken_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So recv_handle fails where the process has no room for a descriptor. Nobody may wait for ever then."""
+
+    def fail(connection: object) -> int:
+        raise RuntimeError("received 0 items of ancillary data")
+
+    with Checkpointer(root) as checkpointer:
+        with monkeypatch.context() as patched, pytest.raises(WorkerDiedError):
+            patched.setattr(client, "recv_handle", fail)
+            checkpointer.save(1, {"w": torch.ones(10)})
+        checkpointer.save(2, {"w": torch.ones(10)}).result(60)
+        assert checkpointer.steps() == [2]

@@ -144,10 +144,10 @@ def test_a_rename_that_is_done_and_answered_with_an_error_is_done(
         raise OSError(code, os.strerror(code))
 
     def swap(one: str, other: str) -> bool:
-        assert partial_exchange(one, other)
+        assert real_exchange(one, other)
         raise OSError(code, os.strerror(code))
 
-    partial_exchange = partial.exchange
+    real_exchange = file_system.exchange
     if existing == "replace":
         (final := tmp_path / "root" / "final").mkdir(parents=True)
         (final / ".metadata").write_text("old")
