@@ -194,7 +194,10 @@ def test_a_first_rank_that_is_only_slow(tmp_path: Path, fault: str, trainer_dies
     _wait_for_workers(root)
     with Checkpointer(root) as checkpointer:
         assert checkpointer.steps() == ([1] if kind == "saved" else [])
-    assert kind == ("saved" if fault.startswith("finalized") else "SaveTimeoutError")
+    if fault.startswith("finalized"):
+        assert kind == "saved"
+    else:  # a store that is stopped answers nobody: who asks it again cannot tell it from one that is gone
+        assert kind == "SaveTimeoutError" or (fault == "finalize:stop" and kind == "WorkerDiedError")
 
 
 def _fail_early(root: str, bad: int, how: str) -> tuple[list[str], float]:
