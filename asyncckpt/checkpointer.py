@@ -66,19 +66,20 @@ class Checkpointer:
 
         Args:
             root: The folder, made if it is missing; the same on all ranks, on a file system they share.
-            config: What there is to choose; None: the defaults.
+            config: What there is to choose; None: what the environment says (``Config.from_env``).
             process_group: The ranks that save together; None: the whole job.
 
         Raises:
             StorageError: The folder cannot be made.
+            ValueError: A variable of the environment makes no sense.
         """
+        config = config or Config.from_env()
         self.root = os.path.abspath(os.fspath(root))
         try:
             os.makedirs(self.root, exist_ok=True)
         except OSError as error:
             raise StorageError(f"making the folder for checkpoints failed: {error.strerror}", path=self.root) from error
-        name = config.job_id if config is not None else None
-        self._engine = Engine(config, process_group, job=job_of_checkpoints(self.root, name))
+        self._engine = Engine(config, process_group, job=job_of_checkpoints(self.root, config.job_id))
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._newest: Save | None = None

@@ -1,19 +1,30 @@
-"""The supervisor of workers: it starts one, has it take over from a dead trainer's, and starts another with a limit."""
+"""The supervisor of workers: it starts one, has it take over from a dead trainer's, and starts another with a limit.
+
+An orderly end of the process is no death: whatever still has a worker then is closed, and no worker lingers. After an
+error that nobody has caught the workers linger, as the training is likely to be started again.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import time
+import warnings
+import weakref
 from collections.abc import Callable
 
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError, JobTakenError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, WorkerDiedError
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint import endpoint_name
+from asyncckpt.worker.endpoint import endpoint_name, take_log
 from asyncckpt.worker.process import WorkerOptions, detached_workers
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
+
+_open: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 class Supervisor:
@@ -25,6 +36,7 @@ class Supervisor:
         job: str | None,
         on_death: Callable[[], object],
         hand_over: Callable[[WorkerClient, Takeover | None], object],
+        close: Callable[[bool], object],
     ) -> None:
         """Start nothing yet.
 
@@ -35,16 +47,19 @@ class Supervisor:
             on_death: Told that the worker has died, before another is started: its memory is nobody's.
             hand_over: Gives a new worker the memory that outlived the one before it, or that of the worker which the
                 trainer before this one has left.
+            close: Closes all that this worker is for, once the process ends, or something else in it wants a worker for
+                the same job. Told whether the worker is to linger. May raise ``CheckpointError``.
         """
         self._config = config
         self._job = job
-        self._on_death, self._hand_over = on_death, hand_over
+        self._on_death, self._hand_over, self._close_owner = on_death, hand_over, close
         self._predecessor: Takeover | None = None
         self._has_looked = self._closed = False
         self._deaths = 0  # of workers, since a save was committed
         self._restart_at = 0.0
         self.client: WorkerClient | None = None
         """The worker, once there is one; it may have died."""
+        _open.add(self)
 
     def running(self, rank: int) -> WorkerClient:
         """The worker of ``rank``; a new one where there is none yet, or it has died.
@@ -93,15 +108,23 @@ class Supervisor:
         Raises ``SaveTimeoutError`` where it is still writing after ``Config.timeout`` seconds.
         """
         self._closed = True
+        _open.discard(self)
         if self.client is not None:
-            end = self.client.detach if linger else self.client.close
-            end(self._config.timeout)
+            if linger:
+                self.client.detach()
+            else:
+                self.client.close(self._config.timeout)
 
     def close(self) -> None:
         """Let go of a predecessor's memory that no worker has taken over."""
         if self._predecessor is not None:
             self._predecessor.close()
             self._predecessor = None
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self.client is not None:
+            self.client.abandon()
+            warnings.warn("what saves or publishes was not closed", ResourceWarning, stacklevel=2, source=self)
 
     def _check_limit(self, rank: int) -> None:
         died = f"the worker has died {self._deaths} times in a row, and"
@@ -122,6 +145,7 @@ class Supervisor:
 
     def _start(self, rank: int) -> WorkerClient:
         config = self._config
+        self._close_forgotten()
         endpoint = None if self._job is None else endpoint_name(self._job, rank)
         predecessor = self.find_predecessor(rank)
         client = WorkerClient(
@@ -142,10 +166,26 @@ class Supervisor:
                 predecessor.retire(config.timeout)
                 self._predecessor = None
             self._take_endpoint(client, endpoint)
+            if endpoint is not None and (words := take_log(endpoint)):
+                logger.warning("what the worker of the trainer before this one had to say: %s", words)
         except BaseException:
             client.close(config.timeout)
             raise
         return client
+
+    def _close_forgotten(self) -> None:
+        """A cell of a notebook that is run again makes another one, and nobody has closed the one before."""
+        for other in list(_open):
+            if other is not self and other.client is not None and other._job == self._job is not None:
+                logger.warning("what this process had for the same folder or address is closed: it is used anew")
+                other.close_owner(linger=True)
+
+    def close_owner(self, *, linger: bool) -> None:
+        """Close all that the worker is for. What was lost is logged: there is nobody to be told."""
+        try:
+            self._close_owner(linger)
+        except CheckpointError as error:
+            logger.error("lost at the end: %s", str(error))
 
     def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
         """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""
@@ -160,3 +200,14 @@ class Supervisor:
             if (left := Takeover.find(endpoint, timeout, detached_workers())) is not None:
                 with left:
                     left.retire(timeout)
+
+
+@atexit.register
+def _close_all() -> None:
+    # A shell, or a notebook, goes on after an error.
+    by_error = isinstance(getattr(sys, "last_value", None), Exception) and not hasattr(sys, "ps1")
+    for each in list(_open):
+        each.close_owner(linger=by_error)
+
+
+os.register_at_fork(after_in_child=_open.clear)

@@ -148,6 +148,10 @@ class Segment:
             except BufferError:
                 pass  # a view is left: the mapping goes when that does
 
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:  # whose owner was not closed; the mapping goes by itself
+            os.close(self._fd)
+
     def __enter__(self) -> Segment:
         return self
 

@@ -263,30 +263,23 @@ class WorkerClient:
                     f"the worker {self.pid} is still writing after {timeout:g} s; it goes on, and ends by itself"
                 )
             self._listener.join()
-            self._process.close()
 
-    def detach(self, timeout: float) -> None:
-        """Wait until all that was handed over is written, then leave as one that dies does: the worker lingers.
-
-        Raises ``SaveTimeoutError`` after ``timeout`` seconds; it lingers all the same.
+    def detach(self) -> None:
+        """Leave as one that dies does: the worker writes what was handed over, and lingers. This waits for nothing, as
+        other ranks may never come to what this one has saved.
         """
-        if not self._may_end():
-            return
-        try:
-            with contextlib.suppress(WorkerDiedError):  # whose saves it was has been told
-                self.wait_for(lambda: not self.saves, timeout, "writing what was staged")
-        finally:
+        if self._may_end():
             self._closing = self._detaching = True
             self._process.detach()
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
                 ours.shutdown(socket.SHUT_RDWR)
             self._listener.join()
-            self._process.close()
 
     def abandon(self) -> None:
         """Let the worker finish by itself what it was given, without waiting."""
         if self._owner == os.getpid() and not self._closing:
             self._closing = True
+            self._process.detach()  # another of this process may have to wait for its end
             with contextlib.suppress(OSError, ImportError):  # nothing can be imported as the interpreter ends
                 messages.send(self._connection, messages.Close())
 
@@ -367,6 +360,8 @@ class WorkerClient:
                     self.saves.on_end(save_id, message)
                 case messages.Failed(save_id, error):
                     self.saves.on_end(save_id, error)
+                case messages.Logged(level, text):
+                    logger.log(level, "the worker %d: %s", self.pid, text)
                 case _:
                     self._answers.put(message)
         self._on_exit()
@@ -385,6 +380,7 @@ class WorkerClient:
         for save in saves:
             if not save.has_ended:
                 save.on_end(self._loss(save, death), heard=self._detaching)  # a worker left behind still writes
+        self._process.close()
 
     def _loss(self, save: TrackedSave, death: WorkerDiedError) -> CheckpointError:
         """What to say of a save that is open when there is no worker any more."""

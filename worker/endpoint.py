@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -27,6 +28,7 @@ from asyncckpt.errors import JobTakenError
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 
 _BACKLOG = 64
+_LOG_BYTES = 10_000
 _PAUSE_S = 0.1
 # How long a worker may take to accept a connection.
 _CONNECT_S = 10
@@ -112,6 +114,32 @@ class Endpoint:
             _remove(self._folder, self._name)
             os.close(self._lock)
         os.close(self._folder)
+
+
+def redirect_log(name: str) -> None:
+    """Have all that this worker says go to the log of its endpoint, and what it has said to its trainer, who is gone.
+
+    Raises ``OSError``.
+    """
+    with _opened_folder(make=True) as folder:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        log = os.open(f"{name}.log", flags, 0o600, dir_fd=folder)
+    stderr = sys.stderr.fileno()
+    said = os.dup(stderr)
+    os.dup2(log, stderr)
+    os.close(log)
+    os.write(stderr, os.pread(said, _LOG_BYTES, 0))
+    os.close(said)
+
+
+def take_log(name: str) -> str:
+    """What workers of that endpoint have said to nobody, which is gone from there then; "" where that is nothing."""
+    with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
+        fd = os.open(f"{name}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        os.unlink(f"{name}.log", dir_fd=folder)
+        with open(fd, errors="replace") as file:
+            return file.read(_LOG_BYTES).strip()
+    return ""
 
 
 def endpoint_names() -> list[str]:
@@ -224,6 +252,9 @@ def _locks(folder: int) -> Iterator[str]:
 
 
 def _remove(folder: int, name: str) -> None:
+    with contextlib.suppress(OSError):
+        if not os.stat(f"{name}.log", dir_fd=folder, follow_symlinks=False).st_size:
+            os.unlink(f"{name}.log", dir_fd=folder)
     # The lock last: where there is none, anybody may take the name.
     for file in (_socket_name(name), f"{name}.lock"):
         with contextlib.suppress(OSError):

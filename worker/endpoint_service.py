@@ -17,7 +17,7 @@ from multiprocess.reduction import send_handle
 
 from asyncckpt.errors import JobTakenError
 from asyncckpt.worker import messages
-from asyncckpt.worker.endpoint import Endpoint
+from asyncckpt.worker.endpoint import Endpoint, redirect_log
 from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.takeover import is_leaving
@@ -60,6 +60,14 @@ class EndpointService:
         """Give the endpoint back."""
         if self._endpoint is not None:
             self._endpoint.close()
+
+    def redirect_log(self) -> None:
+        """From now on what this process says goes to the log of its endpoint: its trainer is gone."""
+        if self._name is not None:
+            try:
+                redirect_log(self._name)
+            except OSError as error:
+                logger.warning("there is no log: %s", error)
 
     def retire(self) -> None:
         """Linger no more."""

@@ -20,6 +20,7 @@ One socket pair joins trainer and worker. In the order of a worker's life:
     worker   Cancelled                    whether that was in time
     worker   Written                      the slot is free again
     worker   Committed or Failed          the end of that save, the same on all ranks
+    worker   Logged                       what it has to say, for the trainer's log, at any time
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
 
@@ -313,6 +314,14 @@ class Failed:
     error: CheckpointError
 
 
+@dataclass(frozen=True)
+class Logged:
+    """``level``: of ``logging``."""
+
+    level: int
+    text: str
+
+
 # At the endpoint.
 
 
@@ -374,9 +383,8 @@ class OpenSegment:
 
 
 FromTrainer = Listen | Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
-FromWorker = (
-    Ready | Listening | Hosting | Allocated | Adopted | Described | Refused | Cancelled | Written | Committed | Failed
-)
+Answer = Listening | Hosting | Allocated | Adopted | Described | Cancelled | Refused
+FromWorker = Ready | Answer | Written | Committed | Failed | Logged
 
 
 def send(connection: Connection, message: object) -> None:

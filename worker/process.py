@@ -91,8 +91,9 @@ class WorkerProcess:
             return None
 
     def detach(self) -> None:
-        """It lingers while this process lives on; Python is to take note of its end."""
-        _detached.append(self._process)
+        """It goes on while this process lives on; Python is to take note of its end."""
+        if self._process not in _detached:
+            _detached.append(self._process)
 
     def last_words(self) -> str:
         """The end of what it wrote to stderr, in a sentence."""

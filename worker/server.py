@@ -7,6 +7,7 @@ while with what it holds, for a trainer that is started in the place of the dead
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -65,11 +66,16 @@ class Server:
         threads have ended. If not, storage does not answer, and the process should end itself.
         """
         why, lingers = "its worker failed", False
+        to_trainer = _LogHandler(self._send)
+        logging.getLogger().addHandler(to_trainer)
         try:
             self._send(messages.Ready(os.getpid()))
             why = self._serve(trainer)
             lingers = why != _CLOSED and linger > 0
         finally:
+            if why != _CLOSED:  # who is gone listens to nothing
+                logging.getLogger().removeHandler(to_trainer)
+                self._endpoint_service.redirect_log()
             self._writer.finish()
             self._segment_store.on_trainer_gone(keep=lingers)
             finished = self._writer.wait_finished()
@@ -165,3 +171,17 @@ class Server:
                 send(self._connection, message)
         except OSError:
             pass  # the trainer is gone; the loop sees that by itself, and the work goes on
+
+
+class _LogHandler(logging.Handler):
+    """Sends what is logged to the trainer."""
+
+    def __init__(self, send: Callable[[messages.FromWorker], object]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._send(messages.Logged(record.levelno, record.getMessage()))
+        except Exception:
+            self.handleError(record)

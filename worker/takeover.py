@@ -67,7 +67,7 @@ class Takeover:
         Args:
             endpoint: The name of its endpoint.
             timeout: Seconds that each answer may take.
-            left: Process ids of workers that this process itself has left.
+            left: Process ids of workers that this process itself has left: they may still be writing.
 
         Returns:
             The connection; None where there is no worker.
@@ -76,14 +76,14 @@ class Takeover:
             JobTakenError: Its trainer lives.
             SaveTimeoutError: It does not answer.
         """
-        noticed = time.monotonic() + _NOTICE_S
+        noticed, left_by = time.monotonic() + _NOTICE_S, time.monotonic() + timeout
         while (connection := connect(endpoint)) is not None:
             try:
                 reply = _inspect(connection, timeout)
                 if isinstance(reply, Inventory):
                     return cls(connection, reply, _take_segments(connection, reply, timeout))
-                lives = _lives(reply.trainer) and reply.worker not in left
-                if lives or time.monotonic() > noticed:
+                is_left = reply.worker in left
+                if time.monotonic() > (left_by if is_left else noticed) or (not is_left and _lives(reply.trainer)):
                     raise job_taken_error(reply.worker, reply.trainer)
             except CheckpointError:
                 connection.close()

@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -60,19 +59,21 @@ class Engine:
         """Start nothing yet.
 
         Args:
-            config: What there is to choose; None: the defaults.
+            config: What there is to choose; None: what the environment says (``Config.from_env``).
             process_group: The ranks, which make the same calls; None: all of the job, as it is by the first save.
             alone: For this process, whatever the job.
             job: By this text a trainer in the place of a dead one finds its worker; None: it leaves with its trainer.
         """
-        self.config = config or Config()
+        self.config = config or Config.from_env()
         self._job = job
         self._new_group = partial(Group, self.config, process_group, alone=alone)
         self._group: Group | None = None
         self._memory: HeldImages | None = None
         self._versions = Versions()
         self._buffers = BufferPool(self.config)
-        self._supervisor = Supervisor(self.config, job, self._detach_buffers, self._hand_over)
+        self._supervisor = Supervisor(
+            self.config, job, self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger)
+        )
         self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
         self._saves = Saves(self.config)
         self._copier = Copier(overlaps=self.config.overlap)
@@ -272,13 +273,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            if self.worker is not None:
-                self.worker.abandon()
-                warnings.warn("an asyncckpt engine was not closed", ResourceWarning, stacklevel=2, source=self)
-            self._closed = True
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[Group]:

@@ -1,10 +1,9 @@
 """The engines behind calls such as ``async_save``, which have no object to close: one for each group of ranks, started
-by the first save, and closed when the interpreter ends, after the last save is written.
+by the first save, and closed as all engines are when the interpreter ends, after the last save is written.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 
 import torch.distributed as dist
@@ -35,14 +34,11 @@ class Engines:
         """
         key = False if alone else process_group
         if key not in self._engines:
-            if not self._engines:
-                atexit.register(self.close)
-            self._engines[key] = Engine(config or Config.from_env(), process_group, alone=alone)
+            self._engines[key] = Engine(config, process_group, alone=alone)
         return self._engines[key]
 
     def close(self) -> None:
         """Close them all. What was lost is logged: whoever asked for it has had a handle."""
-        atexit.unregister(self.close)
         while self._engines:
             _, engine = self._engines.popitem()
             try:
@@ -52,7 +48,6 @@ class Engines:
 
     def abort(self) -> None:
         """Give up their saves, see ``Engine.abort``."""
-        atexit.unregister(self.close)
         while self._engines:
             self._engines.popitem()[1].abort()
 

@@ -193,7 +193,7 @@ class EngineWriter(StorageWriter):
         """
         self._path = path
         self._planner = planner
-        self._engine = Engine(config or Config.from_env(), process_group)
+        self._engine = Engine(config, process_group)
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         self._path = self._path if checkpoint_id is None else checkpoint_id

@@ -124,7 +124,8 @@ class Draft:
             raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
         aliases = _aliases(tensors)
         specs = [
-            TensorSpec(tensor.dtype, tuple(tensor.shape), aliases.get(number)) for number, tensor in enumerate(tensors)
+            TensorSpec(tensor.dtype, tuple(tensor.shape), aliases.get(number), name)
+            for number, (tensor, name) in enumerate(zip(tensors, values.tensor_names, strict=True))
         ]
         tensor_items, object_items = split_items(items)
         stored = StoredObjects([item.index.fqn for item in object_items], objects)

@@ -34,7 +34,7 @@ def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]
     # Saving a fake tensor writes the zip with zeros in the place of the data. The checksum in it is not that of the
     # real bytes, but torch.load never looks at it.
     with FakeTensorMode():
-        fake = torch.empty(shape, dtype=dtype)
+        fake = torch.empty(shape, dtype=dtype, device="cpu")
     nbytes = fake.numel() * fake.element_size()
     # A memory file, because torch seeks over the payload: it stays a hole, however many gigabytes it has.
     with os.fdopen(os.memfd_create("asyncckpt-envelope", os.MFD_CLOEXEC), "w+b") as file:
@@ -53,11 +53,14 @@ def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]
 
 
 class TensorSpec(NamedTuple):
-    """A stored tensor, or a shard of it. ``alias`` is the number of an earlier one that has the same bytes."""
+    """A stored tensor, or a shard of it. ``alias`` is the number of an earlier one that has the same bytes; ``name`` is
+    for errors.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     alias: int | None = None
+    name: str = ""
 
 
 class Place(NamedTuple):

@@ -56,19 +56,8 @@ class CheckpointPlan:
         """
         tensors, objects = self.values.take(state_dict, planner)
         self.fingerprint.check(tensors)
-        self._check_memory(tensors)
         self.objects.refresh(objects)
         return tensors
-
-    def _check_memory(self, tensors: Sequence[torch.Tensor]) -> None:
-        if 0 not in map(torch.Tensor.data_ptr, tensors):
-            return
-        for name, tensor in zip(self.values.tensor_names, tensors, strict=True):
-            if tensor.data_ptr() == 0 and tensor.numel() > 0:
-                raise UnsavableStateError(
-                    f"{name!r} has no memory: its storage was freed, as FSDP does between uses of a parameter;"
-                    " save when it is there, or leave it out"
-                )
 
     def constants(self) -> dict[str, bytes | memoryview]:
         """The files that are the same in every save, by the name of their region in the segment."""

@@ -22,7 +22,7 @@ import torch
 
 from asyncckpt.planning.structure import picker
 from asyncckpt.staging.devices import DeviceEvent
-from asyncckpt.staging.host_copy import SlotViews
+from asyncckpt.staging.host_copy import SlotViews, check_memory
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class _SameDtype:
         self._pick = picker(numbers)
         dtype = views.specs[numbers[0]].dtype
         self._integer = None if dtype in _COPIED_AS_THEY_ARE else _INTEGERS[dtype.itemsize]
+        self._specs = [views.specs[number] for number in numbers]
         self._into: list[torch.Tensor] = []
         for number in numbers:
             place = views.places[number]
@@ -112,6 +113,7 @@ class _SameDtype:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked: tuple[torch.Tensor, ...] | list[torch.Tensor] = self._pick(tensors)
+        check_memory(picked, self._specs)
         if self._integer is not None:
             picked = [_as_integers(tensor, self._integer) for tensor in picked]
         regular = list(map(torch.Tensor.is_contiguous, picked))

@@ -26,7 +26,7 @@ import torch
 
 from asyncckpt.staging.coalesce import Slab, SlabBuffer, allocate_slab_buffers, group_by_slab
 from asyncckpt.staging.devices import DeviceEvent, DeviceKind, ReadyEvents
-from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches
+from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches, check_memory
 
 # What is reported as arrived at once: 1 to 3 ms on the link, so that an event (some us) does not count, and the
 # worker's writes, far slower, begin early.
@@ -101,11 +101,12 @@ class ChunkCopy:
         place, spec = views.places[number], views.specs[number]
         self.begin = place.payload_at + first * spec.dtype.itemsize
         self._number, self._first, self._elements = number, first, elements
-        self._whole = views.tensor(number)
+        self._spec, self._whole = spec, views.tensor(number)
         self._into = self._whole.view(-1)[first : first + elements]
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         tensor = tensors[self._number]
+        check_memory([tensor], [self._spec])
         with torch.inference_mode():
             # A conjugate that is only a flag is not left to copy_: it would carry it out on the host, at once, on
             # bytes that are still to come. (torch._foreach_copy_ is never given one, by torch's dispatcher.)

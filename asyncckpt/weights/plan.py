@@ -57,7 +57,7 @@ class WeightPlan:
     @cached_property
     def places(self) -> DataLayout:
         """The same as the entries, for those that copy tensors there."""
-        specs = [TensorSpec(entry.dtype, entry.shape) for entry in self.entries]
+        specs = [TensorSpec(entry.dtype, entry.shape, name=entry.name) for entry in self.entries]
         places = [Place(entry.begin, entry.nbytes, entry.begin, entry.nbytes) for entry in self.entries]
         return DataLayout(specs, places, [], len(self.header) + sum(entry.nbytes for entry in self.entries))
 

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,7 +58,8 @@ class WeightPublisher:
                 skipped, or waits for a reader to end, at most ``Config.timeout`` seconds.
             process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
                 readers need all of them on their host. None: this process alone.
-            config: ``timeout``, ``linger`` and what is about the worker process are taken from it.
+            config: ``timeout``, ``linger`` and what is about the worker process are taken from it. None: what the
+                environment says.
         """
         if not address:
             raise ValueError("an address is a text that readers are told, and not empty")
@@ -70,13 +70,14 @@ class WeightPublisher:
         self.address = address
         self._slots = slots
         self._when_busy = when_busy
-        self._config = config or Config()
+        self._config = config or Config.from_env()
         self._sharding = Sharding(process_group)
         self._supervisor = Supervisor(
             self._config,
             job_of_weights(address),
             on_death=lambda: logger.warning("the worker of the weights at %r has died: another is started", address),
             hand_over=self._hand_over,
+            close=lambda linger: self._close(linger=linger),
         )
         self._plan: WeightPlan | None = None
         # The last one is published in; those before it, of other structures, are left until that has a version.
@@ -166,15 +167,6 @@ class WeightPublisher:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A training that ends by an error is likely to be started again.
         self._close(linger=kind is not None and issubclass(kind, Exception))
-
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            if self.worker is not None:
-                self.worker.abandon()
-                for buffer in self._buffers:
-                    buffer.close()
-                warnings.warn("a WeightPublisher was not closed", ResourceWarning, stacklevel=2, source=self)
-            self._closed = True
 
     # What a publication goes through.
 

@@ -5,7 +5,8 @@ that, ``finalized``; where another rank finalizes, ``finalize`` is when this one
 ranks), ``prune`` (old checkpoints are about to be removed).
 
 Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
-other ranks), ``kill`` (SIGKILL), ``orphan`` (SIGKILL for the trainer), ``stop`` (SIGSTOP). From the NTH time on:
+other ranks), ``kill`` (SIGKILL), ``orphan`` (a warning, and SIGKILL for the trainer), ``warn``, ``stop`` (SIGSTOP).
+From the NTH time on:
 ``hold`` (wait until the file ``$ASYNCCKPT_TEST_GATE`` exists). Another, of that name with ``.reached``, says that it
 stops or waits.
 At ``start``: ``nobody`` (give up root), ``poor`` (too little memory, at the first look).
@@ -14,6 +15,7 @@ At ``start``: ``nobody`` (give up root), ``poor`` (too little memory, at the fir
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -49,8 +51,10 @@ def reach(here: str, path: str) -> None:
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if action == "orphan":
-        os.kill(os.getppid(), signal.SIGKILL)
+    if action in ("orphan", "warn"):
+        logging.warning("as the test wants")
+        if action == "orphan":
+            os.kill(os.getppid(), signal.SIGKILL)
         return
     if action == "lose":
         raise errors.WorkerDiedError("the connection broke (as the test wants)", rank=0)

@@ -207,7 +207,7 @@ class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, i
     def persistent_load(self, pid: tuple[int, int, torch.dtype | None]) -> torch.UntypedStorage | torch.TypedStorage:
         offset, nbytes, dtype = pid
         if (offset, nbytes) not in self._storages:
-            tensor = torch.empty(0, dtype=torch.uint8)
+            tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
             if nbytes:
                 tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
             self._storages[offset, nbytes] = tensor.untyped_storage()

@@ -207,7 +207,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _at_address(address: int, nbytes: int) -> torch.Tensor:
     """``nbytes`` of memory, which somebody else keeps."""
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 

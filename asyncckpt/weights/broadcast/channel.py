@@ -65,7 +65,7 @@ class Channel:
         self._membership = membership
         self._part: Gloo | None = None
         self._awaited: dict[int, dist.Work] = {}
-        self._received = torch.empty(membership.world_size, _MESSAGE_BYTES, dtype=torch.uint8)
+        self._received = torch.empty(membership.world_size, _MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
         self._in_round = False
         """On the source: the others have told their status, and wait for a notice."""
         self._gloo: Gloo | None = None
@@ -199,7 +199,7 @@ class Channel:
     def _exchange(self, status: Message) -> Message:
         self._send(self.src, _pad(status), _STATUS_TAG)()
         notice = self._take(self.src)
-        data = torch.empty(notice["blob"], dtype=torch.uint8)
+        data = torch.empty(notice["blob"], dtype=torch.uint8, device="cpu")
         if data.numel():
             gloo = self._connected()
             self._wait(self.src, self._begin(self.src, lambda: gloo.recv([data], self.src, _BLOB_TAG)))
@@ -250,7 +250,8 @@ class Channel:
         for gloo in groups:
             for peer in set(range(gloo.size())) - {gloo.rank()}:
                 try:
-                    gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_TAG).wait(timedelta(milliseconds=1))
+                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    gloo.recv([nothing], peer, _NEVER_TAG).wait(timedelta(milliseconds=1))
                 except RuntimeError:
                     pass  # as it should
 

@@ -50,7 +50,7 @@ class Receiver:
         self._descriptions: dict[int, list[BucketItem]] = {}
         self._views: dict[tuple[int, int], list[Named]] = {}
         """By the number of the description, and the buffer."""
-        self._merged = torch.empty(0, dtype=torch.uint8)
+        self._merged = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def receive(self) -> Receipt:
         """The tensors of one bucket after the other, good until the next one is asked for.
@@ -121,7 +121,7 @@ class Receiver:
         self._views.clear()
         self._descriptions.clear()
         self._wire = Wire(self.channel)
-        self._merged = torch.empty(0, dtype=torch.uint8)
+        self._merged = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _settle(self) -> None:
         """End what is under way, for those on the wire who cannot go on without this rank."""
