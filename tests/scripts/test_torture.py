@@ -1,4 +1,4 @@
-"""A taste of ``scripts/torture.py`` and ``scripts/torture_weights.py``."""
+"""A taste of ``scripts/torture`` and ``scripts/torture_weights.py``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,20 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 @pytest.mark.timeout(310)  # as long as the script may take
 def test_nothing_is_lost(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    options = ["--kills=6", "--damages=30", "--full=6", "--restart-mib=16", "--seed=3", f"--json={report}"]
-    facts = _try("torture.py", options, report)
+    counts = [
+        "--kills=6",
+        "--interruptions=20",
+        "--calls=15",
+        "--forks=10",
+        "--damages=20",
+        "--exchanges=8",
+        "--full=6",
+    ]
+    facts = _try("torture", [*counts, "--restart-mib=16", "--seed=3", f"--json={report}"], report)
     assert facts["trainers killed"] >= 6 and facts["workers killed"] == 6
-    assert facts["damages found by verify"] == 30 and facts["recovered from memory"] >= 1
+    assert facts["damages found by verify"] == 20 and facts["recovered from memory"] >= 1
+    assert facts["forks"] == 10 and facts["checkpoints exchanged"] == 8
+    assert sum(count for name, count in facts.items() if "failed, the save" in name or "no compiler" in name) > 0
     assert facts["losses"] == []
 
 

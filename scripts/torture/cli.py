@@ -1,0 +1,94 @@
+"""``python scripts/torture``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+from tabulate import tabulate
+
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from torture import damages, disks, forks, interruptions, kills, leftovers, restarts, system_calls
+from torture.jobs import MARK
+from torture.tally import Tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/torture",
+        description="Everything that can happen to a job, at random and by the hundreds: is anything ever lost?",
+        epilog="The same seed makes the same choices; what comes of them is up to the machine. Each wait has a limit of"
+        " 30 seconds, and running into it is a hang. Exits with 1 if anything was lost, hung, published half, loaded"
+        " wrong, or left over.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--kills", type=int, default=300, help="of trainers, and as many of workers")
+    parser.add_argument("--interruptions", type=int, default=300, help="signals that the trainer gets")
+    parser.add_argument("--calls", type=int, default=300, help="system calls of the worker that fail")
+    parser.add_argument("--forks", type=int, default=300, help="of the trainer")
+    parser.add_argument("--damages", type=int, default=1000)
+    parser.add_argument("--exchanges", type=int, default=300, help="of one checkpoint for another")
+    parser.add_argument("--full", type=int, default=50, help="times that space runs out")
+    parser.add_argument("--restart-mib", type=int, default=1024, help="of a state that is restarted; 0: none is")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where to write; by default the folder for temporary files")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    args = parser.parse_args()
+
+    logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)  # thousands of saves are about to fail
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    tally, begun = Tally(), time.monotonic()
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="asyncckpt-torture-") as name:
+        folder = Path(name)
+        os.environ[FOLDER_VARIABLE] = str(folder / "runtime")
+        os.environ[MARK] = name
+        took = _torture(args, tally, folder)
+        leftovers.check_left(tally, folder / "runtime")
+
+    rows: list[tuple[str, object]] = sorted(tally.counts.items())
+    rows += [(name, f"{value:.3f}") for name, value in took.items()]
+    if took:
+        rows.append(("restart from memory, of memcpy speed", f"{took['memcpy_s'] / took['load_s']:.2f}"))
+        rows.append(
+            ("the same, of a memcpy out of attached memory", f"{took['memcpy_attached_s'] / took['load_s']:.2f}")
+        )
+    rows.append(("longest wait of a save, s", f"{tally.longest_s:.1f}"))
+    rows += [("minutes", f"{(time.monotonic() - begun) / 60:.1f}"), ("LOST", len(tally.losses))]
+    print(tabulate(rows, tablefmt="github"))
+    for loss in tally.losses:
+        print(f"LOST: {loss}")
+    if args.json is not None:
+        facts = {**tally.counts, **took, "longest_s": tally.longest_s, "seed": args.seed, "losses": tally.losses}
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    return 1 if tally.losses else 0
+
+
+def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, float]:
+    """All kinds. Each has choices of its own, so that one can be had again without the others."""
+
+    def choice(kind: str) -> random.Random:
+        return random.Random(f"{args.seed} {kind}")
+
+    for ranks, count in ((1, args.kills - args.kills // 2), (2, args.kills // 2)):
+        if count:
+            kills.kill_trainers(tally, folder, count, choice(f"trainers {ranks}"), ranks)
+            kills.kill_workers(tally, folder, count, choice(f"workers {ranks}"), ranks)
+    if args.interruptions:
+        interruptions.interrupt(tally, folder, args.interruptions, choice("interruptions"))
+    if args.calls:
+        system_calls.fail_calls(tally, folder, args.calls, choice("calls"))
+    if args.forks:
+        forks.fork(tally, folder, args.forks, choice("forks"))
+    if args.damages:
+        damages.damage(tally, folder, args.damages, choice("damages"))
+    if args.exchanges:
+        damages.exchange(tally, folder, args.exchanges, choice("exchanges"))
+    if args.full:
+        disks.fill_disks(tally, folder, args.full, choice("disks"))
+    return restarts.time_restarts(folder, 5, args.restart_mib << 20) if args.restart_mib else {}

@@ -1,0 +1,130 @@
+"""Signals interrupt the trainer anywhere in a save: by an exception out of their handler, or by a save in it.
+
+Whatever the signal hits, the next save works at once, holds what it should, and no memory is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+
+from asyncckpt import Checkpointer, Save
+from asyncckpt.errors import CheckpointError
+from torture.jobs import Job
+from torture.tally import CONFIG, LIMIT_S, PATIENCE_S, Tally, check_root, is_of, state_of
+
+# A structure of its own now and then, so that planning and the taking of memory are hit too.
+_STRUCTURES = 3
+
+
+class _Interrupted(Exception):
+    """Out of a handler."""
+
+
+def interrupt(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None:
+    """Interrupt ``rounds`` saves."""
+    root = str(folder / "interruptions")
+    with Job(1, _train, root, rounds, choice.randrange(1 << 30)) as job:
+        try:
+            for _ in tqdm(range(rounds), desc="signals", unit="signal"):
+                how, longest, losses = job.hear(0, "round")
+                tally.counts[how] += 1
+                tally.longest_s = max(tally.longest_s, longest)
+                for loss in losses:
+                    tally.lose(loss)
+            job.hear(0, "ended")
+        except (TimeoutError, RuntimeError) as error:
+            tally.lose(f"{root}: {error}")
+    check_root(tally, root)
+
+
+def _train(pipe: Connection, rank: int, root: str, rounds: int, seed: int) -> None:
+    choice = random.Random(seed)
+    # Not for ever lost: each is told of by its handle, or by nobody as it never came to be.
+    with Checkpointer(root, CONFIG) as checkpointer:
+        steps = itertools.count(1)
+        checkpointer.save(next(steps), _state(0, 0)).result(LIMIT_S)
+        for number in range(rounds):
+            pipe.send(("round", *_round(checkpointer, steps, number // 20, choice)))
+    pipe.send(("ended",))
+
+
+def _state(step: int, structure: int) -> dict[str, Any]:
+    state = state_of(step)
+    return state | {f"more{structure % _STRUCTURES}": state["both"][: 100 + structure % _STRUCTURES].clone()}
+
+
+def _round(
+    checkpointer: Checkpointer, steps: itertools.count[int], structure: int, choice: random.Random
+) -> tuple[str, float, list[str]]:
+    """One save that is interrupted, and one that is not."""
+    step, inner = next(steps), next(steps)
+    saves: list[Save] = []
+
+    def raises(*_: object) -> None:
+        raise (KeyboardInterrupt if choice.random() < 0.5 else _Interrupted)
+
+    def saves_inside(*_: object) -> None:
+        with contextlib.suppress(CheckpointError):
+            saves.append(checkpointer.save(inner, _state(inner, structure)))
+
+    handler: Callable[..., None] = choice.choice([raises, saves_inside])
+    signal.signal(signal.SIGALRM, handler)
+    how = "the signal came too late"
+    state = _state(step, structure)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, choice.uniform(1e-5, 0.02))
+        saves.append(checkpointer.save(step, state))
+        time.sleep(0.001)
+    except (KeyboardInterrupt, _Interrupted):
+        how = "saves interrupted by an exception"
+        if choice.random() < 0.3:  # as one does in the place where the exception is caught
+            saves.append(checkpointer.save(inner, _state(inner, structure)))
+    except CheckpointError:
+        how = "saves refused beside one in a handler"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if handler is saves_inside and len(saves) == 2:
+        how = "saves in a handler"
+    return how, *_check(checkpointer, saves, next(steps), structure)
+
+
+def _check(checkpointer: Checkpointer, saves: list[Save], step: int, structure: int) -> tuple[float, list[str]]:
+    begun = time.monotonic()
+    losses = []
+    for save in saves:
+        try:
+            save.result(LIMIT_S)
+        except CheckpointError as error:
+            losses.append(f"a save that was not interrupted failed: {error}")
+    try:
+        checkpointer.save(step, _state(step, structure)).result(LIMIT_S)
+        found = checkpointer.load(into := _state(0, structure), memory=False)
+        if found != step or not is_of(into, step):
+            losses.append(f"after a signal step {found} was loaded, with wrong values or in the place of {step}")
+        for save in saves:
+            number = save.step or 0
+            if number in checkpointer.steps():
+                checkpointer.load(into := _state(0, structure), number, memory=False)
+                if not is_of(into, number):
+                    losses.append(f"step {number} has other values than were saved")
+    except CheckpointError as error:
+        losses.append(f"the save after a signal failed: {error}")
+    took = time.monotonic() - begun
+    if took > PATIENCE_S:
+        losses.append(f"after a signal saving took {took:.1f} s")
+    images = sum("memfd:asyncckpt" in each.path for each in psutil.Process(os.getpid()).memory_maps())
+    if images > 2 * _STRUCTURES + 2:
+        losses.append(f"{images} segments are mapped")
+    return took, losses

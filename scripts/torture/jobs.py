@@ -1,0 +1,117 @@
+"""The ranks of a job, in processes that tell all they do, until they are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncckpt import Checkpointer
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from torture.tally import LIMIT_S
+
+MARK = "ASYNCCKPT_TORTURE"
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed", "asyncckpt.checkpointer", "asyncckpt.worker.rounds"])
+
+
+class Job:
+    """The ranks of a job, each in a process of its own."""
+
+    def __init__(self, world_size: int, function: Callable[..., None], *args: Any) -> None:
+        self._folder = tempfile.mkdtemp(prefix="asyncckpt-meeting-")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        environment = {name: os.environ[name] for name in (FOLDER_VARIABLE, MARK)}
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            rendezvous = f"file://{self._folder}/meeting"
+            process = context.Process(
+                target=_rank, args=(theirs, rank, world_size, rendezvous, environment, function, args)
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def hear(self, rank: int, kind: str) -> tuple[Any, ...]:
+        """The next thing of that ``kind`` that a rank says. Raises ``TimeoutError``, ``RuntimeError`` if it ends."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            if not self.pipes[rank].poll(0.5):
+                continue
+            try:
+                said = self.pipes[rank].recv()
+            except (EOFError, ConnectionResetError) as error:
+                raise RuntimeError(f"rank {rank} has ended") from error
+            if said[0] == "error":
+                raise RuntimeError(f"a trainer failed: {said[1]}")
+            if said[0] == kind:
+                return tuple(said[1:])
+        raise TimeoutError(f"rank {rank} has not {kind} within {LIMIT_S:g} s")
+
+    def kill(self, first: int) -> list[list[tuple[Any, ...]]]:
+        """Kill a rank, then, as a launcher does, the others. Returns what each had still said."""
+        for rank in [first, *range(len(self.processes))]:
+            self.processes[rank].kill()
+        said: list[list[tuple[Any, ...]]] = []
+        for pipe in self.pipes:
+            said.append([])
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                while True:
+                    said[-1].append(pipe.recv())
+        return said
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.kill()
+            process.join()
+            process.close()
+            pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _rank(
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    environment: dict[str, str],
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    try:
+        function(pipe, rank, *args)
+    except Exception as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        pipe.close()
+        if world_size > 1:
+            dist.destroy_process_group()
+
+
+def worker_of(checkpointer: Checkpointer) -> int:
+    client = checkpointer._engine.worker
+    if client is None:
+        raise RuntimeError("there is no worker")
+    return client.pid

@@ -1,0 +1,132 @@
+"""Trainers and workers are killed at random instants."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from asyncckpt import Checkpointer
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
+from torture.jobs import Job, worker_of
+from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
+
+
+def kill_trainers(tally: Tally, folder: Path, kills: int, choice: random.Random, world_size: int) -> None:
+    """Kill trainers at random instants; each next one has to find the newest step that all had staged."""
+    root = str(folder / f"trainers-{world_size}")
+    staged = 0
+    for _ in tqdm(range(kills + 1), desc=f"trainer kills, {world_size} rank(s)", unit="kill"):
+        victim = choice.randrange(world_size)
+        with Job(world_size, _train, root, choice.randrange(1 << 30)) as job:
+            try:
+                when = choice.random()
+                if when < 0.1:  # while it loads
+                    time.sleep(choice.uniform(0, 0.3))
+                else:
+                    _check_loads(tally, job, root, staged)
+                    if when > 0.3:  # else while it takes over
+                        staged = min(job.hear(rank, "staged")[0] for rank in range(world_size))
+                    time.sleep(choice.uniform(0, 0.4))
+            except (TimeoutError, RuntimeError) as error:
+                tally.lose(f"{root}: {error}")
+            said = job.kill(victim)
+        news = [max((each[1] for each in of_rank if each[0] == "staged"), default=0) for of_rank in said]
+        staged = max(staged, min(news))
+        tally.counts["trainers killed"] += 1
+    check_root(tally, root)
+
+
+def _check_loads(tally: Tally, job: Job, root: str, staged: int) -> None:
+    for rank in range(len(job.pipes)):
+        for memory in (True, False):
+            step, source, good = job.hear(rank, "loaded")
+            if step < staged:
+                tally.lose(f"{root}: rank {rank} found step {step} in {source}; {staged} had been staged on all ranks")
+            if not good:
+                tally.lose(f"{root}: rank {rank} loaded wrong bytes of step {step} from {source}")
+            if memory and staged > 0 and rank == 0:
+                tally.counts[f"recovered from {source}"] += 1
+        job.hear(rank, "ready")
+
+
+def kill_workers(tally: Tally, folder: Path, kills: int, choice: random.Random, world_size: int) -> None:
+    """Kill workers at random instants; the save under way may fail, on all ranks, and the next has to work."""
+    root = str(folder / f"workers-{world_size}")
+    with Job(world_size, _train_on, root) as job:
+        try:
+            for _ in tqdm(range(kills), desc=f"worker kills, {world_size} rank(s)", unit="kill"):
+                _kill_a_worker(tally, job, choice)
+            job.pipes[0].send("stop")
+            for rank in range(world_size):
+                job.hear(rank, "ended")
+        except (TimeoutError, RuntimeError) as error:
+            tally.lose(f"{root}: {error}")
+    check_root(tally, root)
+
+
+def _kill_a_worker(tally: Tally, job: Job, choice: random.Random) -> None:
+    victim = choice.randrange(len(job.pipes))
+    _, worker = job.hear(victim, "begun")
+    time.sleep(choice.uniform(0, 0.1))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
+    tally.counts["workers killed"] += 1
+    least = 0
+    for rank in [victim, *(rank for rank in range(len(job.pipes)) if rank != victim)]:
+        step, its = job.hear(rank, "saved")
+        while its == worker or step < least:  # that was before
+            step, its = job.hear(rank, "saved")
+        least = step
+
+
+def _train(pipe: Connection, rank: int, root: str, seed: int) -> None:
+    """Load, from memory and from storage, then save without end."""
+    choice = random.Random(seed)
+    checkpointer = Checkpointer(root, CONFIG)
+    last = 0
+    for memory in (True, False):
+        into, found, source = state_of(0, rank), 0, "nothing"
+        with contextlib.suppress(CheckpointNotFoundError):
+            found = checkpointer.load(into, memory=memory)
+            source = checkpointer.loaded.source if checkpointer.loaded is not None else "nothing"
+        pipe.send(("loaded", found, source, found == 0 or is_of(into, found)))
+        last = max(last, found)
+    pipe.send(("ready",))
+    for step in range(last + 1, 10**9):
+        state = state_of(step, rank)
+        if dist.is_initialized():
+            dist.barrier()
+        save = checkpointer.save(step, state)
+        pipe.send(("staged", step))
+        if choice.random() < 0.3:
+            save.result(LIMIT_S)
+        time.sleep(choice.uniform(0, 0.02))
+
+
+def _train_on(pipe: Connection, rank: int, root: str) -> None:
+    """Save, whatever becomes of the workers, until the first rank is told to stop."""
+    with Checkpointer(root, CONFIG) as checkpointer:
+        for step in range(1, 10**9):
+            # As in any training the ranks keep step.
+            ends = torch.tensor(float(rank == 0 and pipe.poll()))
+            if dist.is_initialized():
+                dist.all_reduce(ends)
+            if ends:
+                break
+            try:
+                save = checkpointer.save(step, state_of(step, rank))
+                pipe.send(("begun", step, worker := worker_of(checkpointer)))
+                save.result(LIMIT_S)
+                pipe.send(("saved", step, worker))
+            except CheckpointError as error:
+                pipe.send(("failed", step, type(error).__name__))
+    pipe.send(("ended",))

@@ -1,0 +1,39 @@
+"""What is left behind: nothing may be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+from asyncckpt.worker.takeover import Takeover
+from torture.jobs import MARK
+from torture.tally import LIMIT_S, Tally
+
+
+def check_left(tally: Tally, runtime: Path) -> None:
+    """Send the workers away that linger; no process, socket or file may be left then."""
+    for lock in runtime.glob("*.lock"):
+        if (takeover := Takeover.find(lock.stem, LIMIT_S)) is not None:
+            with takeover:
+                takeover.retire(LIMIT_S)
+    deadline = time.monotonic() + LIMIT_S
+    while (left := _processes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in left:
+        tally.lose(f"left over: {process}")
+    for file in runtime.glob("*"):
+        tally.lose(f"left over: {file}")
+
+
+def _processes() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mine = process.environ().get(MARK) == os.environ[MARK] and "asyncckpt.worker" in process.cmdline()
+            if mine and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -1,0 +1,131 @@
+"""System calls of the worker fail, one at a time, in all phases of a save: by a small library that is preloaded there.
+
+A save that is said to be done is whole; one that has failed never appears; and the next one works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import random
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from asyncckpt import Checkpointer
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.loading.source import verify
+from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.storage import step_folder
+from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
+
+_ERRORS = [
+    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE),
+    *(errno.ENOENT, errno.EEXIST, errno.EINTR, errno.EMFILE, errno.ENOMEM, errno.EAGAIN, errno.EINVAL),
+]
+# A call by its name, so that each kind is met, or any: looking at what is there makes more calls than all else.
+_NAMES = [
+    "",
+    "open64",
+    "pwrite64",
+    "fsync",
+    "ftruncate64",
+    "mkdir",
+    "rename",
+    "renameat2",
+    "unlink",
+    "rmdir",
+    "unlinkat",
+]
+_NAMES += ["stat64", "lstat64", "fstatat64"]
+
+
+class _Calls:
+    """The control of the library: see ``failing_calls.c``."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+
+    def fail(self, countdown: int, error: int, *, only: str, does: bool) -> None:
+        """Have the ``countdown``-th call from now on fail; ``only``: of that name; ``does``: when it is done."""
+        struct.pack_into("iii32s32s", self._memory, 0, 0, error, does, only.encode(), b"")
+        struct.pack_into("i", self._memory, 0, countdown)
+
+    def failed(self) -> str:
+        """Which call has failed, "" where none has. None will."""
+        struct.pack_into("i", self._memory, 0, 0)
+        (call,) = struct.unpack_from("32s", self._memory, 44)
+        return str(call.rstrip(b"\0").decode())
+
+
+@contextlib.contextmanager
+def _preloaded(folder: Path, root: Path) -> Iterator[_Calls]:
+    """Workers that are started now have the library."""
+    library, control = folder / "failing_calls.so", folder / "calls"
+    source = Path(__file__).with_name("failing_calls.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    real = worker_process.command
+    variables = [f"LD_PRELOAD={library}", f"ASYNCCKPT_TORTURE_CALLS={control}", f"ASYNCCKPT_TORTURE_CALLS_IN={root}"]
+    calls = _Calls(control)
+    worker_process.command = lambda: ["env", *variables, *real()]
+    try:
+        yield calls
+    finally:
+        worker_process.command = real
+
+
+def fail_calls(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None:
+    """Have a call fail in each save of ``rounds``."""
+    if shutil.which("cc") is None:
+        tally.counts["no compiler: no call failed"] += 1
+        return
+    root = folder / "calls-root"
+    with _preloaded(folder, root) as calls, Checkpointer(root, CONFIG) as checkpointer:
+        checkpointer.save(1, state_of(1)).result(LIMIT_S)
+        last = 1
+        for _ in tqdm(range(rounds), desc="failing system calls", unit="call"):
+            step, error = last + 1, choice.choice(_ERRORS)
+            only = choice.choice(_NAMES)
+            calls.fail(choice.randint(1, 5 if only else 60), error, only=only, does=choice.random() < 0.5)
+            done = _save(tally, checkpointer, step)
+            call = calls.failed()
+            tally.counts[f"{call or 'no call'} failed, the save {'done' if done else 'failed'}"] += 1
+            what = f"{call} with {os.strerror(error)}"
+            if done:
+                last = step
+            elif step in checkpointer.steps():
+                tally.lose(f"step {step} is there, and was said to have failed: {what}")
+            _check_newest(tally, checkpointer, last, what)
+            if not _save(tally, checkpointer, last + 1):
+                tally.lose(f"the save after it failed, too: {what}")
+            else:
+                last += 1
+    check_root(tally, str(root))
+
+
+def _save(tally: Tally, checkpointer: Checkpointer, step: int) -> bool:
+    with tally.timed(f"save {step}"):
+        try:
+            checkpointer.save(step, state_of(step)).result(LIMIT_S)
+        except CheckpointError:
+            return False
+        return True
+
+
+def _check_newest(tally: Tally, checkpointer: Checkpointer, step: int, what: str) -> None:
+    try:
+        damages = verify(step_folder(checkpointer.root, step)).damages
+        found = checkpointer.load(into := state_of(0), memory=False)
+    except DamagedCheckpointError as error:
+        tally.lose(f"damaged by {what}: {error}")
+        return
+    if damages or found != step or not is_of(into, step):
+        tally.lose(f"step {step} does not load (but {found}) after {what}: {damages}")

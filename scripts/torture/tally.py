@@ -1,0 +1,78 @@
+"""The states that are saved, what is counted, and what must never be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from asyncckpt import Checkpointer, Config
+from asyncckpt.loading.source import verify
+from asyncckpt.worker.storage import complete_steps, step_folder
+
+LIMIT_S = 30.0
+# What nobody has asked to wait for may not take longer.
+PATIENCE_S = 10.0
+SIZES = (1_000_000, 200_000, 50_000, 3_000, 70, 1)
+CONFIG = Config(keep_last=3, timeout=25.0, commit_timeout=25.0, linger=60.0, worker_restarts=10**9, restart_pause=0.0)
+
+
+def state_of(step: int, rank: int = 0) -> dict[str, Any]:
+    """A state that only this step of this rank has."""
+    tensors = {f"w{rank}.{number}": torch.full((size,), float(step)) for number, size in enumerate(SIZES)}
+    return {"model": tensors, "both": torch.full((1000,), float(step)), "step": step}
+
+
+def is_of(state: dict[str, Any], step: int) -> bool:
+    """Whether every byte is that of ``step``."""
+    values = [*state["model"].values(), state["both"]]
+    return state["step"] == step and all(bool((value == float(step)).all()) for value in values)
+
+
+@dataclass
+class Tally:
+    """How often what was looked for came out; ``losses`` are what must never be."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    losses: list[str] = field(default_factory=list)
+    longest_s: float = 0.0
+    """The longest that a save, or what follows a fault, has taken."""
+
+    def lose(self, what: str) -> None:
+        self.losses.append(what)
+        tqdm.write(f"LOST: {what}")
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """``what`` may not take too long."""
+        begun = time.monotonic()
+        yield
+        took = time.monotonic() - begun
+        self.longest_s = max(self.longest_s, took)
+        if took > PATIENCE_S:
+            self.lose(f"{what} took {took:.1f} s")
+
+
+def check_root(tally: Tally, root: str) -> None:
+    """All that is published is whole, and what killed workers left is removed by a later save."""
+    for step in complete_steps(root):
+        tally.counts["checkpoints verified"] += 1
+        for damage in verify(step_folder(root, step)).damages:
+            tally.lose(f"published, and not whole: {damage}")
+    hour_ago = time.time() - 3600
+    for left in [*Path(root).glob(".*"), *Path(root).glob(".*/*")]:
+        os.utime(left, (hour_ago, hour_ago))
+    with Checkpointer(root, CONFIG) as checkpointer:
+        checkpointer.prepare(state_of(0))  # which waits for a worker that may still be writing
+        last = max(complete_steps(root), default=0) + 1
+        checkpointer.save(last, state_of(last)).result(LIMIT_S)
+    for left in Path(root).glob(".*"):
+        tally.lose(f"left over: {left}")
