@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import os
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
+from asyncckpt.engine.save_operation import Retention
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -24,13 +26,14 @@ from asyncckpt.errors import (
 )
 from asyncckpt.loading.load import load
 from asyncckpt.loading.memory_source import HeldImages, MemorySource, choose_in_memory
-from asyncckpt.loading.source import read_manifest, wait_for_attempts
+from asyncckpt.loading.source import find_step, read_manifest, settled_step
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.messages import HeldImage
-from asyncckpt.worker.storage import complete_steps, newest_step, set_aside, step_folder
+from asyncckpt.worker.messages import Existing, HeldImage
+from asyncckpt.worker.storage import complete_steps, set_aside, step_folder
+from asyncckpt.worker.storage.history import Origin, older_step, origin_of
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +86,7 @@ class Checkpointer:
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._newest: Save | None = None
+        self._origin: Origin | None = None
         self._terminated = False
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
@@ -107,16 +111,16 @@ class Checkpointer:
         on and change them. (With ``Config.overlap``: see ``guard``.) Writing goes on in the worker; the handle tells
         how it went, and so do ``wait`` and ``close``, for failures that no handle was asked about.
 
+        After a load that went back, a later step that was there takes another name when it is saved again.
+
         Raises ``CheckpointExistsError`` if that step is saved already, ``UnsavableStateError``, ``OutOfMemoryError``,
         ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``, or the failure of an earlier save
         that nobody was told of; then nothing was saved, and the next save may work. (With ``Config.failure="warn"``
         none but ``ClosedError``: the handle has it.)
         """
         step = _whole(step)
-        path = step_folder(self.root, step)
-        self._newest = self._engine.save(
-            path, state_dict, step=step, keep_last=self.config.keep_last, keep=partial(_keeps, self.config, step)
-        )
+        retention = _retention(self.config, self._origin, self.root, step)
+        self._newest = self._engine.save(step_folder(self.root, step), state_dict, step=step, retention=retention)
         return self._newest
 
     def publish(self, save: Save, version: int | None = None, *, roll_back: bool = False) -> Publication:
@@ -186,12 +190,13 @@ class Checkpointer:
         source: Literal["memory", "storage"] = "storage" if found is None else "memory"
         if found is None:
             found = self._load_from_storage(fill, step, fallback=fallback)
+        self._origin = from_first(partial(origin_of, self.root, found), self._process_group)
         self.loaded = Loaded(found, source, time.perf_counter() - begun)
         logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)
         return found
 
     def _load_from_storage(self, fill: Callable[..., None], step: int | None, *, fallback: bool) -> int:
-        found = from_first(lambda: self._find(step), self._process_group)
+        found = from_first(partial(find_step, self.root, step, self.config.timeout), self._process_group)
         while True:
             try:
                 path = step_folder(self.root, found)
@@ -199,7 +204,7 @@ class Checkpointer:
                 fill(path)
                 return found
             except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-                older = from_first(partial(self._older, found), self._process_group) if fallback else None
+                older = from_first(partial(older_step, self.root, found), self._process_group) if fallback else None
                 if older is None:
                     raise
                 if isinstance(error, DamagedCheckpointError):
@@ -228,7 +233,8 @@ class Checkpointer:
     def _in_memory(self, step: int | None) -> tuple[HeldImages, HeldImage] | None:
         """This rank's part of the checkpoint to load from memory, the same one on all ranks."""
         memory = self._held()
-        images = {} if memory is None else {each.request.attempt: each for each in memory.images}
+        staged = [] if memory is None else sorted(memory.images, key=lambda each: each.staged_at)
+        images = {each.request.attempt: each for each in staged}
         offers = gather([each.request for each in images.values()], self._process_group)
         committed = {each.request.attempt for each in images.values() if each.committed}
         attempt = from_first(lambda: choose_in_memory(self.root, step, offers, committed), self._process_group)
@@ -241,27 +247,6 @@ class Checkpointer:
             logger.warning("not loaded from memory: %s", error)
             return None
 
-    def _find(self, step: int | None) -> int:
-        """``step``, or the newest, if there is a checkpoint of it."""
-        if step is None:
-            step = self._settled()
-            if step is None:
-                raise CheckpointNotFoundError("there is no checkpoint here yet", path=self.root)
-        elif step not in self.steps():
-            known = ", ".join(map(str, self.steps()[-5:])) or "none"
-            raise CheckpointNotFoundError(
-                f"there is no such checkpoint; the newest are: {known}", path=step_folder(self.root, step), step=step
-            )
-        return step
-
-    def _settled(self) -> int | None:
-        """The newest in storage, once nobody is writing there any more."""
-        wait_for_attempts(self.root, self.config.timeout)
-        return newest_step(self.root)
-
-    def _older(self, step: int) -> int | None:
-        return max((each for each in self.steps() if each < step), default=None)
-
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, ascending."""
         return complete_steps(self.root)
@@ -272,7 +257,7 @@ class Checkpointer:
         """
         if (found := self._in_memory(None)) is not None:
             return found[1].request.step
-        return from_first(self._settled, self._process_group)
+        return from_first(partial(settled_step, self.root, self.config.timeout), self._process_group)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""
@@ -359,6 +344,22 @@ def _whole(step: SupportsIndex) -> int:
     if number < 0:
         raise ValueError(f"a step is 0 or more, not {number}")
     return number
+
+
+def _retention(config: Config, origin: Origin | None, root: str, step: int) -> Retention:
+    """What a save of ``step`` does to other checkpoints."""
+    existing: Existing = "refuse"
+    with contextlib.suppress(StorageError):  # the save says it better
+        if origin is not None and origin.has_left(root, step):
+            existing = "set aside"
+            logger.warning(
+                "step %d is saved again, after step %d was loaded: the one that is there is renamed to %s.abandoned-N",
+                step,
+                origin.step,
+                step_folder(root, step),
+            )
+    since = 0.0 if origin is None else origin.newest
+    return Retention(existing=existing, keep_last=config.keep_last, keep=partial(_keeps, config, step), since=since)
 
 
 def _keeps(config: Config, step: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -24,6 +25,7 @@ from asyncckpt.worker import archive
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
 from asyncckpt.worker.messages import CheckpointLayout, Region, TorchFileLayout
 from asyncckpt.worker.staged_image import ImageFile, StagedImage, write_image
+from asyncckpt.worker.storage.history import time_of_creation
 from asyncckpt.worker.storage.storage import OpenAttempt, Storage
 
 # How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
@@ -143,7 +145,7 @@ class CheckpointAttempt(Attempt):
         manifest = Manifest(
             attempt=request.attempt,
             step=request.step,
-            created=time.time(),
+            created=time.time() if request.step is None else time_of_creation(os.path.dirname(request.path)),
             world_size=len(reports),
             keep=request.keep,
             nbytes=sum(facts["bytes"] for facts in files.values()),

@@ -19,7 +19,8 @@ from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError,
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.messages import Committed, Failed, Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, grace, round_name
-from asyncckpt.worker.storage import prune, resolve
+from asyncckpt.worker.storage import resolve
+from asyncckpt.worker.storage.history import prune
 
 logger = logging.getLogger(__name__)
 

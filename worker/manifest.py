@@ -56,6 +56,8 @@ def checksum(data: bytes | memoryview) -> int:
 class Manifest:
     """What a checkpoint is; the fields in the order of the file. ``keep``: whether retention leaves it alone.
 
+    ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later.
+
     ``files`` maps names to ``{"bytes": int, "xxh3": hex or null}`` (null: see its index).
     """
 

@@ -128,9 +128,10 @@ class Rendezvous:
     world_size: int
 
 
-Existing = Literal["refuse", "replace", "join"]
-"""What a save does where its path exists: it is refused; a checkpoint that is there is replaced, whole, in one step; or
-the save's files are put beside those of others in that folder, DCP's ``.metadata`` after all it names."""
+Existing = Literal["refuse", "replace", "join", "set aside"]
+"""What a save does where its path exists: it is refused; a checkpoint that is there is replaced, whole, in one step;
+the save's files are put beside those of others in that folder, DCP's ``.metadata`` after all it names; or what is there
+is given another name, and nothing of it is removed."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class WriteRequest:
 
     ``save_id`` and ``attempt`` are the same on all ranks. ``timeout``: seconds until it has to be committed.
     ``pickle_bytes``: the length of a file's pickle in this save. ``umask``: the trainer's, for new files and folders.
+    ``since``: this save is newer than checkpoints that were created up to then, whatever their step.
     """
 
     save_id: int
@@ -155,6 +157,7 @@ class WriteRequest:
     timeout: float
     pickle_bytes: int = 0
     umask: int = 0o022
+    since: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class HeldImage:
     """A whole image in the memory of a worker: what was staged for ``request``, in a segment of that ``layout``.
 
     ``constants`` and ``checksums``: of the layout's constant regions, and of the image's spans (unsigned 64-bit
-    numbers). ``committed``: whether that save was; None: it has not ended yet.
+    numbers). ``committed``: whether that save was; None: it has not ended yet. ``staged_at``: when it was whole, by
+    ``time.monotonic``.
     """
 
     request: WriteRequest
@@ -170,6 +174,7 @@ class HeldImage:
     constants: tuple[int, ...]
     checksums: bytes
     committed: bool | None
+    staged_at: float
 
 
 # From the trainer to its worker.

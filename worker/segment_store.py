@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -82,6 +83,7 @@ class HostedSegment:
 class _ImageRecord:
     request: messages.WriteRequest
     layout: messages.CheckpointLayout
+    staged_at: float
     checksums: array[int] | None = None
     committed: bool | None = None
     adopted: bool = False
@@ -119,8 +121,9 @@ class SegmentStore:
             for each in held:
                 self._hosted[number].layout, self._hosted[number].constants = each.layout, each.constants
                 request, checksums = replace(each.request, segment=number), array("Q", each.checksums)
-                image = _ImageRecord(request, each.layout, checksums, each.committed, adopted=True)
-                self._images[number, request.slot] = image
+                self._images[number, request.slot] = _ImageRecord(
+                    request, each.layout, each.staged_at, checksums, each.committed, adopted=True
+                )
         return number
 
     def hosted(self, number: int) -> HostedSegment:
@@ -146,7 +149,7 @@ class SegmentStore:
         layout = self._hosted[request.segment].layout
         if isinstance(layout, messages.CheckpointLayout):
             with self._lock:
-                self._images[request.segment, request.slot] = _ImageRecord(request, layout)
+                self._images[request.segment, request.slot] = _ImageRecord(request, layout, time.monotonic())
 
     def image_written(self, request: messages.WriteRequest, checksums: array[int]) -> None:
         """The checksums of an image are known."""
@@ -232,5 +235,10 @@ class SegmentStore:
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             image.checksums = array("Q", (checksum(data[begin:end]) for begin, end in spans))
         return messages.HeldImage(
-            image.request, image.layout, hosted.constants, image.checksums.tobytes(), image.committed
+            image.request,
+            image.layout,
+            hosted.constants,
+            image.checksums.tobytes(),
+            image.committed,
+            image.staged_at,
         )

@@ -115,8 +115,7 @@ class Engine:
         *,
         step: int | None = None,
         existing: Existing = "refuse",
-        keep_last: int | None = None,
-        keep: Callable[[], bool] | None = None,
+        retention: Retention | None = None,
         planner: SavePlanner | None = None,
     ) -> Save:
         """Save a state dict as a checkpoint.
@@ -125,9 +124,8 @@ class Engine:
             path: The checkpoint's folder, the same on all ranks.
             state_dict: This rank's part. Its tensors may change when this returns (with ``Config.overlap``: see there).
             step: The training step it is of.
-            existing: What becomes of what is at ``path``.
-            keep_last: How many of the newest steps beside it are kept, once it is committed; None: all.
-            keep: Asked on the first rank whether this one is kept for good.
+            existing: What becomes of what is at ``path``, unless ``retention`` says that.
+            retention: What becomes of the steps beside it; None: nothing.
             planner: DCP's or the caller's own; None: DCP's default.
 
         Returns:
@@ -144,12 +142,13 @@ class Engine:
         Then no rank saves anything. With ``Config.failure="warn"`` all but ``ClosedError`` comes from the handle.
         """
 
+        retention = retention or Retention(existing=existing)
+
         def capture(save: SaveOperation) -> Captured:
-            check = partial(self._saves.check_place, save, existing)
+            check = partial(self._saves.check_place, save, retention.existing)
             state = stateful_to_dict(state_dict)
             return self._plans.for_state(StateToSave(save.group, save.number, state, planner, check))
 
-        retention = Retention(existing=existing, keep_last=keep_last, keep=keep)
         return self._carry_out(os.path.abspath(os.fspath(path)), step, retention, capture)
 
     def save_file(self, path: str | os.PathLike[str], obj: object, *, pickle_protocol: int = 2) -> Save:

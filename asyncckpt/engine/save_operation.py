@@ -33,11 +33,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What is to become of what stands at the place of a save, and beside it; see ``Engine.save``."""
+    """What is to become of what stands at the place of a save, and beside it.
+
+    ``keep_last``: how many of the newest steps stay, once it is committed; None: all. ``keep``: asked on the first rank
+    whether this one is kept for good. ``since``: see ``WriteRequest``.
+    """
 
     existing: Existing = "refuse"
     keep_last: int | None = None
     keep: Callable[[], bool] | None = None
+    since: float = 0.0
 
 
 class Copier:
@@ -167,6 +172,7 @@ class SaveOperation(SaveState):
             timeout=self._config.commit_timeout,
             pickle_bytes=pickle_bytes,
             umask=_umask(),
+            since=retention.since,
         )
 
     def _begin(self) -> None:

@@ -14,7 +14,8 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.manifest import Index, checksum, data_name
 from asyncckpt.worker.messages import HeldImage, Region, WriteRequest
-from asyncckpt.worker.storage import newest_step, step_folder, storage_for
+from asyncckpt.worker.storage import step_folder, storage_for
+from asyncckpt.worker.storage.history import StoredStep, history
 from asyncckpt.worker.takeover import Takeover
 
 # How long the worker of another rank on this host may take to answer.
@@ -72,30 +73,36 @@ def choose_in_memory(
     Args:
         root: The folder of the run's checkpoints.
         step: The step to load; None: the newest.
-        offers: The images that each rank has, by rank.
+        offers: The images that each rank has, by rank, as they were staged, the newest last.
         committed: Attempts that are known to be committed.
 
     Returns:
         The attempt; None: there is none to load from memory.
     """
-    whole = [
-        request
-        for request in offers[0]
-        if request.step is not None
-        and request.path == step_folder(root, request.step)
-        and request.world_size == len(offers)
-        and all(any(other.attempt == request.attempt for other in offer) for offer in offers)
-    ]
-    storage, stored = storage_for(root), newest_step(root)
-    for request in sorted(whole, key=lambda request: request.step or 0, reverse=True):
-        if step is not None and request.step != step:
+    storage = storage_for(root)
+    newest = next(reversed(history(root)), None)
+    for request in reversed(offers[0]):
+        is_wanted = request.step is not None and step in (None, request.step)
+        is_here = is_wanted and request.path == step_folder(root, request.step or 0)
+        is_whole = request.world_size == len(offers) and all(
+            any(other.attempt == request.attempt for other in offer) for offer in offers
+        )
+        if not (is_here and is_whole):
             continue
         if storage.is_finalized(request.path, request.attempt):
-            return request.attempt if step is not None or request.step == stored else None
-        if request.attempt in committed or storage.exists(request.path):
+            return request.attempt if step is not None or (newest and newest.step) == request.step else None
+        is_taken = request.existing != "set aside" and storage.exists(request.path)
+        if request.attempt in committed or is_taken:
             continue
-        return request.attempt if step is not None or stored is None or stored < (request.step or 0) else None
+        return request.attempt if step is not None or _is_newer(request, newest) else None
     return None
+
+
+def _is_newer(request: WriteRequest, newest: StoredStep | None) -> bool:
+    """Whether what was staged, and is not committed yet, is newer than the newest in storage."""
+    if newest is None or newest.step < (request.step or 0):
+        return True
+    return newest.created is not None and newest.created <= request.since  # the training went back behind it
 
 
 class MemorySource:

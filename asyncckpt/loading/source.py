@@ -15,7 +15,8 @@ from typing import Protocol
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum, index_name
-from asyncckpt.worker.storage import step_of, storage_for
+from asyncckpt.worker.storage import complete_steps, step_folder, step_of, storage_for
+from asyncckpt.worker.storage.history import newest_step
 
 _POLL_S = 0.02
 
@@ -33,6 +34,29 @@ def wait_for_attempts(root: str, timeout: float) -> None:
                 path=attempts[0],
             )
         time.sleep(_POLL_S)
+
+
+def settled_step(root: str, timeout: float) -> int | None:
+    """The newest step in storage, once nobody is writing there any more. Raises as ``wait_for_attempts``."""
+    wait_for_attempts(root, timeout)
+    return newest_step(root)
+
+
+def find_step(root: str, step: int | None, timeout: float) -> int:
+    """``step``, or, for None, the newest, as ``settled_step`` says; there has to be a checkpoint of it.
+
+    Raises ``CheckpointNotFoundError``, ``StorageError``.
+    """
+    if step is None:
+        step = settled_step(root, timeout)
+        if step is None:
+            raise CheckpointNotFoundError("there is no checkpoint here yet", path=root)
+    elif step not in (steps := complete_steps(root)):
+        known = ", ".join(map(str, steps[-5:])) or "none"
+        raise CheckpointNotFoundError(
+            f"there is no such checkpoint; the newest are: {known}", path=step_folder(root, step), step=step
+        )
+    return step
 
 
 def is_stock(path: str) -> bool:

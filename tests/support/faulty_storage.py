@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage.storage import InputFile, OpenAttempt, OutputFile, Resolution, Storage
+from asyncckpt.worker.storage.storage import FileStamp, InputFile, OpenAttempt, OutputFile, Resolution, Storage
 
 POINTS = ("begin", "create", "write", "sync", "finalize", "finalized")
 """Where it may fail: before a step, or, at ``finalized``, after it."""
@@ -56,6 +56,9 @@ class FaultyStorage(Storage):
     def size(self, path: str) -> int | None:
         return self._inner.size(path)
 
+    def stamp(self, path: str) -> FileStamp | None:
+        return self._inner.stamp(path)
+
     def read(self, path: str) -> bytes:
         return self._inner.read(path)
 
@@ -71,8 +74,8 @@ class FaultyStorage(Storage):
     def remove_checkpoint(self, path: str) -> bool:
         return self._inner.remove_checkpoint(path)
 
-    def set_aside(self, path: str) -> None:
-        self._inner.set_aside(path)
+    def set_aside(self, path: str, why: str) -> None:
+        self._inner.set_aside(path, why)
 
 
 class _FaultyAttempt(OpenAttempt):

@@ -30,8 +30,9 @@ from asyncckpt import errors
 from asyncckpt.shm import budget
 from asyncckpt.worker import __main__ as worker
 from asyncckpt.worker import committer, rounds
-from asyncckpt.worker.storage import prune, storage_for
+from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.file_system import translated
+from asyncckpt.worker.storage.history import prune
 
 # It is run as a script, also by trainers that know nothing of the tests.
 sys.path.append(str(Path(__file__).parent.parent))

@@ -135,7 +135,7 @@ class StorageContract(ABC):
         with pytest.raises(StorageError, match="the file needs .* bytes and"):
             storage.begin_file(final, "a-1", 1 << 60, 60.0)
 
-    @pytest.mark.parametrize("existing", ["refuse", "replace", "join"])
+    @pytest.mark.parametrize("existing", ["refuse", "replace", "join", "set aside"])
     def test_a_checkpoint_where_another_is(self, storage: Storage, root: str, final: str, existing: Existing) -> None:
         self.save(storage, final, "a-1")
         assert storage.may_put(final, existing) == (existing != "refuse")
@@ -145,7 +145,9 @@ class StorageContract(ABC):
         else:
             self.save(storage, final, "a-2", existing)
         assert storage.is_finalized(final, "a-1" if existing == "refuse" else "a-2")
-        assert storage.names_in(root) == ["final"]
+        aside = ["final.abandoned-1"] if existing == "set aside" else []
+        assert sorted(storage.names_in(root)) == ["final", *aside]
+        assert all(storage.is_finalized(f"{root}/{name}", "a-1") for name in aside)
 
     @pytest.mark.parametrize("existing", ["refuse", "replace", "join"])
     def test_a_checkpoint_where_files_of_others_are(
@@ -231,11 +233,12 @@ class StorageContract(ABC):
     def test_looking_where_nothing_is(self, storage: Storage, final: str) -> None:
         assert storage.names_in(final) == [] and not storage.exists(final) and storage.size(final) is None
         assert all(storage.may_put(final, existing) for existing in ("refuse", "replace", "join"))
+        assert storage.stamp(final) is None
         assert not storage.is_finalized(final, "a-1") and storage.resolve(final, "a-1", "refuse") == (False, None)
         for refused in (
             lambda: storage.read(final),
             lambda: storage.open(final),
-            lambda: storage.set_aside(final),
+            lambda: storage.set_aside(final, "damaged"),
         ):
             with pytest.raises(StorageError):
                 refused()
@@ -254,7 +257,7 @@ class StorageContract(ABC):
     def test_a_damaged_one_is_set_aside(self, storage: Storage, root: str, final: str) -> None:
         for attempt in ("a-1", "a-2"):
             self.save(storage, final, attempt)
-            storage.set_aside(final)
+            storage.set_aside(final, "damaged")
         assert sorted(storage.names_in(root)) == ["final.damaged-1", "final.damaged-2"]
         assert storage.is_finalized(f"{final}.damaged-1", "a-1")
 

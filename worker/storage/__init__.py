@@ -1,6 +1,7 @@
 """Where checkpoints are kept: the kind of storage that a path is in, the steps of a root, and how a save has ended.
 
-``storage.py`` is the interface of all kinds. A root has a folder for each step, ``root/step-00000100``.
+``storage.py`` is the interface of all kinds. A root has a folder for each step, ``root/step-00000100``; ``history.py``
+has their order.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from asyncckpt.errors import DamagedCheckpointError, SaveTimeoutError, StorageError
-from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
+from asyncckpt.errors import SaveTimeoutError, StorageError
+from asyncckpt.worker.manifest import MANIFEST_NAME
 from asyncckpt.worker.messages import WriteRequest
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.storage import Storage
@@ -41,56 +41,25 @@ def step_of(path: str) -> int | None:
     return int(name[1]) if name else None
 
 
+def named_steps(root: str) -> list[int]:
+    """The steps that folders under ``root`` have their names from, ascending. Raises ``StorageError``."""
+    steps = map(step_of, storage_for(root).names_in(root))
+    return sorted(step for step in steps if step is not None)
+
+
 def complete_steps(root: str) -> list[int]:
     """The steps with a committed checkpoint under ``root``, ascending; none where there is no such folder.
 
     Raises ``StorageError``.
     """
     storage = storage_for(root)
-    return [step for step in _named_steps(root) if storage.exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]
-
-
-def newest_step(root: str) -> int | None:
-    """The newest step under ``root`` with anything in its folder, complete or not. Raises ``StorageError``.
-
-    A folder has the name of a step only when its checkpoint is complete: what is missing there was lost later, and
-    whoever wants the newest has to be told.
-    """
-    storage = storage_for(root)
-    return next((step for step in reversed(_named_steps(root)) if storage.names_in(step_folder(root, step))), None)
-
-
-def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
-    """Remove old checkpoints. One whose manifest says that it is to be kept, or cannot be read, stays.
-
-    One that cannot be removed, or is being read, is left for the next time. Raises nothing.
-
-    Args:
-        root: The folder of the steps.
-        keep_last: How many of the newest steps stay.
-        is_recent: Whether a step was just committed; it stays in any case, whatever its number.
-    """
-    storage = storage_for(root)
-    try:
-        steps = complete_steps(root)
-    except StorageError as error:  # what was to be removed stays; nothing is lost
-        logger.warning("old checkpoints could not be looked through: %s", error)
-        return
-    for step in steps[:-keep_last]:
-        path = step_folder(root, step)
-        if is_recent(step) or _is_kept(storage, path):
-            continue
-        try:
-            if not storage.remove_checkpoint(path):
-                logger.info("%s is being read and stays for now", path)
-        except StorageError as error:
-            logger.warning("an old checkpoint could not be removed: %s", error)
+    return [step for step in named_steps(root) if storage.exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]
 
 
 def set_aside(root: str, step: int) -> None:
     """Take the name from a damaged checkpoint, so that its step can be saved again. Nothing of it is removed."""
     try:
-        storage_for(root).set_aside(step_folder(root, step))
+        storage_for(root).set_aside(step_folder(root, step), "damaged")
     except StorageError as error:
         logger.warning("a damaged checkpoint could not be set aside: %s", error)
 
@@ -136,18 +105,3 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
         ) from error
     thread.join(max(0.0, begun + timeout - time.monotonic()))  # so that what was revoked takes no more space
     return is_finalized
-
-
-def _named_steps(root: str) -> list[int]:
-    """The steps under ``root`` by the names of the folders, ascending."""
-    steps = map(step_of, storage_for(root).names_in(root))
-    return sorted(step for step in steps if step is not None)
-
-
-def _is_kept(storage: Storage, path: str) -> bool:
-    name = os.path.join(path, MANIFEST_NAME)
-    try:
-        return Manifest.parse(storage.read(name), name).keep
-    except (StorageError, DamagedCheckpointError) as error:
-        logger.warning("an old checkpoint is not removed, because its manifest cannot be read: %s", error)
-        return True

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -206,6 +207,32 @@ def holds_only_a_checkpoint(path: str) -> bool:
         return True
     except NotADirectoryError:
         return False
+
+
+def rename(one: str, other: str) -> None:
+    """``os.rename``. One that was done and answered with an error, as of a call that a network file system had to
+    repeat, is done.
+    """
+    before = os.lstat(one)
+    try:
+        os.rename(one, other)
+    except OSError:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(before, os.lstat(other)):
+                return
+        raise
+
+
+def set_aside(path: str, why: str) -> str:
+    """Give a folder another name beside its own, which says why, durably. Returns that."""
+    aside = next(name for number in itertools.count(1) if not os.path.lexists(name := f"{path}.{why}-{number}"))
+    rename(path, aside)
+    try:
+        sync_folder(os.path.dirname(path))
+    except OSError:
+        rename(aside, path)
+        raise
+    return aside
 
 
 def exchange(one: str, other: str) -> bool:

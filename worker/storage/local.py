@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
+import secrets
 import shutil
 import stat
 import time
@@ -27,6 +27,8 @@ from asyncckpt.worker.storage.file_system import (
     lock_shared,
     make_folder,
     opened,
+    rename,
+    set_aside,
     sync_folder,
     translated,
 )
@@ -41,7 +43,7 @@ from asyncckpt.worker.storage.partial import (
     attempt_path,
     undo_join,
 )
-from asyncckpt.worker.storage.storage import Resolution, Storage
+from asyncckpt.worker.storage.storage import FileStamp, Resolution, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class LocalStorage(Storage):
         trash = path.removesuffix(PARTIAL_SUFFIX) + TRASH_SUFFIX
         with translated("revoking an attempt", path):
             try:
-                os.rename(path, trash)
+                rename(path, trash)
             except FileNotFoundError:
                 return None
             except OSError as error:
@@ -121,7 +123,7 @@ class LocalStorage(Storage):
             return False
 
     def may_put(self, path: str, existing: Existing) -> bool:
-        if existing == "join":
+        if existing in ("join", "set aside"):
             return os.path.isdir(path) or not os.path.lexists(path)
         if existing == "refuse" and (os.path.islink(path) or not os.path.isdir(path)):
             return not os.path.lexists(path)
@@ -148,6 +150,12 @@ class LocalStorage(Storage):
     def size(self, path: str) -> int | None:
         with translated("looking at a file", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.stat(path).st_size
+        return None
+
+    def stamp(self, path: str) -> FileStamp | None:
+        with translated("looking at a file", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            facts = os.stat(path)
+            return FileStamp(facts.st_mtime_ns, facts.st_size, facts.st_ino)
         return None
 
     def read(self, path: str) -> bytes:
@@ -177,17 +185,17 @@ class LocalStorage(Storage):
             if lock_alone(fd) is False:
                 return False
             parent, name = os.path.split(path)
-            trash = os.path.join(parent, f".{name}{TRASH_SUFFIX}")
-            shutil.rmtree(trash, ignore_errors=True)  # of an earlier removal that was cut short
-            os.rename(path, trash)
+            trash = os.path.join(parent, f".{name}.{secrets.token_hex(6)}{TRASH_SUFFIX}")
+            rename(path, trash)
+            if not os.path.samestat(os.fstat(fd), os.stat(trash)):  # another has taken its place meanwhile
+                rename(trash, path)
+                return False
             shutil.rmtree(trash)
         return True
 
-    def set_aside(self, path: str) -> None:
-        aside = next(name for number in itertools.count(1) if not os.path.lexists(name := f"{path}.damaged-{number}"))
+    def set_aside(self, path: str, why: str) -> None:
         with translated("setting a checkpoint aside", path):
-            os.rename(path, aside)
-            sync_folder(os.path.dirname(path))
+            set_aside(path, why)
 
 
 def _require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
@@ -232,7 +240,7 @@ def _sweep(path: str, before: float, final: str | None, *, is_file: bool = False
             return
         if final is not None and not os.path.lexists(final):
             logger.warning("%s gets its name back: a worker was killed while it was being replaced", final)
-            os.rename(path, final)
+            rename(path, final)
             return
         logger.warning("removing %s, which a worker left that was killed", path)
         os.unlink(path) if is_file else shutil.rmtree(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import shutil
@@ -21,10 +22,14 @@ from asyncckpt.worker.storage.file_system import (
     exchange,
     holds_only_a_checkpoint,
     lock_shared,
+    rename,
+    set_aside,
     sync_folder,
     translated,
 )
 from asyncckpt.worker.storage.storage import OpenAttempt, exists_error
+
+logger = logging.getLogger(__name__)
 
 # Suffixes of hidden names beside a checkpoint.
 PARTIAL_SUFFIX = ".partial"
@@ -55,17 +60,6 @@ class _Partial(OpenAttempt):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _rename(self) -> None:
-        """Give it the final name. Raises ``OSError``, unless it was done all the same.
-
-        A network file system may answer so when it had to repeat a call.
-        """
-        try:
-            os.rename(self.path, self._final)
-        except OSError:
-            if not self._has_final_name():
-                raise
 
     def _has_final_name(self) -> bool:
         with contextlib.suppress(OSError):
@@ -103,13 +97,15 @@ class PartialFolder(_Partial):
         with translated("finalizing the checkpoint", final):
             try:
                 if not is_taken:
-                    self._rename()
+                    rename(self.path, final)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 is_taken = True
             if is_taken and existing == "join" and os.path.isdir(final):
                 _join(self.path, final)
+            elif is_taken and existing == "set aside" and os.path.isdir(final):
+                self._set_aside()
             elif is_taken and existing == "replace" and holds_only_a_checkpoint(final):
                 self._replace()
             elif is_taken:
@@ -120,7 +116,7 @@ class PartialFolder(_Partial):
                 sync_folder(parent)
             except OSError:
                 if not is_taken:
-                    os.rename(final, self.path)  # what has failed is not to be found there
+                    rename(final, self.path)  # what has failed is not to be found there
                 raise
 
     def discard(self, names: Sequence[str] | None = None) -> None:
@@ -135,6 +131,22 @@ class PartialFolder(_Partial):
                 os.rmdir(self.path)
         self.release()
 
+    def _set_aside(self) -> None:
+        """Take the place of what has the final name, which gets another. Raises ``OSError``."""
+        final = self._final
+        aside = set_aside(final, "abandoned")
+        try:
+            rename(self.path, final)
+            try:
+                sync_folder(os.path.dirname(final))
+            except OSError:
+                rename(final, self.path)
+                raise
+        except OSError:
+            rename(aside, final)
+            raise
+        logger.warning("%s was saved again; the one before is in %s", final, aside)
+
     def _replace(self) -> None:
         """Take the place of the checkpoint that has the final name, durably, and remove that. Raises ``OSError``."""
         old, final = self.path, self._final
@@ -147,11 +159,11 @@ class PartialFolder(_Partial):
         if not is_exchanged:
             # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
             old = self.path.removesuffix(PARTIAL_SUFFIX) + OLD_SUFFIX
-            os.rename(final, old)
+            rename(final, old)
             try:
-                self._rename()
+                rename(self.path, final)
             except OSError:
-                os.rename(old, final)
+                rename(old, final)
                 raise
         try:
             sync_folder(os.path.dirname(final))
@@ -159,8 +171,8 @@ class PartialFolder(_Partial):
             if is_exchanged:
                 exchange(self.path, final)
             else:
-                os.rename(final, self.path)
-                os.rename(old, final)
+                rename(final, self.path)
+                rename(old, final)
             raise
         shutil.rmtree(old, ignore_errors=True)
 
@@ -190,7 +202,7 @@ class PartialFile(_Partial):
         with translated("finalizing the file", self._final):
             with contextlib.suppress(FileNotFoundError):
                 os.chmod(self.path, stat.S_IMODE(os.stat(self._final).st_mode))
-            self._rename()
+            rename(self.path, self._final)
         parent = os.path.dirname(self._final)
         with translated("flushing a folder", parent):
             sync_folder(parent)
@@ -225,7 +237,7 @@ def _join(folder: str, final: str) -> None:
     present = os.listdir(folder)
     for names in ([name for name in present if name not in last], [name for name in last if name in present]):
         for name in names:
-            os.rename(os.path.join(folder, name), os.path.join(final, name))
+            rename(os.path.join(folder, name), os.path.join(final, name))
         sync_folder(final)
     with contextlib.suppress(OSError):  # it is finalized all the same
         os.rmdir(folder)

@@ -119,6 +119,16 @@ class Resolution(NamedTuple):
     leftover: str | None
 
 
+class FileStamp(NamedTuple):
+    """Tells whether a file is still the one that was looked at. ``modified``: nanoseconds since the epoch, by the clock
+    of the storage.
+    """
+
+    modified: int
+    nbytes: int
+    inode: int
+
+
 class Storage(ABC):
     """One kind of storage. It keeps no state between calls and may be called from any thread and any process.
 
@@ -222,6 +232,10 @@ class Storage(ABC):
         """The bytes of the file ``path``; None where it is missing."""
 
     @abstractmethod
+    def stamp(self, path: str) -> FileStamp | None:
+        """What tells the file ``path`` from another; None where it is missing."""
+
+    @abstractmethod
     def read(self, path: str) -> bytes:
         """All bytes of the small file ``path``."""
 
@@ -242,13 +256,14 @@ class Storage(ABC):
         """Remove a checkpoint that nobody reads, its final name first; False where somebody reads it."""
 
     @abstractmethod
-    def set_aside(self, path: str) -> None:
-        """Take the name from a damaged checkpoint, durably, and remove nothing of it."""
+    def set_aside(self, path: str, why: str) -> None:
+        """Give a checkpoint another name, ``path.why-1``, durably, and remove nothing of it."""
 
 
 _WHY_TAKEN = {
     "replace": "there is something here that is not a checkpoint, or not only one; move it away or save elsewhere",
     "join": "there is something here that is no folder; move it away or save elsewhere",
+    "set aside": "there is something here that is no folder; move it away or save elsewhere",
     "refuse": "there is something here already, and a checkpoint never replaces another by accident;"
     " remove it first, or save under another step",
 }

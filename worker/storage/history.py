@@ -1,0 +1,166 @@
+"""The checkpoints of a root in the order in which they were created: which is the newest, and which may go.
+
+Numbers do not say that. A training that has gone back to an older step goes on from there; the later steps that it had
+reached before were created earlier than what it saves now, and are left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
+from asyncckpt.worker.storage import named_steps, step_folder, storage_for
+from asyncckpt.worker.storage.storage import FileStamp
+
+logger = logging.getLogger(__name__)
+
+# Manifests whose facts are kept, so that each is read once by a process.
+_KEPT = 4096
+
+
+class StoredStep(NamedTuple):
+    """What stands in the folder of a step. ``created`` and ``keep`` are as in its manifest; ``created`` is None where
+    that is missing, damaged, or that of another step.
+    """
+
+    step: int
+    created: float | None
+    keep: bool
+    modified: int
+    """When the newest of its files was changed, in nanoseconds by the clock of the storage; of a manifest, that."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run goes on: at the ``step`` that it has loaded.
+
+    ``newest`` is the time of creation of the newest checkpoint that there was then: what the run saves is newer.
+    ``left`` are the later steps that it has left behind, if it saves steps of those numbers again.
+    """
+
+    step: int
+    newest: float
+    left: frozenset[int]
+
+    def has_left(self, root: str, step: int) -> bool:
+        """Whether the run has left behind what stands at ``step``. Raises ``StorageError``."""
+        if step not in self.left:
+            return False
+        found = _look(root, step)
+        return found is not None and (found.created is None or found.created <= self.newest)
+
+
+def history(root: str) -> list[StoredStep]:
+    """All steps under ``root`` with anything in their folders, in the order in which they were created.
+
+    One whose manifest says nothing counts as the newest if it may be that: by its number, or because its files are
+    newer; else as the oldest. Whoever takes the newest then learns what is wrong with it. Raises ``StorageError``.
+    """
+    found = [each for step in named_steps(root) if (each := _look(root, step)) is not None]
+    known = sorted((each for each in found if each.created is not None), key=lambda each: (each.created, each.step))
+    unknown = [each for each in found if each.created is None]
+    newest = known[-1] if known else None
+    late = [each for each in unknown if newest is None or each.step > newest.step or each.modified > newest.modified]
+    return [*(each for each in unknown if each not in late), *known, *late]
+
+
+def newest_step(root: str) -> int | None:
+    """The step that was created last, complete or not. Raises ``StorageError``.
+
+    A folder has the name of a step only when its checkpoint is complete: what is missing there was lost later, and
+    whoever wants the newest has to be told.
+    """
+    found = history(root)
+    return found[-1].step if found else None
+
+
+def older_step(root: str, step: int) -> int | None:
+    """The step that was created last before ``step``, and has a manifest that can be read. Raises ``StorageError``."""
+    found = history(root)
+    place = next((at for at, each in enumerate(found) if each.step == step), 0)
+    return next((each.step for each in reversed(found[:place]) if each.created is not None), None)
+
+
+def origin_of(root: str, step: int) -> Origin:
+    """Where a run goes on that has loaded ``step``. Raises ``StorageError``."""
+    found = history(root)
+    newest = max((each.created for each in found if each.created is not None), default=0.0)
+    places = {each.step: at for at, each in enumerate(found)}
+    newer = sorted(each.step for each in found[places.get(step, len(found)) + 1 :] if each.step > step)
+    if newer:
+        logger.warning(
+            "step %d is loaded, and %s are newer: what is saved from here on is newer than they are, and retention"
+            " removes them first",
+            step,
+            ", ".join(map(str, newer)),
+        )
+    return Origin(step, newest, frozenset(each.step for each in found if each.step > step))
+
+
+def time_of_creation(root: str) -> float:
+    """Now, in seconds since the epoch, and later than what any checkpoint under ``root`` says of itself: the clocks of
+    hosts differ. Raises ``StorageError``.
+    """
+    newest = max((each.created for each in history(root) if each.created is not None), default=0.0)
+    return max(time.time(), math.nextafter(newest, math.inf))
+
+
+def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
+    """Remove old checkpoints. One whose manifest says that it is to be kept, or cannot be read, stays.
+
+    One that cannot be removed, or is being read, is left for the next time. Raises nothing.
+
+    Args:
+        root: The folder of the steps.
+        keep_last: How many of those created last stay.
+        is_recent: Whether a step was just committed; it stays in any case.
+    """
+    storage = storage_for(root)
+    try:
+        found = history(root)
+    except StorageError as error:  # what was to be removed stays; nothing is lost
+        logger.warning("old checkpoints could not be looked through: %s", error)
+        return
+    known = [each for each in found if each.created is not None]
+    for each in known[:-keep_last]:
+        if each.keep or is_recent(each.step):
+            continue
+        path = step_folder(root, each.step)
+        if each.step > known[-1].step:
+            logger.warning("%s is removed: the training has gone back behind it", path)
+        try:
+            if not storage.remove_checkpoint(path):
+                logger.info("%s is being read and stays for now", path)
+        except StorageError as error:
+            logger.warning("an old checkpoint could not be removed: %s", error)
+
+
+def _look(root: str, step: int) -> StoredStep | None:
+    """What stands in the folder of ``step``; None: nothing. Raises ``StorageError``."""
+    storage, folder = storage_for(root), step_folder(root, step)
+    stamp = storage.stamp(path := os.path.join(folder, MANIFEST_NAME))
+    if stamp is not None:
+        try:
+            return _read(path, step, stamp)
+        except (DamagedCheckpointError, StorageError) as error:
+            logger.info("its place among others is not known: %s", error)
+    stamps = [storage.stamp(os.path.join(folder, name)) for name in storage.names_in(folder)]
+    modified = max((each.modified for each in stamps if each is not None), default=None)
+    return None if modified is None else StoredStep(step, None, True, modified)
+
+
+@functools.lru_cache(_KEPT)
+def _read(path: str, step: int, stamp: FileStamp) -> StoredStep:
+    """Read the manifest ``path``, as it is since ``stamp``."""
+    manifest = Manifest.parse(storage_for(path).read(path), path)
+    if manifest.step not in (None, step):
+        raise DamagedCheckpointError(f"this is the manifest of step {manifest.step}", path=path, step=step)
+    return StoredStep(step, manifest.created, manifest.keep, stamp.modified)
