@@ -43,12 +43,12 @@ class Saves:
 
     def check_place(self, save: SaveOperation, existing: Existing) -> None:
         """On the first rank, raise ``CheckpointExistsError`` where ``save`` may not go: because of what stands there,
-        or of a save to there that is under way.
+        or of a save to there that is under way. One that replaces what is there comes after that: saves end in order.
         """
         path = os.fspath(save.path)
         if save.group.rank > 0:
             return
-        if any(other.path == save.path for other in self._under_way()):
+        if existing == "refuse" and any(other.path == save.path for other in self._under_way()):
             raise CheckpointExistsError("this checkpoint is being saved already", path=path, step=save.step)
         if not storage_for(path).may_put(path, existing):
             raise exists_error(path, existing, save.step)

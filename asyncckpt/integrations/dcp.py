@@ -3,19 +3,26 @@
     from asyncckpt import async_save        # was: from torch.distributed.checkpoint import async_save
 
 All calls with the same process group share one engine (see ``engine/shared.py``), which takes its configuration from
-the environment. For code that has to go on calling DCP's ``save`` there are ``EnginePlanner`` and ``EngineWriter``.
+the environment. DCP's own writers and readers of folders say which folder; a call with any other is DCP's, as it is.
+For code that has to go on calling DCP's ``save`` there are ``EnginePlanner`` and ``EngineWriter``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -23,11 +30,16 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.loading import dcp_reader
 from asyncckpt.loading import load as reader
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.save_handle import Save
+from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage import storage_for
+
+logger = logging.getLogger(__name__)
 
 CheckpointId = str | os.PathLike[str]
 """The folder of a checkpoint."""
@@ -44,33 +56,48 @@ def async_save(
     async_stager: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-) -> Future[Path]:
+) -> Any:
     """Save ``state_dict`` in a folder, replacing a checkpoint that is there, whole, in one step.
 
     Args:
         state_dict: The caller may change its tensors when this returns.
         checkpoint_id: The folder.
-        storage_writer: Refused.
+        storage_writer: DCP's ``FileSystemWriter`` says which folder, and whether to overwrite. Any other does its own
+            writing, in DCP's own ``async_save``.
         planner: DCP's, or the user's own.
         process_group: The ranks that save together; None for the whole job.
         async_checkpointer_type, async_stager, use_collectives: Change nothing; they choose between DCP's own ways.
         no_dist: This process saves alone.
 
     Returns:
-        A future that ends when the checkpoint is complete and durable on all ranks.
+        A future that ends when the checkpoint is complete and durable on all ranks. For a stager that stages behind the
+        caller, DCP's ``AsyncSaveResponse``, with that future; the other, of the staging, has ended.
 
     Raises:
-        ValueError: There is a ``storage_writer``, or no ``checkpoint_id``.
+        ValueError: There is neither a ``storage_writer`` nor a ``checkpoint_id``.
+        CheckpointException: There is a checkpoint, and the writer does not overwrite; DCP's.
         CheckpointError: As ``Engine.save`` raises.
     """
-    return begin_save(state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist).future
+    ranks: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+    if not says_folder(storage_writer, checkpoint_id):
+        ways = {"async_checkpointer_type": async_checkpointer_type, "async_stager": async_stager}
+        where = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "use_collectives": use_collectives}
+        return state_dict_saver.async_save(dict(state_dict), **_asked_for(**where, **ways, **ranks))
+    with _as_dcp_refuses(storage_writer):
+        save = begin_save(state_dict, checkpoint_id, storage_writer, **ranks)
+    if not getattr(getattr(async_stager, "_config", None), "use_async_staging", False):
+        return save.future
+    save.wait_staged()
+    staged, durable = Future[None](), cast("Future[Any]", save.future)
+    staged.set_result(None)
+    return state_dict_saver.AsyncSaveResponse(staged, durable)
 
 
 def save(
     state_dict: StateDict,
+    storage_writer: StorageWriter | None = None,
     *,
     checkpoint_id: CheckpointId | None = None,
-    storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -79,13 +106,19 @@ def save(
     """As ``async_save``, and wait until the checkpoint is durable; raises also what went wrong until then.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives: As there.
+        state_dict, storage_writer, checkpoint_id, planner, process_group, no_dist, use_collectives: As there.
 
     Returns:
         DCP's metadata of it.
     """
-    handle = begin_save(state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist)
-    return dcp_reader.CheckpointReader(handle.result()).read_metadata()
+    ranks: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+    if not says_folder(storage_writer, checkpoint_id):
+        where = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "use_collectives": use_collectives}
+        theirs: Metadata = state_dict_saver.save(state_dict, **_asked_for(**where, **ranks))
+        return theirs
+    with _as_dcp_refuses(storage_writer):
+        path = begin_save(state_dict, checkpoint_id, storage_writer, **ranks).result()
+    return dcp_reader.CheckpointReader(path).read_metadata()
 
 
 def begin_save(
@@ -97,27 +130,25 @@ def begin_save(
     no_dist: bool = False,
     *,
     config: Config | None = None,
-    existing: Existing = "replace",
     **_: Any,
 ) -> Save:
-    """As ``async_save``; returns our own handle.
+    """As ``async_save``, for what ``says_folder``; returns our own handle.
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist: As there.
         config: For the engine, if this is the first save of these ranks; None: as the environment says.
-        existing: What becomes of what is in the folder, see ``WriteRequest``.
     """
-    if storage_writer is not None:
-        raise ValueError("asyncckpt writes by itself: give it a checkpoint_id instead of a storage_writer")
+    folder = os.path.realpath(_folder(checkpoint_id, storage_writer))
+    existing = _existing(folder, overwrite=getattr(storage_writer, "overwrite", True))
     engine = engines.shared.get(process_group, alone=no_dist, config=config)
-    return engine.save(os.path.realpath(_folder(checkpoint_id)), state_dict, existing=existing, planner=planner)
+    return engine.save(folder, state_dict, existing=existing, planner=planner)
 
 
 def load(
     state_dict: dict[str, Any],
+    storage_reader: StorageReader | None = None,
     *,
     checkpoint_id: CheckpointId | None = None,
-    storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -127,16 +158,39 @@ def load(
 
     Args:
         state_dict: Its tensors are written to.
+        storage_reader: DCP's ``FileSystemReader`` says which folder. Any other does its own reading, in DCP's own
+            ``load``, and so does that one where the ranks' metadata is not in one file.
         checkpoint_id, planner, process_group, no_dist: As of ``async_save``.
-        storage_reader: The caller's own, which is given to DCP as it is.
         weights_only: Load nothing that could run code. DCP's own ``load`` has no such limit.
     """
-    how: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
-    if storage_reader is not None:
-        dcp_reader.load_by_dcp(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **how)
-        return
-    progress = Config.from_env().progress
-    reader.load(state_dict, _folder(checkpoint_id), weights_only=weights_only, progress=progress, **how)
+    ranks: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+    if says_folder(storage_reader, checkpoint_id):
+        folder = _folder(checkpoint_id, storage_reader)
+        if storage_reader is None or storage_for(folder).exists(os.path.join(folder, METADATA_NAME)):
+            reader.load(state_dict, folder, weights_only=weights_only, progress=Config.from_env().progress, **ranks)
+            return
+    dcp_reader.load_by_dcp(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **ranks)
+
+
+def says_folder(storage: Any, checkpoint_id: CheckpointId | None) -> bool:
+    """Whether a call with these is for our engine; if not, this warns once, and the call is for DCP to make.
+
+    Args:
+        storage: The caller's writer or reader. DCP's own for folders, asked for nothing but DCP's plain format, says
+            where the folder is; of any other nobody else can say what it does.
+        checkpoint_id: The folder; an address (``s3://``) is for DCP, which knows what to do with it.
+    """
+    if storage is None:
+        if "://" not in str(checkpoint_id) or isinstance(checkpoint_id, os.PathLike):
+            return True
+        _warn_of(f"the address {str(checkpoint_id).partition('://')[0]}://...")
+        return False
+    is_plain = type(storage) in (FileSystemWriter, FileSystemReader) and _asks_for(storage) == _asks_for(
+        type(storage)(storage.path)
+    )
+    if not is_plain:
+        _warn_of(f"a {type(storage).__module__}.{type(storage).__qualname__}")
+    return is_plain
 
 
 class EnginePlanner(DefaultSavePlanner):
@@ -210,7 +264,8 @@ class EngineWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         if not isinstance(planner, EnginePlanner):
             raise ValueError("give DCP's save an EnginePlanner beside the EngineWriter")
-        self._engine.save(_folder(self._path), planner.given, existing="replace", planner=self._planner).result()
+        folder = _folder(self._path)
+        self._engine.save(folder, planner.given, existing=_existing(folder), planner=self._planner).result()
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([])
         return done
@@ -227,7 +282,53 @@ class EngineWriter(StorageWriter):
         self._engine.close()
 
 
-def _folder(checkpoint_id: CheckpointId | None) -> str:
+def _asks_for(storage: Any) -> tuple[Any, ...]:
+    """What a writer or reader of DCP's own is asked for beyond its folder that changes the bytes of the files."""
+    transforms = getattr(storage, "transforms", None)
+    registry = getattr(transforms, "extension_registry", None)
+    extensions = getattr(transforms, "extensions", None) or getattr(registry, "extensions", None)
+    return getattr(storage, "serialization_format", None), extensions
+
+
+def _asked_for(**options: Any) -> dict[str, Any]:
+    """Those of ``options`` that are not as they are by default: an older torch does not know them all."""
+    return {name: value for name, value in options.items() if value not in (None, name == "use_collectives")}
+
+
+@functools.cache
+def _warn_of(what: str) -> None:
+    logger.warning("%s is left to torch.distributed.checkpoint itself: asyncckpt neither saves nor loads by it", what)
+
+
+@contextlib.contextmanager
+def _as_dcp_refuses(storage_writer: Any) -> Iterator[None]:
+    """Raise what DCP does where a checkpoint is in the way and the caller's writer does not overwrite."""
+    try:
+        yield
+    except CheckpointExistsError as error:
+        if getattr(storage_writer, "overwrite", True):
+            raise
+        refusal = RuntimeError(f"Checkpoint already exists and self.overwrite=False: {error}")
+        raise CheckpointException("plan", {error.rank or 0: _wrap_exception(refusal)}) from error
+
+
+def _folder(checkpoint_id: CheckpointId | None, storage: Any = None) -> str:
+    """The folder of a call that ``says_folder``. Raises ``ValueError`` where there is none."""
+    if storage is not None:
+        if checkpoint_id is not None:
+            storage.reset(checkpoint_id)
+        checkpoint_id = storage.path
     if checkpoint_id is None:
         raise ValueError("checkpoint_id, the folder of the checkpoint, is missing")
     return os.fspath(checkpoint_id)
+
+
+def _existing(folder: str, *, overwrite: bool = True) -> Existing:
+    """What becomes of what is in ``folder``: as DCP has it, but a checkpoint that is alone there goes in one step."""
+    storage = storage_for(folder)
+    with contextlib.suppress(StorageError):  # the first rank says it, to all
+        if not overwrite and storage.exists(os.path.join(folder, METADATA_NAME)):
+            return "refuse"
+        if not storage.may_put(folder, "replace"):
+            return "join"  # other files are there; DCP puts its own beside them
+    return "replace"

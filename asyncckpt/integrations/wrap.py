@@ -5,25 +5,16 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from asyncckpt.config import Config, is_switched_on
 from asyncckpt.integrations import dcp
 from asyncckpt.integrations.torch_file import torch_save
-from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import storage_for
 
-logger = logging.getLogger(__name__)
-
-# DCP's name for the format that it writes unless asked for another.
-_PLAIN = "torch_save"
 _MEGATRON_SAVE = "megatron.core.dist_checkpointing.serialization.save"
 
 
@@ -60,28 +51,12 @@ def wrap_save(save_fn: Callable[..., Any], args: argparse.Namespace | None = Non
 
 def _wrap_dcp(save_fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
     @functools.wraps(save_fn)
-    def save(state_dict: dict[str, Any], *, storage_writer: Any = None, **options: Any) -> Any:
-        existing: Existing = "replace"
-        if storage_writer is not None:
-            if not _writes_plainly(storage_writer):
-                logger.warning("saved as before: this %s does its own writing", type(storage_writer).__name__)
-                return save_fn(state_dict, storage_writer=storage_writer, **options)
-            options["checkpoint_id"] = options.get("checkpoint_id") or os.fspath(storage_writer.path)
-            existing = "replace" if storage_writer.overwrite else "refuse"
-        folder = os.fspath(options.get("checkpoint_id") or "")  # begin_save refuses to have none
-        if folder and existing == "replace" and not storage_for(folder).may_put(folder, "replace"):
-            existing = "join"  # other files are there; DCP puts its own beside them
-        return dcp.begin_save(state_dict, config=config, existing=existing, **options)
+    def save(state_dict: dict[str, Any], storage_writer: Any = None, **options: Any) -> Any:
+        if not dcp.says_folder(storage_writer, options.get("checkpoint_id")):
+            return save_fn(state_dict, storage_writer=storage_writer, **options)
+        return dcp.begin_save(state_dict, storage_writer=storage_writer, config=config, **options)
 
     return save
-
-
-def _writes_plainly(writer: Any) -> bool:
-    """Whether ``writer`` is DCP's own, and asked for nothing but DCP's plain format."""
-    if type(writer) is not FileSystemWriter:
-        return False
-    extensions = getattr(getattr(writer, "transforms", None), "extensions", ())
-    return not extensions and getattr(getattr(writer, "serialization_format", None), "value", _PLAIN) == _PLAIN
 
 
 def _wrap_megatron(save_fn: Callable[..., Any], config: Config) -> Callable[..., Any]:

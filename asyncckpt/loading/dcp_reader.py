@@ -6,8 +6,10 @@ import contextlib
 import inspect
 import io
 import os
+import uuid
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,7 +112,9 @@ class CheckpointReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             self._metadata = load_metadata(self._source.metadata(), self._path, weights_only=self._weights_only)
-            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+            # Not stored: what is stored is the same in every save, and a checkpoint may be moved.
+            save_id = self._source.manifest.attempt if isinstance(self._source, StorageSource) else None
+            self._metadata.storage_meta = StorageMeta(Path(self._path), save_id=save_id, load_id=str(uuid.uuid4()))
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -34,8 +34,8 @@ _METADATA_GLOBALS = frozenset(
         ("pathlib._local", "PosixPath"),
     }
 )
-# Constants of Python that torch does not know to be harmless.
-_HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice]
+# Constants of Python that torch does not know to be harmless, and bytes that are read like a file.
+_HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice, io.BytesIO]
 
 
 def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:

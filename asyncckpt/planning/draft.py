@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -163,6 +164,7 @@ class Draft:
                 storage[index] = _StorageInfo(data, offset, size)
         self._metadata.storage_data = storage
         self._metadata.storage_meta = StorageMeta()
+        self._metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         return [pickle.dumps(self._metadata)] + [b""] * (len(places) - 1)
 
     def _capture(self, items: Sequence[WriteItem]) -> FlatCapture | PlannerCapture:

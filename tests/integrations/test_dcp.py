@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,21 @@ from typing import Any
 import pytest
 import torch
 from support.states import same, small_state, zeros_like
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 import asyncckpt
 from asyncckpt.engine import shared as engines
-from asyncckpt.errors import (
-    CheckpointExistsError,
-)
+from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.worker.manifest import MANIFEST_NAME
+
+
+def stock_save(state: dict[str, Any], path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        return state_dict_saver.save(state, checkpoint_id=path)
 
 
 def test_the_calls_of_dcp(tmp_path: Path) -> None:
@@ -29,27 +39,26 @@ def test_the_calls_of_dcp(tmp_path: Path) -> None:
     asyncckpt.load(into := zeros_like(state), checkpoint_id=path)
     assert same(into, state)
     (path / "notes.txt").touch()
-    with pytest.raises(CheckpointExistsError, match="not only one"):
-        asyncckpt.save(state, checkpoint_id=path)
+    state["step"] = 7
+    asyncckpt.save(state, checkpoint_id=path)  # beside the files of others, as DCP does
+    asyncckpt.load(into := zeros_like(state), checkpoint_id=path)
+    assert same(into, state) and (path / "notes.txt").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointExistsError, match="no folder"):
+        asyncckpt.save(state, checkpoint_id=tmp_path / "file")
     with pytest.raises(ValueError, match="checkpoint_id"):
         asyncckpt.save(state)
     assert not list(tmp_path.glob(".*"))
 
 
 def test_it_loads_what_stock_dcp_wrote(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     state = small_state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        save(state, checkpoint_id=tmp_path / "stock")
+    stock_save(state, tmp_path / "stock")
     asyncckpt.load(into := zeros_like(state), checkpoint_id=tmp_path / "stock")
     assert same(into, state)
 
 
 def test_a_planner_of_the_users_own(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
     class Halving(DefaultSavePlanner):
         def transform_object(self, write_item: Any, object: Any) -> Any:
             object = super().transform_object(write_item, object)
@@ -63,3 +72,108 @@ def test_a_planner_of_the_users_own(tmp_path: Path) -> None:
         asyncckpt.load(into, checkpoint_id=tmp_path / str(number))
         assert same(into, state)
     assert [len(engine._buffers.known) for engine in engines.shared._engines.values()] == [1]
+
+
+def test_dcps_writer_and_reader_say_which_folder(tmp_path: Path) -> None:
+    state = small_state()
+    writer = FileSystemWriter(tmp_path / "first", thread_count=2)
+    asyncckpt.save(state, writer)  # in the second place, as DCP's earlier signature had it
+    metadata = asyncckpt.save(state, storage_writer=writer, checkpoint_id=tmp_path / "second")
+    asyncckpt.async_save(state, storage_writer=FileSystemWriter(tmp_path / "third")).result(60)
+    for name in ("first", "second", "third"):
+        assert (tmp_path / name / MANIFEST_NAME).exists()
+        asyncckpt.load(into := zeros_like(state), FileSystemReader(tmp_path / name))
+        assert same(into, state)
+    assert writer.path == tmp_path / "second"
+    reader = FileSystemReader(tmp_path / "gone")
+    asyncckpt.load(into := zeros_like(state), storage_reader=reader, checkpoint_id=tmp_path / "first")
+    assert same(into, state)
+
+    assert metadata.storage_meta is not None and metadata.storage_meta.checkpoint_id == tmp_path / "second"
+    assert metadata.storage_meta.save_id
+    stock = stock_save(state, tmp_path / "stock")
+    assert metadata.version == stock.version and metadata.planner_data == stock.planner_data
+    assert metadata.state_dict_metadata == stock.state_dict_metadata
+
+
+def test_dcps_writer_says_whether_to_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it/notes.txt").touch()
+    writer = FileSystemWriter(tmp_path / "it", overwrite=False)
+    asyncckpt.save({"a": torch.ones(2)}, storage_writer=writer)  # there is no checkpoint
+    for save in (asyncckpt.save, asyncckpt.async_save):
+        with pytest.raises(CheckpointException, match="already exists and self.overwrite=False"):
+            save({"a": torch.zeros(2)}, storage_writer=writer)
+    asyncckpt.load(into := {"a": torch.zeros(2)}, checkpoint_id=tmp_path / "it")
+    assert into["a"].all()
+
+
+class _FaultyWriter(FileSystemWriter):
+    def finish(self, metadata: Any, results: Any) -> None:
+        raise ValueError("the metadata cannot be written")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+def test_what_is_not_dcps_own_goes_to_dcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Writer(FileSystemWriter):
+        pass
+
+    class Reader(FileSystemReader):
+        pass
+
+    state = small_state()
+    for _ in range(2):
+        asyncckpt.save(state, Writer(tmp_path / "it"))
+        asyncckpt.async_save(state, storage_writer=Writer(tmp_path / "it")).result(60)
+        asyncckpt.load(into := zeros_like(state), Reader(tmp_path / "it"))
+        assert same(into, state)
+    assert not (tmp_path / "it" / MANIFEST_NAME).exists()
+    asked = [record.message for record in caplog.records if record.name == "asyncckpt.integrations.dcp"]
+    assert [("Writer" in each, "Reader" in each) for each in asked] == [(True, False), (False, True)]
+
+    with pytest.raises(CheckpointException, match="cannot be written") as raised:
+        asyncckpt.save(state, storage_writer=_FaultyWriter(tmp_path / "faulty"))
+    assert type(raised.value.failures[0][0]) is ValueError
+    with pytest.raises(RuntimeError, match="Cannot detect"):
+        asyncckpt.save(state, checkpoint_id="abc://bucket/it")  # and not into a folder named abc:
+    with pytest.raises(RuntimeError, match="Cannot detect"):
+        asyncckpt.load(state, checkpoint_id="abc://bucket/it")
+
+
+def test_bytes_that_are_read_like_a_file(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"losses": io.BytesIO(b"abc"), "plain": torch.ones(2)}
+    state["losses"].seek(1)
+    asyncckpt.save(state, checkpoint_id=tmp_path / "ours")
+    stock_save(state, tmp_path / "stock")
+    for name, planner in (("ours", None), ("ours", DefaultLoadPlanner()), ("stock", None)):
+        into: dict[str, Any] = {"losses": io.BytesIO(), "plain": torch.zeros(2)}
+        asyncckpt.load(into, checkpoint_id=tmp_path / name, planner=planner)
+        assert into["losses"].getvalue() == b"abc" and into["losses"].read() == b"bc"
+
+
+def test_a_second_save_to_the_same_place_need_not_wait(tmp_path: Path) -> None:
+    for number in range(3):
+        first = asyncckpt.async_save({"a": torch.full((1 << 20,), 0.0)}, checkpoint_id=tmp_path / "it")
+        second = asyncckpt.async_save({"a": torch.full((1 << 20,), number + 1.0)}, checkpoint_id=tmp_path / "it")
+        assert first.result(60) == second.result(60) == tmp_path / "it"
+        asyncckpt.load(into := {"a": torch.zeros(1 << 20)}, checkpoint_id=tmp_path / "it")
+        assert torch.equal(into["a"], torch.full((1 << 20,), number + 1.0))
+
+
+@pytest.mark.skipif(not hasattr(state_dict_saver, "AsyncSaveResponse"), reason="torch has no such stagers yet")
+def test_a_stager_that_stages_behind_the_caller_is_answered_as_by_dcp(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_async_staging=True, use_shared_memory=False, use_non_blocking_copy=False
+        )
+    )
+    state = {"a": torch.ones(2)}
+    answer: Any = asyncckpt.async_save(state, checkpoint_id=tmp_path / "it", async_stager=stager)
+    answer.staging_completion.result(60)
+    state["a"].zero_()
+    answer.upload_completion.result(60)
+    stager.close()
+    asyncckpt.load(state, checkpoint_id=tmp_path / "it")
+    assert state["a"].all()
