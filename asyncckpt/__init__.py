@@ -11,6 +11,7 @@ import torch.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,24 @@ if TYPE_CHECKING:
     from asyncckpt.config import Config as Config
     from asyncckpt.config import add_arguments as add_arguments
     from asyncckpt.errors import CheckpointError as CheckpointError
+    from asyncckpt.errors import CheckpointExistsError as CheckpointExistsError
+    from asyncckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from asyncckpt.errors import ClosedError as ClosedError
+    from asyncckpt.errors import DamagedCheckpointError as DamagedCheckpointError
+    from asyncckpt.errors import JobTakenError as JobTakenError
+    from asyncckpt.errors import MismatchError as MismatchError
+    from asyncckpt.errors import OffloadedError as OffloadedError
+    from asyncckpt.errors import OutOfMemoryError as OutOfMemoryError
+    from asyncckpt.errors import RankFailedError as RankFailedError
+    from asyncckpt.errors import SaveDroppedError as SaveDroppedError
+    from asyncckpt.errors import SaveTimeoutError as SaveTimeoutError
+    from asyncckpt.errors import StorageError as StorageError
+    from asyncckpt.errors import StructureChangedError as StructureChangedError
+    from asyncckpt.errors import UnsavableStateError as UnsavableStateError
+    from asyncckpt.errors import UntrustedValueError as UntrustedValueError
+    from asyncckpt.errors import VersionError as VersionError
+    from asyncckpt.errors import WeightsTimeoutError as WeightsTimeoutError
+    from asyncckpt.errors import WorkerDiedError as WorkerDiedError
     from asyncckpt.integrations.dcp import async_save as async_save
     from asyncckpt.integrations.dcp import load as load
     from asyncckpt.integrations.dcp import save as save
@@ -26,6 +45,8 @@ if TYPE_CHECKING:
     from asyncckpt.integrations.wrap import wrap_save as wrap_save
     from asyncckpt.publication import Publication as Publication
     from asyncckpt.save_handle import Save as Save
+
+    __version__: str
 
 # Where each public name stands.
 _MODULES = {
@@ -47,9 +68,13 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    value: object
+    if name == "__version__":
+        value = importlib.metadata.version(__name__)
+    elif name in _MODULES or name.endswith("Error"):  # an error has to be named to be caught, by whoever meets it
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

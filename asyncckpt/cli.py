@@ -1,6 +1,6 @@
 """The command line: ``asyncckpt ls``, ``inspect``, ``verify`` and ``demo``.
 
-All but the demo work without torch, and read no pickle.
+What we have written is looked at without torch, and without reading a pickle.
 """
 
 from __future__ import annotations
@@ -11,129 +11,210 @@ import datetime
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tabulate import tabulate
 
+import asyncckpt
 from asyncckpt.demo import run as demo
-from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.loading.contents import Value, checkpoints_at, contents
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import StorageSource, read_manifest, verify
+from asyncckpt.loading.source import is_stock, read_manifest, verify
 from asyncckpt.worker.manifest import Manifest
-from asyncckpt.worker.storage import complete_steps, step_folder
+
+_GOOD, _DAMAGED, _UNUSABLE = 0, 1, 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0, 1 for a damaged or missing checkpoint, 2 for a wrong call."""
+    """Run a command.
+
+    Returns:
+        The exit status: 0, all is good; 1, a checkpoint is damaged; 2, something is not there, or cannot be used.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["demo"]:  # which has options of its own, and wants torch
         return demo.main(argv[1:])
     args = _parser().parse_args(argv)
     try:
-        return int(args.run(args))
-    except CheckpointError as error:
-        if args.json:
-            print(json.dumps({"error": error.message, "path": error.path}))
-        else:
-            print(f"asyncckpt: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # `asyncckpt ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        answers = _Answers(args.json)
+        for path in args.paths:
+            args.run(answers, path, args)
+        answers.show()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return answers.status
+    except OSError as error:  # `asyncckpt ls | head`, or a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, BrokenPipeError):
+            return _GOOD
+        print(f"asyncckpt: nothing can be written to stdout: {error.strerror}", file=sys.stderr)
+        return _UNUSABLE
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asyncckpt", description="Look at checkpoints, and check them.")
+    parser.add_argument("--version", action="version", version=f"asyncckpt {asyncckpt.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, text: str, example: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[..., None], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(
             name,
             help=text,
-            description=text[0].upper() + text[1:] + ".",
-            epilog=f"example: {example}",
+            description=f"{text[0].upper()}{text[1:]}. Exits with 0 if all is good, with 1 if a checkpoint is damaged,"
+            " and with 2 if something is not there or cannot be used.",
+            epilog=f"examples: asyncckpt {name} checkpoints; asyncckpt {name} checkpoints/step-00000100",
+        )
+        added.add_argument(
+            "paths",
+            metavar="PATH",
+            nargs="+",
+            help="a folder of checkpoints, or a checkpoint, also one that stock DCP has written",
         )
         added.add_argument("--json", action="store_true", help="print JSON")
         added.set_defaults(run=run)
         return added
 
-    ls = command("ls", _ls, "list the checkpoints of a run", "asyncckpt ls runs/7/checkpoints")
-    ls.add_argument("root", metavar="ROOT", help="the folder of the run's checkpoints")
-    inspect = command(
-        "inspect", _inspect, "show what is in a checkpoint", "asyncckpt inspect checkpoints/step-00000100"
-    )
-    inspect.add_argument("path", metavar="PATH", help="a checkpoint")
-    check = command(
-        "verify",
-        _verify,
-        "check every byte of a checkpoint; exit 1 and name file and tensor if one is bad",
-        "asyncckpt verify checkpoints/step-00000100",
-    )
-    check.add_argument("path", metavar="PATH", help="a checkpoint")
+    command("ls", _ls, "list checkpoints")
+    inspect = command("inspect", _inspect, "show what is in a checkpoint; of a folder of them, in the newest")
+    inspect.add_argument("--shards", action="store_true", help="show the shards of each tensor, and where they are")
+    command("verify", _verify, "check every byte of checkpoints, and name the files and tensors that are bad")
     commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")
     return parser
 
 
-def _ls(args: argparse.Namespace) -> int:
-    if not os.path.isdir(args.root):
-        raise CheckpointError("there is no such folder", path=args.root)
-    found, damages = [], []
-    for step in complete_steps(args.root):
-        path = step_folder(args.root, step)
+class _Answers:
+    """What a command has to say, as JSON or as lines, and how it ends."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.status = _GOOD
+        self.is_json = as_json
+        self._facts: list[dict[str, Any]] = []
+        self._rows: list[tuple[object, ...]] = []
+        self._headers: tuple[str, ...] = ()
+
+    def line(self, text: str) -> None:
+        """Say something beside the table, now."""
+        if not self.is_json:
+            print(text)
+
+    def add(self, facts: dict[str, Any]) -> None:
+        """For JSON."""
+        self._facts.append(facts)
+
+    def row(self, headers: tuple[str, ...], *cells: object) -> None:
+        """A line of the table."""
+        self._headers = headers
+        self._rows.append(cells)
+
+    @contextlib.contextmanager
+    def about(self, path: str) -> Iterator[None]:
+        """What goes wrong with ``path`` is said, and does not keep the others from being looked at."""
         try:
-            found.append((step, read_manifest(path), path))
-        except DamagedCheckpointError as error:
-            damages.append(error)
-            print(f"asyncckpt: {error}", file=sys.stderr)
-    if args.json:
-        print(json.dumps([_facts(each) | {"step": step, "path": path} for step, each, path in found], indent=1))
-        return 1 if damages else 0
-    shown = [
-        (step, _time(each.created), _size(each.nbytes), f"{each.timings.get('write_s', 0):.2f}", path)
-        for step, each, path in found
-    ]
-    print(tabulate(shown, headers=["step", "written at", "size", "write s", "path"]) if shown else "no checkpoints")
-    return 1 if damages else 0
+            yield
+        except CheckpointError as error:
+            self.fail(_DAMAGED if isinstance(error, DamagedCheckpointError) else _UNUSABLE)
+            self.add({"path": error.path or path, "error": error.message})
+            if not self.is_json:
+                print(f"asyncckpt: {error}", file=sys.stderr)
+
+    def fail(self, status: int) -> None:
+        """End with that status, or a worse one."""
+        self.status = max(self.status, status)
+
+    def show_table(self) -> None:
+        """Print the table, and begin another."""
+        if self._rows and not self.is_json:
+            print(tabulate(self._rows, headers=self._headers))
+        self._rows = []
+
+    def show(self) -> None:
+        """Print what is left to be said."""
+        self.show_table()
+        if self.is_json:
+            print(json.dumps(self._facts, indent=1))
 
 
-def _inspect(args: argparse.Namespace) -> int:
-    source = StorageSource(args.path)
-    manifest, items = source.manifest, [item for index in source.indexes() for item in index.items]
-    if args.json:
-        facts = {**_facts(manifest), "files": manifest.files, "items": [item._asdict() for item in items]}
-        print(json.dumps(facts, indent=1))
-        return 0
-    rows = [
-        (item.name, item.dtype or item.kind, "x".join(map(str, item.shape)), _size(item.payload_bytes))
-        for item in items
-    ]
-    print(tabulate(rows, headers=["name", "type", "shape", "size"]))
-    tensors = [item for item in items if item.kind == "tensor"]
-    print(
-        f"\n{len(tensors)} tensors and {len(items) - len(tensors)} objects, {_size(manifest.nbytes)},"
-        f" step {manifest.step}, written by {manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
-        f" at {_time(manifest.created)}"
-    )
-    print(", ".join(f"{name} {value:.3f}" for name, value in manifest.timings.items()))
-    return 0
+def _ls(answers: _Answers, given: str, args: argparse.Namespace) -> None:
+    headers = ("step", "written at", "size", "write s", "path")
+    with answers.about(given):
+        paths = checkpoints_at(given)
+        if paths != [given]:
+            answers.line(f"{given}: {_number(len(paths), 'checkpoint')}")
+        for path in paths:
+            if path == given and is_stock(path):
+                answers.row(
+                    headers, "", "", _size(sum(value.nbytes for value in contents(path))), "", f"{path} (DCP's)"
+                )
+                answers.add({"path": path, "stock": True})
+                continue
+            with answers.about(path):
+                manifest = read_manifest(path)
+                write = f"{manifest.timings.get('write_s', 0):.2f}"
+                answers.row(headers, manifest.step, _time(manifest.created), _size(manifest.nbytes), write, path)
+                answers.add({"path": path} | _facts(manifest))
 
 
-def _verify(args: argparse.Namespace) -> int:
-    with Progress("verifying", shown=not args.json) as bar:
-        with contextlib.suppress(CheckpointError):  # verify says what is wrong
-            bar.expect(read_manifest(args.path).nbytes)
-        report = verify(args.path, bar.update)
-    if args.json:
-        damages = [{"file": damage.path, "what": damage.message} for damage in report.damages]
-        print(
-            json.dumps({"path": report.path, "bytes": report.nbytes, "ok": not damages, "damages": damages}, indent=1)
-        )
-    else:
-        for damage in report.damages:
-            print(f"{damage.path}: {damage.message}")
-        if not report.damages:
-            print(f"{report.path}: good, {_size(report.nbytes)}")
-    return 1 if report.damages else 0
+def _inspect(answers: _Answers, given: str, args: argparse.Namespace) -> None:
+    with answers.about(given):
+        paths = checkpoints_at(given)
+        if not paths:
+            raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
+        path = paths[-1]
+        if path != given:
+            answers.line(f"{given}: {_number(len(paths), 'checkpoint')}; this is that of the last step")
+        values = contents(path)
+        manifest = None if is_stock(path) else read_manifest(path)
+        if manifest is None:
+            answers.line(f"{path}: a checkpoint of stock DCP, without checksums")
+        else:
+            written = f"written by {_number(manifest.world_size, 'rank')} at {_time(manifest.created)}"
+            answers.line(f"{path}: the checkpoint of step {manifest.step}, {written}")
+        facts = {"stock": True} if manifest is None else {**_facts(manifest), "files": manifest.files}
+        answers.add({"path": path, **facts, "values": [value.facts() for value in values]})
+        _show_values(answers, values, shards=args.shards)
+        tensors = sum(bool(value.dtype) for value in values)
+        objects = _number(len(values) - tensors, "object")
+        answers.line(f"\n{_number(tensors, 'tensor')} and {objects}, {_size(sum(value.nbytes for value in values))}")
+        if manifest is not None:
+            answers.line(", ".join(f"{name} {seconds:.3f}" for name, seconds in manifest.timings.items()))
+
+
+def _show_values(answers: _Answers, values: list[Value], *, shards: bool) -> None:
+    for value in values:
+        kind = value.dtype or "object"
+        if not shards:
+            headers = ("name", "type", "shape", "size", "shards")
+            answers.row(headers, value.name, kind, _shape(value.shape), _size(value.nbytes), len(value.shards))
+            continue
+        for each in value.shards:
+            headers = ("name", "type", "shape", "from", "size", "file")
+            place = ",".join(map(str, each.offsets))
+            answers.row(headers, value.name, kind, _shape(each.shape), place, _size(each.nbytes), each.file)
+    answers.show_table()
+
+
+def _verify(answers: _Answers, given: str, args: argparse.Namespace) -> None:
+    with answers.about(given), Progress("verifying", shown=not args.json) as bar:
+        paths = checkpoints_at(given)
+        if not paths:
+            raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
+        if paths == [given] and is_stock(given):
+            raise CheckpointNotFoundError("stock DCP wrote this, without checksums: nothing can verify it", path=given)
+        for path in paths:
+            with contextlib.suppress(CheckpointError):  # verify says what is wrong
+                bar.expect(read_manifest(path).nbytes)
+        for path in paths:
+            with answers.about(path):
+                report = verify(path, bar.update)
+                damages = [{"file": damage.path, "what": damage.message} for damage in report.damages]
+                answers.add({"path": report.path, "bytes": report.nbytes, "ok": not damages, "damages": damages})
+                for damage in report.damages:
+                    answers.line(f"{damage.path}: {damage.message}")
+                answers.fail(_DAMAGED if damages else _GOOD)
+                if not damages:
+                    answers.line(f"{report.path}: good, {_size(report.nbytes)}")
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
@@ -144,6 +225,14 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "bytes": manifest.nbytes,
         "timings": dict(manifest.timings),
     }
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _time(seconds: float) -> str:

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from support.states import small_state
 
+import asyncckpt
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import _OPTIONS, Config, add_arguments, is_switched_on
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
+from asyncckpt.loading.contents import Shard, Value
 
 
 @pytest.fixture
@@ -34,31 +38,59 @@ def _run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, str]:
 
 def test_ls(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out = _run(capsys, "ls", saved)
-    assert status == 0 and "step-00000002" in out
+    assert status == 0 and "step-00000002" in out and "2 checkpoints" in out
     rows = json.loads(_run(capsys, "ls", saved, "--json")[1])
     assert [row["step"] for row in rows] == [1, 2] and rows[0]["bytes"] > 0
-    assert _run(capsys, "ls", saved / "none")[0] == 1
+    rows = json.loads(_run(capsys, "ls", saved / "step-00000002", saved / "step-00000001", "--json")[1])
+    assert [row["step"] for row in rows] == [2, 1]
+    assert _run(capsys, "ls", saved / "none")[0] == 2
+    (saved / "step-00000001" / "asyncckpt.json").write_text("{")
+    status, out = _run(capsys, "ls", saved)  # one bad manifest is one bad line
+    assert status == 1 and "step-00000002" in out
 
 
 def test_inspect(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = _run(capsys, "inspect", saved / "step-00000002")
-    assert status == 0 and "model.weight" in out and "64x32" in out and "bfloat16" in out and "step 2" in out
-    facts = json.loads(_run(capsys, "inspect", saved / "step-00000002", "--json")[1])
+    for path in (saved, saved / "step-00000002"):
+        status, out = _run(capsys, "inspect", path)
+        assert status == 0 and "model.weight" in out and "64x32" in out and "bfloat16" in out and "step 2" in out
+    (facts,) = json.loads(_run(capsys, "inspect", saved / "step-00000002", "--json")[1])
     assert facts["step"] == 2 and "write_s" in facts["timings"]
-    assert {item["name"] for item in facts["items"]} >= {"model.weight", "optimizer.lr", "step"}
+    assert {value["name"] for value in facts["values"]} >= {"model.weight", "optimizer.lr", "step"}
+
+
+def test_inspect_of_a_sharded_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One row for a tensor, whole; and its shards where that is asked for."""
+    value = Value("w", "float32", [Shard("__0_0.distcp", 24, (2 * half, 0), (2, 3)) for half in (0, 1)])
+    assert value.shape == (4, 3) and value.nbytes == 48 and Value("x", "float32", [Shard("f", 4)]).shape == ()
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"w": torch.zeros(4, 3), "n": 3}).result(60)
+    out = _run(capsys, "inspect", root, "--shards")[1]
+    assert "0,0" in out and "4x3" in out and "__0_0.distcp" in out
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_stock_dcp_wrote(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp.save({"w": torch.zeros(4, 3), "n": 3}, checkpoint_id=str(root))
+    status, out = _run(capsys, "inspect", root)
+    assert status == 0 and "stock DCP" in out and "4x3" in out and "48 B" in out
+    assert _run(capsys, "ls", root)[0] == 0
+    status = cli.main(["verify", str(root)])
+    assert status == 2 and "without checksums" in capsys.readouterr().err
 
 
 def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved / "step-00000001"
-    assert _run(capsys, "verify", path)[0] == 0
+    assert _run(capsys, "verify", path)[0] == 0 and _run(capsys, "verify", saved)[0] == 0
     data = bytearray((path / "__0_0.distcp").read_bytes())
     data[1000] ^= 1
     (path / "__0_0.distcp").write_bytes(data)
-    status, out = _run(capsys, "verify", path)
-    assert status == 1 and "__0_0.distcp" in out and "'model.weight'" in out
+    for given in (path, saved):
+        status, out = _run(capsys, "verify", given)
+        assert status == 1 and "__0_0.distcp" in out and "'model.weight'" in out
+    assert "step-00000002: good" in out
     status, out = _run(capsys, "verify", path, "--json")
-    assert status == 1 and json.loads(out)["damages"][0]["file"].endswith("__0_0.distcp")
-    assert _run(capsys, "verify", saved / "none")[0] == 1
+    assert status == 1 and json.loads(out)[0]["damages"][0]["file"].endswith("__0_0.distcp")
+    assert _run(capsys, "verify", saved / "none")[0] == 2
 
 
 def test_help_shows_examples() -> None:
@@ -66,7 +98,24 @@ def test_help_shows_examples() -> None:
         done = subprocess.run(
             [sys.executable, "-m", "asyncckpt", command, "--help"], capture_output=True, text=True, check=True
         )
-        assert f"example: asyncckpt {command}" in done.stdout
+        assert f": asyncckpt {command}" in done.stdout
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"asyncckpt {asyncckpt.__version__}\n" and asyncckpt.__version__[0].isdigit()
+    assert asyncckpt.StorageError is StorageError
+    with pytest.raises(AttributeError):
+        _ = asyncckpt.NoSuchError  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("stdout", "status"), [("/dev/full", 2), (None, 0)])
+def test_a_stdout_that_takes_nothing(saved: Path, stdout: str | None, status: int) -> None:
+    command = [sys.executable, "-m", "asyncckpt", "ls", str(saved)]
+    into = f">{stdout}" if stdout else ">&-"
+    done = subprocess.run(["sh", "-c", f'"$@" {into}', "sh", *command], capture_output=True, text=True)
+    assert done.returncode == status and "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
 def test_choices_from_a_command_line_and_the_environment() -> None:

@@ -1,0 +1,103 @@
+"""What is in a checkpoint: its values, each with its shards. The indexes say that; of what DCP wrote, its metadata."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.loading.source import StorageSource, is_stock
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.worker.storage import named_steps, step_folder, step_of, storage_for
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a value: ``nbytes`` in ``file``. ``offsets`` in the whole tensor, and ``shape``; () for objects."""
+
+    file: str
+    nbytes: int
+    offsets: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+@dataclass
+class Value:
+    """A value of a state dict: a tensor with its ``dtype``, or an object, whose dtype is ""."""
+
+    name: str
+    dtype: str
+    shards: list[Shard] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all shards."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        ends = [map(sum, zip(each.offsets, each.shape, strict=True)) for each in self.shards]
+        return tuple(map(max, zip(*ends, strict=True)))
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        shards = [vars(shard) for shard in self.shards]
+        return {"name": self.name, "dtype": self.dtype, "shape": self.shape, "bytes": self.nbytes, "shards": shards}
+
+
+def checkpoints_at(path: str) -> list[str]:
+    """The checkpoints that ``path`` stands for: itself, or those in it, by their steps; none in an empty folder.
+
+    Raises ``CheckpointNotFoundError`` where there is nothing, or something else; ``StorageError``.
+    """
+    storage = storage_for(path)
+    if storage.exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path):
+        return [path]
+    names = list(storage.names_in(path))
+    steps = named_steps(path)
+    if steps or (storage.exists(path) and not names):
+        return [step_folder(path, step) for step in steps]
+    if step_of(path) is not None and names:
+        return [path]  # what made it one is missing
+    raise CheckpointNotFoundError("there is no checkpoint here, nor a folder of checkpoints", path=path)
+
+
+def contents(path: str) -> list[Value]:
+    """The values in the checkpoint ``path``, in the order in which they are stored.
+
+    Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``UntrustedValueError``, ``StorageError``.
+    """
+    found: dict[str, Value] = {}
+    if is_stock(path):
+        for name, dtype, shard in _stock_shards(path):
+            found.setdefault(name, Value(name, dtype)).shards.append(shard)
+        return list(found.values())
+    for index in StorageSource(path).indexes():
+        for item in index.items:
+            value = found.setdefault(item.name, Value(item.name, item.dtype))
+            value.shards.append(Shard(index.data, item.payload_bytes, tuple(item.offsets), tuple(item.shape)))
+    return list(found.values())
+
+
+def _stock_shards(path: str) -> list[tuple[str, str, Shard]]:
+    # Only here: all that is ours can be looked at without torch.
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from asyncckpt.loading.unpickle import load_metadata
+
+    metadata = load_metadata(storage_for(path).read(os.path.join(path, METADATA_NAME)), path, weights_only=True)
+    shards = []
+    for index, place in (metadata.storage_data or {}).items():
+        about, file = metadata.state_dict_metadata.get(index.fqn), getattr(place, "relative_path", "")
+        if not isinstance(about, TensorStorageMetadata):
+            shards.append((index.fqn, "", Shard(file, getattr(place, "length", 0))))
+            continue
+        dtype = about.properties.dtype
+        offsets = tuple(index.offset or (0,) * len(about.size))
+        shape = next((tuple(each.sizes) for each in about.chunks if tuple(each.offsets) == offsets), tuple(about.size))
+        nbytes = math.prod(shape) * dtype.itemsize
+        shards.append((index.fqn, str(dtype).removeprefix("torch."), Shard(file, nbytes, offsets, shape)))
+    return shards
