@@ -139,10 +139,14 @@ def test_what_cannot_be_published(publisher: WeightPublisher, subscriber: Weight
         assert sorted(weights) == ["model.w", "v"]
 
 
-def test_an_address_is_taken_once(publisher: WeightPublisher) -> None:
-    publisher.publish(model(1), 1)
+def _publish_beside() -> None:
     with WeightPublisher("policy") as other, pytest.raises(JobTakenError):
         other.publish(model(2), 2)
+
+
+def test_an_address_is_taken_once(publisher: WeightPublisher) -> None:
+    publisher.publish(model(1), 1)
+    assert alone(_publish_beside)[0] == 0
 
 
 def test_too_little_memory_means_fewer_versions(
