@@ -10,14 +10,16 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from multiprocess.connection import Connection
+from multiprocess.connection import Connection, wait
 
 from asyncckpt.errors import WorkerDiedError
 from asyncckpt.worker.messages import Ready, receive
 
 _LAST_WORDS_BYTES = 4096
+_END_S = 1.0  # what a process may take to end after its socket is closed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +72,32 @@ class WorkerProcess:
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until it is up. Raises ``WorkerDiedError``."""
-        with contextlib.suppress(EOFError, OSError):
-            if self.connection.poll(timeout) and isinstance(receive(self.connection), Ready):
+        ready: list[object] = []
+        with contextlib.suppress(EOFError, OSError), self._watched() as sentinel:
+            # Its socket alone would not tell: a fork of it may hold that open.
+            ready = wait([self.connection, *sentinel], timeout)
+            if self.connection in ready and isinstance(receive(self.connection), Ready):
                 return
+        # An end of file may come a little before the end of the process.
+        code = self.wait(_END_S) if ready else None
         self.kill()
         self.wait()
+        how = f"did not get ready within {timeout:g} s" if code is None else f"{how_it_ended(code)} while it started"
         words = self.last_words()
         self.close()
-        raise WorkerDiedError(f"the worker process did not get ready within {timeout:g} s; {words}")
+        raise WorkerDiedError(f"the worker process {how}; {words}")
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[list[int]]:
+        """A descriptor that becomes readable when it ends; none on a kernel that has none."""
+        fds: list[int] = []
+        with contextlib.suppress(OSError):
+            fds.append(os.pidfd_open(self.pid))
+        try:
+            yield fds
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def kill(self) -> None:
         """End it at once."""

@@ -34,9 +34,12 @@ from asyncckpt.worker.messages import (
 
 logger = logging.getLogger(__name__)
 
-# How long a worker may take to see that its trainer is dead, and how often it is asked.
+# How long a worker may take to see that its trainer is dead, where nobody here can say whether it is, and how often it
+# is asked.
 _NOTICE_S = 5.0
 _POLL_S = 0.02
+# How long a worker may take to end when it is killed.
+_END_S = 5.0
 
 
 class Takeover:
@@ -83,7 +86,10 @@ class Takeover:
                 if isinstance(reply, Inventory):
                     return cls(connection, reply, _take_segments(connection, reply, timeout))
                 is_left = reply.worker in left
-                if time.monotonic() > (left_by if is_left else noticed) or (not is_left and _lives(reply.trainer)):
+                # It may be busy (taking memory, say) before it takes note that its trainer is gone. That the trainer
+                # is not found means this only where process ids are the same for that worker and for us.
+                limit = left_by if is_left or peer_pid(connection) == reply.worker else noticed
+                if time.monotonic() > limit or (not is_left and _lives(reply.trainer)):
                     raise job_taken_error(reply.worker, reply.trainer)
             except CheckpointError:
                 connection.close()
@@ -118,7 +124,7 @@ class Takeover:
                     "the worker %d of the trainer before this one is killed, after %g s", self.worker, timeout
                 )
                 os.kill(peer_pid(self._connection), signal.SIGKILL)
-                if not self._connection.poll(_NOTICE_S):
+                if not self._connection.poll(_END_S):
                     raise SaveTimeoutError(f"the worker {self.worker} of the trainer before this one cannot be killed")
         except CheckpointError:
             raise

@@ -47,11 +47,25 @@ def test_it_is_small_and_knows_no_torch() -> None:
 
 def test_one_that_cannot_start_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "command", lambda: [sys.executable, "-c", "raise SystemExit('no luck today')"])
-    with pytest.raises(WorkerDiedError, match="no luck today"):
+    with pytest.raises(WorkerDiedError, match="ended with status 1 while it started; .*no luck today"):
         WorkerClient(WorkerOptions())
     monkeypatch.setattr(worker_process, "command", lambda: ["/nonexistent/python"])
     with pytest.raises(WorkerDiedError, match="did not start"):
         WorkerClient(WorkerOptions())
+
+
+def test_one_that_is_killed_while_it_starts_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where a fork of it, or of the trainer, holds its socket open."""
+    code = f"""
+import json, os, signal, subprocess, sys
+fork = subprocess.Popen(["sleep", "60"], pass_fds=[json.loads(sys.argv[1])["fd"]])
+open({str(tmp_path / "fork")!r}, "w").write(str(fork.pid))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    monkeypatch.setattr(worker_process, "command", lambda: [sys.executable, "-c", code])
+    with pytest.raises(WorkerDiedError, match="was killed by SIGKILL while it started"):
+        WorkerClient(WorkerOptions(start_timeout=20))
+    os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
 
 
 def test_one_that_never_gets_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
