@@ -64,10 +64,11 @@ class Config:
     terminal."""
 
     timeout: float = 600.0
-    """Seconds after which a wait for the worker (for a free slot, for memory, for its end) gives up with an error."""
+    """Seconds after which a wait for the worker (for memory, for its end) gives up with an error."""
 
     commit_timeout: float = 1800.0
-    """Seconds a save may take until it is committed. Then it fails, on all ranks, naming those that did not finish."""
+    """Seconds a save may take until it is committed. Then it fails, on all ranks, naming those that did not finish. A
+    save that waits for a free slot waits for as long."""
 
     assume_constant_structure: bool = False
     """Promise that a structure, once saved, never changes: then the ranks of a job do not ask each other before a save

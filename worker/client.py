@@ -10,109 +10,22 @@ import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from multiprocess.reduction import recv_handle, send_handle
 
 from asyncckpt.errors import CheckpointError, ClosedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
+from asyncckpt.worker.open_saves import OpenSaves, TrackedSave
 from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
-from asyncckpt.worker.rounds import grace
 
 logger = logging.getLogger(__name__)
 
+_CHECK_S = 0.5  # how often a wait looks whether it makes sense
 _LISTEN_S = 1.0  # how long the listener listens before it looks which saves are overdue
 
 Answer = TypeVar("Answer")
-
-
-class TrackedSave(Protocol):
-    """A save that the worker was told of; its own calls come on whatever thread learns of it."""
-
-    request: messages.WriteRequest
-    begun_at: float  # when the worker was told, by time.monotonic
-    copied: threading.Event  # nobody copies into its slot (any more)
-    is_whole: bool  # its image is complete
-    is_written: bool  # the worker has no more to do with its slot
-    is_withdrawn: bool  # it will fail, on all ranks, for a newer one
-    has_ended: bool  # the worker's part has ended, well or badly
-
-    def on_written(self, inode: int | None) -> None:
-        """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name."""
-
-    def on_end(self, outcome: messages.Committed | CheckpointError, *, heard: bool = True) -> None:
-        """Its end. Not ``heard``: the worker is dead, and has not said how the save ended."""
-
-
-class OpenSaves:
-    """Those that the worker was told of, by their numbers, until they have ended and their slots are free."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        """Guards them, and is notified whenever a save gets on."""
-        self._open: dict[int, TrackedSave] = {}
-        self._progress_at = 0.0  # when some save last got on, by time.monotonic
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
-    def add(self, save: TrackedSave) -> None:
-        """The worker is told of it."""
-        save.begun_at = time.monotonic()
-        with self.changed:
-            self._open[save.request.save_id] = save
-
-    def discard(self, save: TrackedSave) -> None:
-        """The worker could not be told of it."""
-        with self.changed:
-            self._open.pop(save.request.save_id, None)
-
-    def any_overdue(self) -> bool:
-        """Whether the worker has not said in time how a save ended. It may be stopped, and go on at any moment."""
-        with self.changed:
-            return any(self.is_overdue(save) for save in self._open.values() if not save.has_ended)
-
-    def is_overdue(self, save: TrackedSave) -> bool:
-        """Whether a worker that says nothing, of it or of others, has stopped: its own limit ends a save earlier."""
-        limit = save.request.timeout
-        return time.monotonic() >= max(save.begun_at, self._progress_at) + limit + 2 * grace(limit)
-
-    def on_copied(self, save: TrackedSave) -> None:
-        """Nobody copies into its slot any more."""
-        with self.changed:
-            save.copied.set()
-            self.changed.notify_all()
-
-    def on_written(self, save_id: int, inode: int | None = None) -> None:
-        """The worker lets go of its slot."""
-        with self.changed:
-            if (save := self._open.get(save_id)) is not None:  # else the worker died meanwhile
-                save.on_written(inode)
-                self._changed(save)
-
-    def on_end(self, save_id: int, outcome: messages.Committed | CheckpointError) -> None:
-        """It has ended. Where another rank has failed it, its slot may still be being written."""
-        with self.changed:
-            save = self._open.get(save_id)
-            if save is not None and not save.has_ended:  # else it was cancelled, or the worker died and took it along
-                save.on_end(outcome)
-                self._changed(save)
-
-    def close(self) -> list[TrackedSave]:
-        """The worker is gone: all slots are free. Returns those that were open."""
-        with self.changed:
-            saves, self._open = list(self._open.values()), {}
-            for save in saves:
-                save.on_written(None)
-            self.changed.notify_all()
-        return saves
-
-    def _changed(self, save: TrackedSave) -> None:
-        self._progress_at = time.monotonic()
-        if save.has_ended and save.is_written:
-            del self._open[save.request.save_id]
-        self.changed.notify_all()
 
 
 class WorkerClient:
@@ -174,9 +87,9 @@ class WorkerClient:
         doing = "handing over shared memory"
         return self._ask(messages.Adopt(held), messages.Adopted, timeout, doing, segment.fileno()).segment
 
-    def host(self, port: int, timeout: float) -> int:
-        """Have the worker host the store that joins the ranks (``port`` 0: anywhere). Returns its port."""
-        return self._ask(messages.Host(port), messages.Hosting, timeout, "hosting the store that joins the ranks").port
+    def host(self, request: messages.Host, timeout: float) -> messages.Hosting:
+        """Have the worker host the store that joins the ranks."""
+        return self._ask(request, messages.Hosting, timeout, "hosting the store that joins the ranks")
 
     def describe(self, segment: int, layout: messages.SegmentLayout, timeout: float) -> None:
         """Tell what stands where in a segment; whoever asks the worker from now on is told so.
@@ -231,20 +144,29 @@ class WorkerClient:
 
     # Waits, and the end.
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float, doing: str) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], timeout: float, doing: str, check: Callable[[], object] = lambda: None
+    ) -> None:
         """Wait until ``condition`` holds. Raises ``SaveTimeoutError``, or ``WorkerDiedError``: it never will.
 
         Args:
             condition: Looked at whenever a save gets on; the saves cannot change meanwhile.
             timeout: Seconds.
             doing: What is being waited for, for the error.
+            check: Called now and then; what it raises ends the wait.
         """
-        with self.saves.changed:
-            self.saves.changed.wait_for(lambda: condition() or self._death is not None, timeout)
-            if condition():
-                return
-            if self._death is not None:
-                raise self._death
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            with self.saves.changed:
+                self.saves.changed.wait_for(lambda: condition() or self._death is not None, min(left, _CHECK_S))
+                if condition():
+                    return
+                if self._death is not None:
+                    raise self._death
+            if left <= _CHECK_S:
+                break
+            check()
         raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s; the storage may be stalled")
 
     def wait_for_end(self, timeout: float) -> None:

@@ -21,13 +21,17 @@ from asyncckpt.worker.messages import Committed, Failed, Rendezvous, WriteReques
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.storage.history import prune
+from asyncckpt.worker.store_connection import Patience
 
 logger = logging.getLogger(__name__)
 
 # How long the first rank's worker, at its end, waits for others that may still want to know how the last save ended.
 _LEAVE_S = 5.0
 # How long to look for the store, which the first rank may just be bringing back in the save that this one is in too.
+# All saves that are under way look together.
 _PATIENCE_S = 10.0
+# How long the others may take to be told, at the end, of what has failed.
+_TELL_S = 1.0
 # How long to look whether a store is gone, or just the connection to it.
 _PROBE_S = 1.0
 # A save that waited here until its time was up may have been reported by all ranks meanwhile: time to see that.
@@ -45,13 +49,13 @@ class _SoloRounds:
         self._changed = threading.Condition()
         self._reports: dict[str, bytes | CheckpointError] = {}
 
-    def report(self, name: str, value: bytes | CheckpointError) -> None:
+    def report_soon(self, name: str, value: bytes | CheckpointError, timeout: float) -> None:
         """The first one counts."""
         with self._changed:
             self._reports.setdefault(name, value)
             self._changed.notify_all()
 
-    fail = report
+    fail_soon = report_soon
 
     def collect(self, name: str, timeout: float) -> list[bytes]:
         with self._changed:
@@ -76,11 +80,9 @@ class _SoloRounds:
 
     def wait_left(self, timeout: float) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, timeout: float) -> None: ...
 
     # Never called: for other ranks than the first.
-
-    def fail_soon(self, name: str, error: CheckpointError, timeout: float) -> None: ...
 
     def leave(self) -> None: ...
 
@@ -111,9 +113,8 @@ class Committer:
         self._send = send
         self._rank = 0
         self._rendezvous: Rendezvous | None = None
-        # A wait for an outcome occupies a connection: reports go over another.
-        self._waiting: Rounds | _SoloRounds = _SoloRounds()
-        self._reporting: Rounds | _SoloRounds = self._waiting
+        self._rounds: Rounds | _SoloRounds = _SoloRounds()
+        self._patience = Patience(_PATIENCE_S)
         self._lock = threading.Lock()
         self._open: dict[int, Attempt | None] = {}
         self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
@@ -129,14 +130,15 @@ class Committer:
     def join(self, rendezvous: Rendezvous, timeout: float) -> None:
         """From the next save on, commit with the other ranks; ``timeout``: seconds that the store may take."""
         self._rank, self._rendezvous = rendezvous.rank, rendezvous
-        self._waiting = self._reporting = Rounds(rendezvous, timeout, _PATIENCE_S)
-        self._waiting.connect()
-        if rendezvous.rank > 0:  # the first rank polls and never waits: it needs only one connection
-            self._reporting = Rounds(rendezvous, timeout, _PATIENCE_S)
-            self._reporting.connect()
+        self._rounds = Rounds(rendezvous, timeout, self._patience)
+
+    def hurry(self) -> None:
+        """The trainer is gone: nobody brings the store back for its saves."""
+        self._patience.end()
 
     def expect(self, request: WriteRequest) -> None:
         """A save has begun."""
+        self._patience.renew()
         with self._lock:
             self._open[request.save_id] = None
         self._queue.put((request, time.monotonic() + request.timeout))
@@ -162,10 +164,8 @@ class Committer:
         if is_late:
             attempt.discard()
             return
-        try:
-            self._reporting.report(round_name(_KIND, request.save_id), report)
-        except CheckpointError as error:
-            self.failed(request, error)
+        # Nothing is written later because the first rank's worker takes its time.
+        self._rounds.report_soon(round_name(_KIND, request.save_id), report, request.timeout)
 
     def failed(self, request: WriteRequest, error: CheckpointError, attempt: Attempt | None = None) -> None:
         """This rank's part of a save has failed, so the save fails on all ranks.
@@ -181,8 +181,7 @@ class Committer:
                 self._open[request.save_id], attempt = attempt, None
         if attempt is not None:
             attempt.discard()
-        with _logged("reporting a failure"):
-            self._reporting.fail(round_name(_KIND, request.save_id), error)
+        self._rounds.fail_soon(round_name(_KIND, request.save_id), error, request.timeout)
 
     def gone(self, why: str) -> None:
         """This rank begins no more saves."""
@@ -195,13 +194,12 @@ class Committer:
         self._thread.join()
         self._prunable.put(None)
         self._pruner.join()
+        self._rounds.close(_TELL_S)
         with _logged("leaving"), self._probe() as rounds:
             if self._rank == 0:
                 rounds.wait_left(_LEAVE_S)
             else:
                 rounds.leave()
-        self._waiting.close()
-        self._reporting.close()
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
@@ -232,7 +230,7 @@ class Committer:
             failure = located_in(request, error)
             if request.rank == 0:
                 with _logged("telling the other ranks of the failure"):
-                    self._waiting.conclude_failed(name, failure)
+                    self._rounds.conclude_failed(name, failure)
             attempt = self._take(request)  # if it is not written by now, it is never reported
             if request.rank > 0:
                 failure = self._resolve(request, name, failure)
@@ -251,11 +249,11 @@ class Committer:
                 self._prunable.put((os.path.dirname(request.path), request.keep_last))
         if request.rank == 0:
             with _logged("clearing up"):
-                self._waiting.clear(_KIND, request.save_id)
+                self._rounds.clear(_KIND, request.save_id)
 
     def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:
         """First rank: finalize what all have written, and tell them."""
-        reports = self._waiting.collect(name, max(_LEAST_S, deadline - time.monotonic()))
+        reports = self._rounds.collect(name, max(_LEAST_S, deadline - time.monotonic()))
         with self._lock:
             attempt = self._open[request.save_id]
         if attempt is None:
@@ -264,7 +262,7 @@ class Committer:
         attempt.commit([json.loads(report) for report in reports])
         self._last_step = request.step
         with _logged("telling the other ranks of the commit"):  # they look at what is finalized
-            self._waiting.conclude(name, b"")
+            self._rounds.conclude(name, b"")
 
     def _await_outcome(self, request: WriteRequest, name: str, deadline: float) -> CheckpointError | None:
         """What the first rank says: None, the save is committed; or why it never will be.
@@ -276,18 +274,18 @@ class Committer:
         while True:
             try:
                 left = max(_LEAST_S, deadline - time.monotonic())
-                store = store or self._waiting.store_id(left)
-                outcome = self._waiting.outcome(name, left)
+                store = store or self._rounds.store_id(left)
+                outcome = self._rounds.outcome(name, left)
             except WorkerDiedError:
-                if not self._is_there(store) or time.monotonic() > deadline:
+                if not store or not self._is_there(store) or time.monotonic() > deadline:
                     raise
                 continue  # it was only the connection that broke
             return located_in(request, outcome) if isinstance(outcome, CheckpointError) else None
 
     def _resolve(self, request: WriteRequest, name: str, failure: CheckpointError) -> CheckpointError | None:
         """How a save has ended of which the first rank said nothing, hence ``failure``; None: it is committed."""
-        if isinstance(failure, SaveTimeoutError):  # the first rank may only be slow: it shall find the reason it fails
-            self._reporting.fail_soon(name, failure, 0.0)
+        # The first rank may only be slow, or another worker of it may expect this save: it shall find why that fails.
+        self._rounds.fail_soon(name, failure, request.timeout)
         try:
             return None if resolve(request, _RESOLVE_S) else failure
         except SaveTimeoutError as error:
@@ -304,11 +302,11 @@ class Committer:
     @contextlib.contextmanager
     def _probe(self) -> Iterator[Rounds | _SoloRounds]:
         """Rounds that do not wait for a store that is gone."""
-        rounds = _SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, _PROBE_S)
+        rounds = _SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, _PROBE_S, Patience(0.0))
         try:
             yield rounds
         finally:
-            rounds.close()
+            rounds.close(0.0)
 
     def _take(self, request: WriteRequest) -> Attempt | None:
         """End a save: its attempt, if it is written, is the caller's alone."""

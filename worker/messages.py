@@ -186,9 +186,11 @@ class Listen:
 
 @dataclass(frozen=True)
 class Host:
-    """``port``: 0 for any."""
+    """``port``: 0 for any. ``address``: a numeric one to be reached at alone; "": at all. ``secret``: of the ranks."""
 
     port: int
+    address: str
+    secret: bytes
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,10 @@ class Listening:
 
 @dataclass(frozen=True)
 class Hosting:
+    """``address``: where alone it can be reached; "": at any address of the host."""
+
     port: int
+    address: str
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from multiprocess.connection import Connection, wait
 from multiprocess.reduction import recv_handle, send_handle
@@ -25,7 +24,7 @@ from asyncckpt.worker.endpoint_service import EndpointService
 from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.storage.storage import Storage
-from asyncckpt.worker.store_connection import host_store
+from asyncckpt.worker.store import Store
 from asyncckpt.worker.writer import Writer
 
 _CLOSED = "it has closed its checkpointer"
@@ -57,7 +56,7 @@ class Server:
         self._sending = threading.Lock()
         self._committer = Committer(self._end)
         self._writer = Writer(storage_for, segment_store, self._committer, self._send, io_threads)
-        self._store: Any = None
+        self._store: Store | None = None
 
     def run(self, trainer: int | None, linger: float) -> bool:
         """Serve until the trainer closes or dies. If it has died, stay ``linger`` seconds with what is held.
@@ -76,13 +75,15 @@ class Server:
             if why != _CLOSED:  # who is gone listens to nothing
                 logging.getLogger().removeHandler(to_trainer)
                 self._endpoint_service.redirect_log()
+                self._committer.hurry()
             self._writer.finish()
             self._segment_store.on_trainer_gone(keep=lingers)
             finished = self._writer.wait_finished()
             if finished:
                 self._committer.gone(why)
                 self._committer.close()
-                self._store = None
+                if self._store is not None:
+                    self._store.close()
                 self._connection.close()
                 if lingers:
                     # Until here nobody could make it leave. From here on it only spares others a read.
@@ -117,8 +118,8 @@ class Server:
         match message:
             case messages.Listen():
                 self._listen()
-            case messages.Host(port):
-                self._host(port)
+            case messages.Host():
+                self._host(message)
             case messages.Join(rendezvous, timeout):
                 self._committer.join(rendezvous, timeout)
             case messages.Allocate(nbytes):
@@ -148,12 +149,14 @@ class Server:
             trouble = f"{error.strerror}: {error.filename}" if error.filename else str(error)
         self._send(messages.Listening(trouble))
 
-    def _host(self, port: int) -> None:
+    def _host(self, request: messages.Host) -> None:
+        if self._store is not None:
+            self._store.close()
         try:
-            self._store = host_store(port)
+            self._store = Store(request.secret, request.port, request.address)
         except OSError as error:
             raise WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}") from error
-        self._send(messages.Hosting(self._store.port))
+        self._send(messages.Hosting(self._store.port, self._store.address))
 
     def _allocate(self, nbytes: int) -> None:
         number, segment = self._segment_store.allocate(nbytes)

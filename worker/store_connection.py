@@ -1,211 +1,293 @@
-"""A connection to the store of a job: how the store is hosted, and the thread through which it is used.
-
-The store is ``torch.distributed.TCPStore``. torch is imported inside the functions here and nowhere else in the worker:
-a job of one process never calls them. What was measured of the store (torch 2.13): a value sent in one piece may have
-8 MiB; the death of a peer is noticed at once; but a wait on a server that is stopped never returns, whatever its
-timeout. So each connection has a thread of its own, and nobody waits for that thread longer than was asked for.
-"""
+"""A connection to the store of a job (``store.py``), where no wait is longer than was asked for."""
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import secrets
+import select
 import socket
 import threading
 import time
-import uuid
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from asyncckpt.errors import SaveTimeoutError, WorkerDiedError
+from asyncckpt.worker.messages import Rendezvous
+from asyncckpt.worker.store import ANSWER, FIELD, ID_BYTES, NONCE_BYTES, REQUEST, Operation, proof
 
 T = TypeVar("T")
 
-HOST_KEY = "asyncckpt/host"
-"""Where every store says which one it is: a text that no other store has."""
-
 _PROBE_PAUSE_S = 0.1
-# What the store's own client gives any operation; whoever waits for it has limits of its own.
-_OPERATION_S = 300.0
-# What a store that listens may take to answer a new connection. One that is just dying never will.
-_CONNECT_S = 3.0
-_CONNECT_TRIES_S = 5.0
+# What a host may take to answer at all. One that is lost never will.
+_REACH_S = 3.0
+_PIECE_BYTES = 1 << 20
+# A wait is asked for in slices of that, so that a store which has stopped is noticed.
+_SLICE_S = 10.0
 
 
-def host_store(port: int) -> Any:
-    """A store, listening on ``port`` (0: any) until it is garbage. Raises ``OSError`` where the port is taken."""
-    try:
-        store = _store("0.0.0.0", port, 60.0, is_master=True)
-    except RuntimeError as error:
-        raise OSError(f"no store on port {port}: {_first_line(error)}") from error
-    store.set(HOST_KEY, uuid.uuid4().hex)
-    return store
+class Patience:
+    """How long a store that does not listen is waited for: from when it was first missed, by all who share this."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: float | None = None
+
+    def left(self) -> float:
+        """Seconds."""
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self._seconds
+        return self._until - now
+
+    def renew(self) -> None:
+        """It was reached, or somebody may be bringing it back: once it is missed again, the time begins anew."""
+        self._until = None
+
+    def end(self) -> None:
+        """Nobody will bring it back."""
+        self._seconds, self._until = 0.0, None
 
 
-def wait_for_key(store: Any, key: str, timeout: float) -> bool:
-    """Whether a key is there in time.
+class StoreClient:
+    """A connected rank. Any call raises ``TimeoutError`` or ``OSError``, and then it cannot be used any more."""
 
-    Args:
-        store: As ``StoreConnection`` gives it.
-        key: Set by some other rank.
-        timeout: Seconds to wait.
+    def __init__(self, rendezvous: Rendezvous, reach_s: float, deadline: float, silence: float | None) -> None:
+        """Connect.
 
-    Raises:
-        RuntimeError: The store is lost.
-    """
-    from torch.distributed import DistStoreError
+        Args:
+            rendezvous: Where, and with what secret.
+            reach_s: Seconds that the host may take to answer.
+            deadline: When any call has to have ended, by ``time.monotonic``.
+            silence: Seconds for which the store may say nothing; None: until the deadline.
+        """
+        self.deadline, self.silence = deadline, silence
+        try:
+            self._socket = socket.create_connection((rendezvous.address, rendezvous.port), timeout=reach_s)
+        except TimeoutError as error:
+            raise ConnectionError(f"no connection within {reach_s:g} s") from error
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            nonces = self._receive(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+            self._send(nonces[1] + proof(rendezvous.secret, b"rank", *nonces))
+            said = self._receive(len(proof(b"", b"")))
+            self.id = self._receive(ID_BYTES)
+            if not hmac.compare_digest(said, proof(rendezvous.secret, b"store", *nonces, self.id)):
+                raise ConnectionError("whoever listens there is not of this job")
+        except BaseException:
+            self.close()
+            raise
 
-    try:
-        store.wait([key], timedelta(seconds=max(timeout, 0.001)))
-    except DistStoreError:  # raised by a wait that ran out and by nothing else in it: a lost store is another class
-        return False
-    return True
+    def put(self, key: str, field: int, value: bytes) -> None:
+        """Set a field."""
+        self._ask(Operation.PUT, key, field, value)
+
+    def offer(self, key: str, field: int, value: bytes) -> None:
+        """Set a field, unless it is set."""
+        self._ask(Operation.OFFER, key, field, value)
+
+    def get(self, key: str) -> dict[int, bytes]:
+        """All fields of a key."""
+        return _fields(self._ask(Operation.GET, key)[1])
+
+    def fields(self, key: str) -> set[int]:
+        """The numbers of its fields."""
+        return set(_fields(self._ask(Operation.FIELDS, key)[1]))
+
+    def wait(self, key: str, count: int, timeout: float) -> dict[int, bytes] | None:
+        """Its fields, once it has ``count`` of them, or ``ENDS``. None: it has not after ``timeout`` seconds."""
+        until = time.monotonic() + timeout
+        while True:
+            left = max(0.0, until - time.monotonic())
+            slice_s = min(left, _SLICE_S if self.silence is None else self.silence / 2)
+            number, payload = self._ask(Operation.WAIT, key, count, seconds=slice_s)
+            if number >= 0:
+                return _fields(payload)
+            if left <= slice_s:
+                return None
+
+    def remove(self, key: str) -> None:
+        """Forget it."""
+        self._ask(Operation.REMOVE, key)
+
+    def is_lost(self) -> bool:
+        """Whether the other end has left while nobody asked for anything."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Whoever waits for an answer gets an ``OSError``. Safe to call twice."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _ask(
+        self, operation: Operation, key: str, number: int = 0, value: bytes = b"", seconds: float = 0.0
+    ) -> tuple[int, bytes]:
+        name = key.encode()
+        self._send(REQUEST.pack(operation, len(name), number, seconds, len(value)) + name + value)
+        found, nbytes = ANSWER.unpack(self._receive(ANSWER.size))
+        return found, self._receive(nbytes)
+
+    def _send(self, text: bytes) -> None:
+        rest = memoryview(text)
+        while rest:
+            self._limit()
+            rest = rest[self._socket.send(rest[:_PIECE_BYTES]) :]
+
+    def _receive(self, nbytes: int) -> bytes:
+        text = bytearray()
+        while len(text) < nbytes:
+            self._limit()
+            piece = self._socket.recv(min(nbytes - len(text), _PIECE_BYTES))
+            if not piece:
+                raise ConnectionResetError("the connection was closed at the other end")
+            text += piece
+        return bytes(text)
+
+    def _limit(self) -> None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left if self.silence is None else min(left, self.silence))
 
 
 class StoreConnection:
-    """A client of the store at ``address`` and ``port``, made when it is first used, and again after it was lost.
+    """A client of the store, made when it is first used, and again after it was lost. Any thread may call.
 
-    Any thread may call. What is asked of it is done in order, by a thread of its own.
+    One call at a time: a wait occupies it.
     """
 
-    def __init__(self, address: str, port: int) -> None:
-        self._address, self._port = address, port
-        self._lock = threading.Lock()
-        self._thread: _ClientThread | None = None
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._calling = threading.Lock()
+        self._client: StoreClient | None = None
+        self._changed = threading.Condition()
+        self._tasks: deque[tuple[Callable[[StoreClient], Any], float, Future[Any]]] = deque()
+        self._is_busy = self._closed = False
 
-    def start(self, what: Callable[[Any], T], patience: float) -> Future[T]:
-        """Have ``what`` called with the store. ``patience``: seconds to wait for a store that does not listen yet."""
-        return self._start(what, patience)[1]
-
-    def call(self, what: Callable[[Any], T], limit: float, patience: float) -> T:
-        """Have ``what`` called with the store, and wait for that.
+    def call(
+        self, what: Callable[[StoreClient], T], limit: float, patience: Patience, silence: float | None = None
+    ) -> T:
+        """Have ``what`` called with the store.
 
         Args:
-            what: What to do with the store.
-            limit: Seconds to wait. What takes longer is left behind, with its thread.
-            patience: Seconds to wait for a store that does not listen yet.
+            what: What to do with it.
+            limit: Seconds that this may take.
+            patience: How long to look for a store that does not listen.
+            silence: Seconds for which it may say nothing at all, as it does when it is stopped; None: ``limit``.
 
         Raises:
             WorkerDiedError: The store is gone or cannot be reached.
             SaveTimeoutError: It was reached, and does not answer.
         """
-        thread, future = self._start(what, patience)
+        deadline = time.monotonic() + limit
+        if not self._calling.acquire(timeout=max(0.0, limit)):
+            raise self._silent(limit)
         try:
-            return future.result(limit)
-        except FutureTimeoutError as error:
-            self._drop(thread)
-            if not thread.connected:
-                raise self._unreachable(f"no connection within {limit:g} s") from error
-            raise SaveTimeoutError(
-                f"the worker of rank 0, which brings the ranks together, does not answer within {limit:g} s", rank=0
+            client = self._connected(patience, deadline, silence)
+            client.deadline, client.silence = deadline, silence
+            return what(client)
+        except TimeoutError as error:
+            self._drop()
+            raise self._silent(limit if silence is None else min(limit, silence)) from error
+        except OSError as error:
+            self._drop()
+            raise WorkerDiedError(
+                "the worker of rank 0, which brings the ranks together at"
+                f" {self._rendezvous.address}:{self._rendezvous.port}, is gone or cannot be reached"
+                f" ({error.strerror or error})",
+                rank=0,
             ) from error
-        except RuntimeError as error:
-            self._drop(thread)
-            raise self._unreachable(_first_line(error)) from error
+        except BaseException:  # an interrupt: an answer is still on its way
+            self._drop()
+            raise
+        finally:
+            self._calling.release()
 
-    def close(self) -> None:
-        """Drop the connection when all that was asked is done; a later use makes another."""
-        if (thread := self._thread) is not None:
-            self._drop(thread)
+    def start(self, what: Callable[[StoreClient], T], limit: float) -> Future[T]:
+        """Have ``what`` called as soon as the store can be reached, after what was started before, by another thread.
 
-    def _start(self, what: Callable[[Any], T], patience: float) -> tuple[_ClientThread, Future[T]]:
-        with self._lock:  # also while it is queued: nothing is queued behind the end of a thread
-            self._thread = self._thread or _ClientThread(self._address, self._port)
-            return self._thread, self._thread.start(what, patience)
+        ``limit``: seconds for which to try. The future gets what ``call`` raises.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            self._tasks.append((what, time.monotonic() + limit, future))
+            if not self._is_busy:
+                self._is_busy = True
+                threading.Thread(target=self._work, name="asyncckpt-store", daemon=True).start()
+        return future
 
-    def _drop(self, thread: _ClientThread) -> None:
-        with self._lock:
-            if self._thread is thread:
-                self._thread = None
-        thread.stop()
+    def close(self, timeout: float = 0.0) -> None:
+        """Drop the connection, once all that was started is done or ``timeout`` seconds have passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_busy, timeout)
+            self._closed = True
+        self._drop()
 
-    def _unreachable(self, why: str) -> WorkerDiedError:
-        return WorkerDiedError(
-            f"the worker of rank 0, which brings the ranks together at {self._address}:{self._port}, is gone or cannot"
-            f" be reached ({why})",
-            rank=0,
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._tasks or self._closed:
+                    self._is_busy = False
+                    self._changed.notify_all()
+                    return
+                what, deadline, future = self._tasks.popleft()
+            try:
+                future.set_result(self._insist(what, deadline))
+            except BaseException as error:
+                future.set_exception(error)
+            del what, future
+
+    def _insist(self, what: Callable[[StoreClient], T], deadline: float) -> T:
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            patience = Patience(left)
+            try:
+                return self.call(what, left, patience)
+            except WorkerDiedError:
+                if self._closed or patience.left() <= _PROBE_PAUSE_S:
+                    raise
+                time.sleep(_PROBE_PAUSE_S)
+
+    def _connected(self, patience: Patience, deadline: float, silence: float | None) -> StoreClient:
+        if self._client is not None and not self._client.is_lost():
+            return self._client
+        self._drop()
+        while True:
+            try:
+                reach_s = max(_PROBE_PAUSE_S, min(_REACH_S, deadline - time.monotonic(), silence or _REACH_S))
+                self._client = StoreClient(self._rendezvous, reach_s, deadline, silence)
+            except TimeoutError:
+                raise
+            except OSError:
+                if self._closed or min(patience.left(), deadline - time.monotonic()) < _PROBE_PAUSE_S:
+                    raise
+                time.sleep(_PROBE_PAUSE_S)
+            else:
+                patience.renew()
+                return self._client
+
+    def _drop(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _silent(self, seconds: float) -> SaveTimeoutError:
+        return SaveTimeoutError(
+            f"the worker of rank 0, which brings the ranks together, does not answer within {seconds:.1f} s", rank=0
         )
 
 
-class _ClientThread:
-    """A thread with a client of the store. It may be left behind in a call that does not return."""
-
-    def __init__(self, address: str, port: int) -> None:
-        self.connected = False
-        self._address, self._port = address, port
-        self._tasks: SimpleQueue[tuple[Callable[[Any], Any], float, Future[Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="asyncckpt-store", daemon=True).start()
-
-    def start(self, what: Callable[[Any], T], patience: float) -> Future[T]:
-        future: Future[T] = Future()
-        self._tasks.put((what, patience, future))
-        return future
-
-    def stop(self) -> None:
-        """Let the thread end when it is done."""
-        self._tasks.put(None)
-
-    def _run(self) -> None:
-        store = None
-        while (task := self._tasks.get()) is not None:
-            what, patience, future = task
-            try:
-                if store is not None and not _answers(store):
-                    store = None  # its worker died while nobody asked for anything, and may have been replaced
-                self.connected = store is not None
-                if store is None:
-                    store = _connect(self._address, self._port, patience)
-                    self.connected = True
-                future.set_result(what(store))
-            except BaseException as error:
-                future.set_exception(error)
-            del task, what, future
-
-
-def _connect(address: str, port: int, patience: float) -> Any:
-    """A client of the store there, if one listens within ``patience`` seconds. Raises ``RuntimeError``."""
-    begun = time.monotonic()
-    while True:
-        _wait_for_listener(address, port, patience - (time.monotonic() - begun))
-        try:
-            store = _store(address, port, _CONNECT_S, is_master=False)
-        except RuntimeError:
-            if time.monotonic() - begun > max(patience, _CONNECT_TRIES_S):
-                raise
-            continue
-        store.set_timeout(timedelta(seconds=_OPERATION_S))
-        return store
-
-
-def _wait_for_listener(address: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens there. The store's own client takes several times its timeout to give up."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
-            return
-        except OSError as error:
-            if time.monotonic() + _PROBE_PAUSE_S > deadline:
-                raise RuntimeError(f"nobody listens there: {error.strerror or error}") from error
-            time.sleep(_PROBE_PAUSE_S)
-
-
-def _answers(store: Any) -> bool:
-    try:
-        store.check([HOST_KEY])
-    except RuntimeError:
-        return False
-    return True
-
-
-def _store(address: str, port: int, timeout: float, *, is_master: bool) -> Any:
-    from torch import distributed
-
-    store: Any = distributed.TCPStore  # type: ignore[attr-defined]
-    return store(address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _fields(payload: bytes) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    at = 0
+    while at < len(payload):
+        field, nbytes = FIELD.unpack_from(payload, at)
+        at += FIELD.size
+        found[field] = payload[at : at + nbytes]
+        at += nbytes
+    return found

@@ -13,8 +13,9 @@ from asyncckpt.config import Config
 from asyncckpt.engine.save_operation import SaveOperation
 from asyncckpt.errors import CheckpointExistsError, SaveDroppedError, SaveTimeoutError, StorageError
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.worker.client import TrackedSave, WorkerClient
+from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.open_saves import TrackedSave, longest
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.storage import exists_error
 
@@ -68,7 +69,9 @@ class Saves:
                 slot = buffer.claim_slot()
             return slot is not None
 
-        buffer.client.wait_for(claimed, self._config.timeout, "waiting for a free slot")
+        # Saves that are in time are waited for, as long as each may take.
+        limit = max(self._config.timeout, longest(self._config.commit_timeout))
+        buffer.client.wait_for(claimed, limit, "waiting for a free slot", save.group.check_first)
         return slot
 
     def give_up(self, worker: WorkerClient | None) -> None:

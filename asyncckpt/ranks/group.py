@@ -7,15 +7,16 @@ worker hosts. After that no collective is made: what the ranks have to agree upo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import secrets
 import socket
-import time
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,12 +24,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
+from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
 from asyncckpt.ranks.collectives import has_cpu_backend
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import Rendezvous, WriteRequest
+from asyncckpt.worker.messages import Host, Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
+from asyncckpt.worker.store_connection import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,10 @@ _YES = "yes"
 # How long the first rank looks for the store, which its own worker hosts: if it is not there, it will not come by
 # waiting. And how long another does: the first may just be bringing it back.
 _OWN_PATIENCE_S, _PATIENCE_S = 1.0, 10.0
+# How long the store may say nothing at all while ranks plan together; and while a training waits for nothing else.
+_SILENCE_S, _SHORT_SILENCE_S = 10.0, 2.0
+# How long a failure may take to be told. It is told later all the same, unless this process ends before.
+_TELL_S = 1.0
 # How long the first rank may take to conclude a save that this one has failed, if it is just committing it; and storage
 # to tell what has become of it.
 _RESOLVE_S = 30.0
@@ -72,14 +79,12 @@ class Group:
         if self.rank < 0:
             raise ValueError("this process is not in the process group it should save with")
         self.token = uuid.uuid4().hex
-        self._secret = secrets.token_bytes(32)
+        self._secret, self._listens_at = secrets.token_bytes(32), ""
         self._rendezvous: Rendezvous | None = None
         self._client: WorkerClient | None = None
-        # Two connections to the store. A question of the training thread occupies the first until it is answered. So a
-        # failure, which another thread may learn of meanwhile, is told over the second. The first rank polls and never
-        # waits in the store: it has only the first.
-        self._questions: Rounds | None = None
-        self._failures: Rounds | None = None
+        self._rounds: Rounds | None = None
+        # First rank: how saves have ended that its dead worker took along, which nobody told the others yet.
+        self._untold: dict[int, CheckpointError | None] = {}
 
     def check_current(self) -> None:
         """Raise ``CheckpointError`` where this was made for one process that has become one of many since."""
@@ -115,9 +120,10 @@ class Group:
         if self._rendezvous is None:
             self._rendezvous = self._connect(self._exchange(client))
         elif self.rank == 0:
-            client.host(self._rendezvous.port, self._config.start_timeout)
+            client.host(Host(self._rendezvous.port, self._listens_at, self._secret), self._config.start_timeout)
         client.join(self._rendezvous, self._config.start_timeout)
         self._client = client
+        self._tell_untold()
         return client
 
     def ask_all(self, kind: str, number: int, local: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]) -> U:
@@ -133,13 +139,14 @@ class Group:
             CheckpointError: What ``local`` or ``decide`` raised, on any rank, is raised on all.
             RankFailedError, SaveTimeoutError: A rank is gone, or has brought no value in ``Config.timeout`` seconds.
         """
-        if self._questions is None:
+        if self._rounds is None:
             return decide([local()])[0]
         name = round_name(kind, number)
+        rounds = self._rounds
+        rounds.patience.renew()
         if self.rank > 0:
-            answer: U = self._ask_first(self._questions, name, local)
+            answer: U = self._ask_first(rounds, name, local)
             return answer
-        rounds = self._questions
         if self._client is None:
             raise RankFailedError("the ranks are not connected yet: please report this", rank=self.rank)
         self._client.check_usable()  # it hosts the store
@@ -155,7 +162,8 @@ class Group:
                 rounds.conclude_failed(name, found)
             raise found from error
         rounds.conclude(name, b"", each)
-        _clear(rounds, kind, number)
+        with _logged("clearing up the store"):  # the others have their answer all the same
+            rounds.clear(kind, number)
         return answers[0]
 
     def follow_first(self, kind: str, number: int, decide: Callable[[], T]) -> T:
@@ -166,17 +174,26 @@ class Group:
             number: As there.
             decide: First rank: makes the decision.
         """
-        return decide() if self._questions is None else self._follow_first(self._questions, kind, number, decide)
+        if self._rounds is None:
+            return decide()
+        self._rounds.patience.renew()
+        return self._follow_first(self._rounds, kind, number, decide)
+
+    def check_first(self) -> None:
+        """Raise ``SaveTimeoutError`` where the first rank's worker, which ends all saves, lives and does not answer."""
+        if self._rounds is not None and self.rank > 0:
+            with contextlib.suppress(WorkerDiedError):  # then this rank's worker ends them
+                self._rounds.impatient(_SHORT_SILENCE_S).ping()
 
     def any_rank_says(self, number: int, mine: bool) -> bool:
         """Whether any rank has said yes by now, the same answer for question ``number`` on all ranks.
 
         No, while the worker that hosts the store is gone.
         """
-        if self._questions is None:
+        if self._rounds is None:
             return mine
         # Nobody waits for a store that is gone.
-        rounds = Rounds(self._questions.rendezvous, self._config.start_timeout, 0.0, self._questions.connection)
+        rounds = self._rounds.impatient(_SHORT_SILENCE_S)
         try:
             if mine and self.rank > 0:
                 rounds.set_flag(_YES)
@@ -194,22 +211,20 @@ class Group:
             begun: Whether this rank's worker knows of that save, so that the first rank's worker concludes it.
         """
         found = self._located(error)
-        rounds = self._failures
+        rounds = self._rounds
         if rounds is None:
             return
         name = round_name("save", number)
-        if self._is_loss_of_store(found):
-            if self.rank > 0:  # the first rank may ask again, over another store, and must not wait for this one
-                rounds.fail_soon(name, found, self._config.timeout)
-            return
-        try:
-            if self.rank == 0 and not begun:
+        is_lost = self._is_loss_of_store(found)
+        if self.rank == 0 and is_lost:
+            self._untold[number] = found  # for when there is another store
+        elif self.rank > 0 or begun:
+            telling = rounds.fail_soon(name, found, self._config.commit_timeout)
+            wait([telling], 0.0 if is_lost else _TELL_S)
+        else:
+            with _logged("telling the other ranks of a failure"):
                 for kind in (*KINDS, "save"):  # in whichever of them the others are waiting
                     rounds.conclude_failed(round_name(kind, number), found)
-            else:
-                rounds.fail(name, found)
-        except CheckpointError as trouble:
-            logger.warning("the other ranks could not be told of a failure: %s", trouble)
 
     def is_committed(self, request: WriteRequest, inode: int | None) -> bool:
         """Whether a save is committed, although this rank's worker is dead; if not, it never will be. ``inode``: of a
@@ -219,28 +234,39 @@ class Group:
         """
         if self.rank > 0 and self._rendezvous is not None:
             # A connection of its own: failures of other saves must not wait behind this wait.
-            rounds = Rounds(self._rendezvous, _RESOLVE_S, _OWN_PATIENCE_S)
+            rounds = Rounds(self._rendezvous, _RESOLVE_S, Patience(_OWN_PATIENCE_S), silence=_SHORT_SILENCE_S)
             try:
                 return not isinstance(rounds.outcome(round_name("save", request.save_id), _RESOLVE_S), CheckpointError)
             except CheckpointError as error:
                 logger.warning("rank 0 could not be asked how save %d has ended: %s", request.save_id, str(error))
             finally:
                 rounds.close()
-        return resolve(request, _RESOLVE_S, inode)
+        is_committed = resolve(request, _RESOLVE_S, inode)
+        if is_committed and self.rank == 0 and not self.alone:
+            self._untold[request.save_id] = None
+        return is_committed
 
     def close(self) -> None:
         """Drop the connections to the store."""
-        for rounds in filter(None, (self._questions, self._failures)):
-            rounds.close()
+        if self._rounds is not None:
+            self._rounds.close()
 
     def _connect(self, rendezvous: Rendezvous) -> Rendezvous:
         self._rendezvous = rendezvous
         self.token = rendezvous.token
-        patience = _OWN_PATIENCE_S if self.rank == 0 else _PATIENCE_S
-        limit = self._config.start_timeout
-        self._questions = Rounds(rendezvous, limit, patience)
-        self._failures = Rounds(rendezvous, limit, patience, self._questions.connection if self.rank == 0 else None)
+        patience = Patience(_OWN_PATIENCE_S if self.rank == 0 else _PATIENCE_S)
+        self._rounds = Rounds(rendezvous, self._config.start_timeout, patience, silence=_SILENCE_S)
         return rendezvous
+
+    def _tell_untold(self) -> None:
+        """The others' workers still wait to hear how those saves ended."""
+        while self._untold and self._rounds is not None:
+            number, failure = self._untold.popitem()
+            with _logged("telling the other ranks how a save has ended"):
+                if failure is None:
+                    self._rounds.conclude(round_name("save", number), b"")
+                else:
+                    self._rounds.conclude_failed(round_name("save", number), failure)
 
     def _ask_first(self, rounds: Rounds, name: str, local: Callable[[], object]) -> Any:
         """Another rank: bring a value, and wait for the first rank's answer."""
@@ -248,13 +274,12 @@ class Group:
             value = pack(local())
         except Exception as error:
             found = self._located(error)
-            rounds.fail(name, found)
+            wait([rounds.fail_soon(name, found, self._config.timeout)], _TELL_S)
             raise found from error
-        begun = time.monotonic()
         try:
             rounds.report(name, value)
         except WorkerDiedError:
-            if time.monotonic() - begun > _PATIENCE_S / 2:
+            if rounds.patience.left() <= 0:
                 raise
             rounds.report(name, value)  # to the store of another worker: this one has not concluded anything
         return _answer(rounds.outcome(name, self._config.timeout + grace(self._config.timeout), own=True))
@@ -262,11 +287,12 @@ class Group:
     def _follow_first(self, rounds: Rounds, kind: str, number: int, decide: Callable[[], T]) -> T:
         name = round_name(kind, number)
         if self.rank > 0:
-            answer: T = _answer(rounds.outcome(name, self._config.timeout, own=False))
+            answer: T = _answer(rounds.outcome(name, self._config.timeout, silence=_SHORT_SILENCE_S))
             return answer
         decision = decide()
         rounds.conclude(name, pack(decision))
-        _clear(rounds, kind, number)
+        with _logged("clearing up the store"):
+            rounds.clear(kind, number)
         return decision
 
     def _exchange(self, client: WorkerClient | CheckpointError) -> Rendezvous:
@@ -274,9 +300,13 @@ class Group:
         offer: list[Any] = [client if isinstance(client, CheckpointError) else None]
         if self.rank == 0 and isinstance(client, WorkerClient):
             try:
-                port = client.host(0, self._config.start_timeout)
-                rendezvous = Rendezvous(self._address(), port, self.token, self._secret, 0, self.world_size)
-                offer[0] = (rendezvous, socket.gethostname())
+                name = self._address()
+                listens_at = address_to_listen_at(name, dist.get_world_size())
+                hosting = client.host(Host(0, listens_at, self._secret), self._config.start_timeout)
+                self._listens_at = hosting.address
+                address = hosting.address or name
+                rendezvous = Rendezvous(address, hosting.port, self.token, self._secret, 0, self.world_size)
+                offer[0] = (rendezvous, "" if hosting.address else loopback_scope())
             except CheckpointError as error:
                 offer[0] = error
         group, own = _with_cpu(self._process_group, self._config.timeout)
@@ -292,9 +322,9 @@ class Group:
                 dist.destroy_process_group(group)
         if isinstance(offer[0], CheckpointError):
             raise offer[0]
-        rendezvous, host = offer[0]
+        rendezvous, scope = offer[0]
         # A host's own name is not always known to itself.
-        address = "127.0.0.1" if host == socket.gethostname() else rendezvous.address
+        address = "127.0.0.1" if scope == loopback_scope() else rendezvous.address
         mine: Rendezvous = replace(rendezvous, rank=self.rank, address=address)
         return mine
 
@@ -306,10 +336,10 @@ class Group:
         return socket.gethostname()
 
     def _is_loss_of_store(self, error: CheckpointError) -> bool:
-        """Whether there is nobody left who could be told of ``error``: all notice by themselves."""
+        """Whether there is nobody now who could be told of ``error``."""
         if self.rank == 0:
             return self._client is None or not self._client.alive
-        return isinstance(error, WorkerDiedError) and error.rank == 0
+        return isinstance(error, (WorkerDiedError, SaveTimeoutError)) and error.rank == 0
 
     def _located(self, error: BaseException) -> CheckpointError:
         return located(error, rank=self.rank, otherwise=RankFailedError)
@@ -324,11 +354,12 @@ def _with_cpu(group: dist.ProcessGroup | None, timeout: float) -> tuple[dist.Pro
     return new, True
 
 
-def _clear(rounds: Rounds, kind: str, number: int) -> None:
+@contextlib.contextmanager
+def _logged(doing: str) -> Iterator[None]:
     try:
-        rounds.clear(kind, number)
-    except CheckpointError as error:  # the others have their answer all the same
-        logger.warning("the store could not be cleared up: %s", str(error))
+        yield
+    except CheckpointError as error:
+        logger.warning("%s failed: %s", doing, str(error))
 
 
 def _answer(outcome: bytes | CheckpointError) -> Any:

@@ -25,8 +25,9 @@ from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.devices import ReadyEvents
 from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.worker.client import TrackedSave, WorkerClient
+from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import CheckpointLayout, HeldImage, Region, TorchFileLayout
+from asyncckpt.worker.open_saves import TrackedSave
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)

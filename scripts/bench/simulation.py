@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -41,37 +41,28 @@ from asyncckpt.worker.rounds import Rounds, round_name
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.store import Store
 
 
-class _Counting:
-    """A store that counts what its clients send and receive."""
+class _Counting(store_connection.StoreClient):
+    """A connection that counts what it sends and receives."""
 
     messages = 0
     nbytes = 0
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def _send(self, text: bytes) -> None:
+        _Counting.messages += 1
+        _Counting.nbytes += len(text)
+        super()._send(text)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = getattr(self._store, name)
-
-        def counted(*args: Any) -> Any:
-            result = call(*args)
-            _Counting.messages += 1
-            for part in (*args, result):
-                for text in part if isinstance(part, list) else [part]:
-                    _Counting.nbytes += len(text) if isinstance(text, (bytes, str)) else 8
-            return result
-
-        return counted
+    def _receive(self, nbytes: int) -> bytes:
+        _Counting.nbytes += nbytes
+        return super()._receive(nbytes)
 
 
 def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
     """The first rank's worker: hosts the store, collects, publishes; says what CPU time each save took it."""
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    store = store_connection.host_store(0)
+    store = Store(b"secret")
     pipe.send(store.port)
     rendezvous: Rendezvous = pipe.recv()
     mine = Rounds(rendezvous, 300)
@@ -108,6 +99,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
             pipe.send(_cpu() - before)
             shutil.rmtree(path)
     mine.close()
+    store.close()
 
 
 def _cpu() -> float:
@@ -122,8 +114,8 @@ def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]
     folder = tempfile.mkdtemp(dir=where)
     process = context.Process(target=_host, args=(theirs, world_size, saves, folder))
     process.start()
-    real = store_connection._store
-    setattr(store_connection, "_store", lambda *args, **kwargs: _Counting(real(*args, **kwargs)))  # noqa: B010
+    real = store_connection.StoreClient
+    setattr(store_connection, "StoreClient", _Counting)  # noqa: B010
     try:
         rendezvous = Rendezvous("127.0.0.1", ours.recv(), "bench", b"secret", 0, world_size)
         ours.send(rendezvous)
@@ -154,7 +146,7 @@ def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]
         cpu, conclude_s, messages, nbytes = (statistics.median(column) for column in zip(*measured[1:], strict=True))
         return {"cpu": cpu, "conclude": conclude_s, "messages": messages / world_size, "bytes": nbytes / world_size}
     finally:
-        setattr(store_connection, "_store", real)  # noqa: B010
+        setattr(store_connection, "StoreClient", real)  # noqa: B010
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -18,6 +18,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import (
     SaveDroppedError,
 )
+from asyncckpt.ranks.group import Group
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.storage import complete_steps
 
@@ -47,6 +48,26 @@ def test_busy_wait(root: Path, gate: Path) -> None:
         assert gate.exists() and save.timings["slot_s"] > 0.01
         checkpointer.wait(60)
         timer.join()
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_a_slot_is_waited_for_as_long_as_a_save_may_take(
+    root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage is slow, and the save before is in time."""
+    timeout = 3.0
+    begun = time.monotonic()
+
+    def open_when_late(_: Group) -> None:
+        if time.monotonic() - begun > timeout:
+            gate.touch()
+
+    monkeypatch.setattr(Group, "check_first", open_when_late)
+    with Checkpointer(root, Config(slots=1, timeout=timeout, commit_timeout=60)) as checkpointer:
+        checkpointer.save(1, small_state())
+        begun = time.monotonic()
+        checkpointer.save(2, small_state())
+        checkpointer.wait(60)
         assert checkpointer.steps() == [1, 2]
 
 

@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from asyncckpt import Checkpointer, Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveDroppedError
 from asyncckpt.loading.source import verify
+from asyncckpt.ranks import group
+from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
 from asyncckpt.worker.store_connection import StoreConnection
 
 
@@ -126,6 +130,45 @@ def test_overlapping_saves_commit_in_order(tmp_path: Path, monkeypatch: pytest.M
     gate = tmp_path / "gate"
     for first, second in run(2, gated, _in_order, str(gate), str(tmp_path / "root"), folder=tmp_path):
         assert first <= second
+
+
+def _meet(root: str, scopes: list[str]) -> str:
+    """At which address this rank looks for the store."""
+    group.loopback_scope = lambda: scopes[dist.get_rank()]
+    with Checkpointer(root, replace(QUICK, host="LOCALHOST")) as checkpointer:
+        checkpointer.save(1, replicas()).result(60)
+        found = checkpointer._engine._group
+        assert found is not None and found._rendezvous is not None
+        return found._rendezvous.address
+
+
+@pytest.mark.parametrize(("scopes", "expected"), [(["a", "a"], "127.0.0.1"), (["a", "b"], "LOCALHOST")])
+def test_only_who_shares_the_loopback_address_meets_there(tmp_path: Path, scopes: list[str], expected: str) -> None:
+    """Equal names make no equal hosts."""
+    found = run(2, _meet, str(tmp_path / "root"), scopes, folder=tmp_path)
+    assert found == ["127.0.0.1", expected]
+
+
+def test_where_the_first_rank_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert address_to_listen_at("10.1.2.3", 8) == "10.1.2.3"
+    assert address_to_listen_at("first.cluster", 8) == ""  # who knows where that leads the others
+    assert address_to_listen_at("localhost", 8) == "127.0.0.1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert address_to_listen_at("first.cluster", 8) == "127.0.0.1"  # torchrun: all on one host
+    assert address_to_listen_at("first.cluster", 16) == ""
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert address_to_listen_at("first.cluster", 16) == ""
+
+
+def test_equal_names_are_no_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = loopback_scope()
+    assert loopback_scope() == mine
+    real = os.stat
+    other = SimpleNamespace(st_dev=1, st_ino=2)  # a container's own network
+    monkeypatch.setattr(os, "stat", lambda path, **how: other if path == "/proc/self/ns/net" else real(path, **how))
+    assert loopback_scope() != mine
 
 
 # When all slots are busy.

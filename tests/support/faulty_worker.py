@@ -23,6 +23,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,22 @@ def reach(here: str, path: str) -> None:
 class FaultyRounds(rounds.Rounds):
     reported: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
-    def report(self, name: str, value: bytes) -> None:
-        reach("report", name)
-        super().report(name, value)
-        self.reported[name].set()
+    def report_soon(self, name: str, value: bytes, timeout: float) -> Future[None]:
+        try:
+            reach("report", name)
+        except errors.WorkerDiedError:
+            self._behind._drop()  # it has broken
+        reporting = super().report_soon(name, value, timeout)
+        reporting.add_done_callback(lambda _: self.reported[name].set())
+        return reporting
 
-    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | errors.CheckpointError:
+    def outcome(
+        self, name: str, timeout: float, *, own: bool = False, silence: float | None = None
+    ) -> bytes | errors.CheckpointError:
         if point == "finalize":
             self.reported[name].wait(60)  # the outcome is waited for from the moment the save begins
         reach("finalize", name)
-        return super().outcome(name, timeout, own=own)
+        return super().outcome(name, timeout, own=own, silence=silence)
 
 
 def faulty_prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,31 +16,32 @@ import pytest
 
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError, decode, encode
 from asyncckpt.worker.messages import Rendezvous
-from asyncckpt.worker.rounds import INLINE_BYTES, KEPT_ROUNDS, Rounds, round_name
-from asyncckpt.worker.store_connection import host_store
+from asyncckpt.worker.rounds import KEPT_ROUNDS, Rounds, round_name
+from asyncckpt.worker.store import Store
+from asyncckpt.worker.store_connection import Patience
 
 WORLD = 3
 
 
 @pytest.fixture
-def store() -> Iterator[Callable[[], Any]]:
-    held = [host_store(0)]
-    yield lambda: held[0]
-    held.clear()
+def store() -> Iterator[Store]:
+    store = Store(b"secret")
+    yield store
+    store.close()
 
 
 @pytest.fixture
-def ranks(store: Callable[[], Any]) -> Iterator[list[Rounds]]:
-    rendezvous = Rendezvous("127.0.0.1", store().port, "token", b"secret", 0, WORLD)
+def ranks(store: Store) -> Iterator[list[Rounds]]:
+    rendezvous = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, WORLD)
     made = [Rounds(replace(rendezvous, rank=rank), 10) for rank in range(WORLD)]
     yield made
     for each in made:
-        each.close()
+        each.close(10)
 
 
 def ask(rounds: Rounds, what: Callable[..., Any]) -> Any:
     """What ``what`` returns of the store."""
-    return rounds.connection.call(what, 10, 10)
+    return rounds.connection.call(what, 10, Patience(10))
 
 
 def test_all_report_and_all_learn_the_outcome(ranks: list[Rounds]) -> None:
@@ -67,8 +70,8 @@ def test_values_larger_than_the_store_takes_at_once(ranks: list[Rounds]) -> None
 def test_the_first_failure_is_everybodys(ranks: list[Rounds]) -> None:
     ranks[0].report("round-1", b"fine")
     failure = StorageError("no space", path="/somewhere", rank=2, step=7)
-    ranks[2].fail("round-1", failure)
-    ranks[1].fail("round-1", RankFailedError("too late", rank=1))
+    ranks[2].fail_soon("round-1", failure, 10).result(10)
+    ranks[1].fail_soon("round-1", RankFailedError("too late", rank=1), 10).result(10)
     with pytest.raises(StorageError, match="no space") as caught:
         ranks[0].collect("round-1", 10)
     assert (caught.value.path, caught.value.rank, caught.value.step) == ("/somewhere", 2, 7)
@@ -122,53 +125,46 @@ def test_a_store_that_does_not_answer() -> None:
         asked.close()
 
 
-def test_a_stranger_can_break_a_round_and_no_more(ranks: list[Rounds]) -> None:
-    """The stranger sees all keys and may write any, but does not have the secret."""
-    stranger = Rounds(replace(ranks[1].rendezvous, secret=b"guessed"), 10)
-    for rank in ranks:
-        rank.report("round-1", b"mine")
-    ask(stranger, lambda store: store.delete_key("asyncckpt/token/round-1/reports"))
-    for _ in range(WORLD):
-        stranger.report("round-1", b"forged")
-    with pytest.raises(RankFailedError, match="comes from none of them"):
-        ranks[0].collect("round-1", 10)
-    for garbage in (b"garbage", b"{}\n", b'{"rank": 0, "bytes": -80, "seal": ""}\n'):
-        ask(stranger, lambda store, garbage=garbage: store.set("asyncckpt/token/round-1/reports", garbage))
+def test_what_is_changed_on_the_way_is_refused(ranks: list[Rounds]) -> None:
+    """Whoever sits in the network sees all and may change any of it, but does not have the secret."""
+    keys = "asyncckpt/token/round"
+    for garbage in (b"", b"forged", b"0" * 40):
+        for rank in ranks:
+            rank.report("round-1", b"mine")
+        ask(ranks[1], lambda store, garbage=garbage: store.put(f"{keys}-1/reports", 1, garbage))
         with pytest.raises(RankFailedError, match="comes from none of them"):
             ranks[0].collect("round-1", 10)
-    ask(ranks[0], lambda store: store.delete_key("asyncckpt/token/round-2/outcome"))
-    stranger.conclude("round-2", b"forged")
+    ask(ranks[1], lambda store: store.put(f"{keys}-2/outcome", 0, b"forged"))
     with pytest.raises(RankFailedError, match="comes from none of them"):
         ranks[2].outcome("round-2", 10)
     # Nor does what was said elsewhere count here.
     ranks[0].conclude("round-3", b"for three")
-    said = ask(stranger, lambda store: store.get("asyncckpt/token/round-3/outcome"))
-    ask(stranger, lambda store: store.set("asyncckpt/token/round-4/outcome", said))
+    said = ask(ranks[1], lambda store: store.get(f"{keys}-3/outcome"))[0]
+    ask(ranks[1], lambda store: store.put(f"{keys}-4/outcome", 0, said))
     with pytest.raises(RankFailedError, match="comes from none of them"):
         ranks[2].outcome("round-4", 10)
-    stranger.close()
 
 
-def test_a_taken_port_is_an_error(store: Callable[[], Any]) -> None:
-    with pytest.raises(OSError, match="no store on port"):
-        host_store(store().port)
+def test_a_taken_port_is_an_error(store: Store) -> None:
+    with pytest.raises(OSError, match="in use"):
+        Store(b"other", store.port)
 
 
-def test_the_store_does_not_grow(store: Callable[[], Any], ranks: list[Rounds]) -> None:
+def test_the_store_does_not_grow(store: Store, ranks: list[Rounds]) -> None:
     sizes = []
     for number in range(1, 3 * KEPT_ROUNDS):
         name = round_name("save", number)
         if number % 3 == 0:
-            ranks[1].fail(name, RankFailedError("for a change", rank=1))
+            ranks[1].fail_soon(name, RankFailedError("for a change", rank=1), 10).result(10)
         for rank in ranks:
-            rank.report(name, b"x" * (INLINE_BYTES + 1 if number % 2 else 10))
+            rank.report(name, b"x" * (100_000 if number % 2 else 10))
         try:
             ranks[0].collect(name, 10)
             ranks[0].conclude(name, b"")
         except RankFailedError as error:
             ranks[0].conclude_failed(name, error)
         ranks[0].clear("save", number)
-        sizes.append(store().num_keys())
+        sizes.append(len(store))
     assert max(sizes[-9:]) <= max(sizes[KEPT_ROUNDS : KEPT_ROUNDS + 9])
 
 
@@ -178,24 +174,23 @@ def test_errors_cross_as_they_are() -> None:
     assert type(again) is SaveTimeoutError and again.args == error.args and again.rank == 3
 
 
-def test_threads_end_with_their_connection(ranks: list[Rounds]) -> None:
-    ranks[1].report("round-1", b"")
-    assert "asyncckpt-store" in [thread.name for thread in threading.enumerate()]
-
-
 def test_two_may_share_a_connection_and_differ_in_patience(ranks: list[Rounds]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    patient = Rounds(replace(ranks[1].rendezvous, port=port), 20, 5.0)
-    quick = Rounds(patient.rendezvous, 20, 0.0, patient.connection)
+    patient = Rounds(replace(ranks[1].rendezvous, port=port), 20, Patience(1.0))
+    quick = patient.impatient(5.0)
     begun = time.monotonic()
     with pytest.raises(WorkerDiedError):
         quick.is_flag_set("anything")
-    assert time.monotonic() - begun < 4  # the first use imports torch
+    assert time.monotonic() - begun < 0.9
     with pytest.raises(WorkerDiedError):
         patient.is_flag_set("anything")
-    assert time.monotonic() - begun > 4
+    assert time.monotonic() - begun > 0.8
+    begun = time.monotonic()
+    with pytest.raises(WorkerDiedError):  # the same store, missed for as long already
+        patient.is_flag_set("anything")
+    assert time.monotonic() - begun < 0.9
     patient.close()
 
 
@@ -203,4 +198,47 @@ def test_what_is_asked_together_is_done_in_order(ranks: list[Rounds]) -> None:
     with ThreadPoolExecutor(4) as pool:
         done = list(pool.map(lambda number: ranks[1].report(f"round-{number}", b""), range(40)))
     assert len(done) == 40
-    assert [thread.name for thread in threading.enumerate()].count("asyncckpt-store") == 1
+    soon = [ranks[1].report_soon(f"round-{number}", b"", 10) for number in range(40)]
+    soon[-1].result(10)
+    assert all(each.done() for each in soon)
+
+
+def test_what_is_said_soon_reaches_the_store_that_comes_back(store: Store, ranks: list[Rounds]) -> None:
+    ranks[1].report("round-1", b"")
+    store.close()
+    failing = ranks[1].fail_soon("round-2", RankFailedError("as the test wants", rank=1), 20)
+    with pytest.raises(WorkerDiedError):
+        ranks[1].impatient(5.0).ping()
+    assert not failing.done()
+    again = Store(b"secret", store.port)
+    failing.result(20)
+    with pytest.raises(RankFailedError, match="as the test wants"):
+        ranks[0].collect("round-2", 10)
+    again.close()
+
+
+def test_a_store_that_is_stopped_is_noticed_and_goes_on() -> None:
+    """It listens, and says nothing: whoever has set a limit to that ends, and others get their answer in the end."""
+    code = (
+        "import os, signal, sys; from asyncckpt.worker.store import Store; store = Store(b'secret')\n"
+        "print(store.port, flush=True); sys.stdin.read()"
+    )
+    host = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    rounds = Rounds(Rendezvous("127.0.0.1", int(host.stdout.readline()), "token", b"secret", 1, 2), 30, silence=0.5)
+    try:
+        rounds.report("round-1", b"")
+        host.send_signal(signal.SIGSTOP)
+        soon = rounds.report_soon("round-2", b"", 60)
+        for ask_it in (rounds.ping, lambda: rounds.outcome("round-1", 60), lambda: rounds.report("round-1", b"")):
+            begun = time.monotonic()
+            with pytest.raises(SaveTimeoutError, match="does not answer") as caught:
+                ask_it()
+            assert caught.value.rank == 0 and time.monotonic() - begun < 3
+        assert not soon.done()
+        host.send_signal(signal.SIGCONT)
+        soon.result(30)
+    finally:
+        rounds.close()
+        host.kill()
+        host.communicate()

@@ -23,6 +23,14 @@ from asyncckpt.weights.broadcast.sender import Sender
 _JOIN_S = 60.0
 
 
+def group_store() -> Any:
+    """On the sender: the store by which groups meet, as torch has it, until it is garbage."""
+    timeout = timedelta(seconds=_JOIN_S)
+    return distributed.TCPStore(  # type: ignore[attr-defined]
+        "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout
+    )
+
+
 class BroadcastGroup:
     """A worker's membership in the group that ``role`` names."""
 
@@ -39,14 +47,14 @@ class BroadcastGroup:
         try:
             store = store or distributed.TCPStore(  # type: ignore[attr-defined]
                 rendezvous.address,
-                rendezvous.port,
+                role.group_port,
                 is_master=False,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=timeout),
             )
         except RuntimeError as error:
             raise RankFailedError(
-                f"the trainer's store at {rendezvous.address}:{rendezvous.port} is out of reach"
+                f"the trainer's store at {rendezvous.address}:{role.group_port} is out of reach"
             ) from error
         store = PrefixStore(f"asyncckpt/{rendezvous.token}/{self.members.group}", store)
         workers = self.members.workers

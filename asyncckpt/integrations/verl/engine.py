@@ -42,14 +42,14 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
-from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup
+from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup, group_store
 from asyncckpt.integrations.verl.local_publication import LocalPublication, Notice, NoticeBoard
 from asyncckpt.integrations.verl.topology import Peer, Role, roles
 from asyncckpt.weights.broadcast.broadcast import BUCKET_BYTES
 from asyncckpt.weights.weights import Weights
 from asyncckpt.worker.endpoint import endpoint_scope
 from asyncckpt.worker.messages import Rendezvous
-from asyncckpt.worker.store_connection import host_store
+from asyncckpt.worker.store import Store
 
 BACKEND = "asyncckpt"
 
@@ -98,7 +98,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._timeout = timeout
         self._host = host
         self._name = uuid.uuid4().hex
-        self._store: Any = None
+        self._store: Store | None = None
+        self._group_store: Any = None
         self._rendezvous: Rendezvous | None = None
         self._syncs = 0
         self._notices: NoticeBoard | None = None  # while in a sync
@@ -113,7 +114,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 self._notices.give_up(RankFailedError("the trainer has begun another sync"))
             self._syncs += 1
             if self._store is None:
-                self._store, secret = host_store(0), secrets.token_bytes(32)
+                secret = secrets.token_bytes(32)
+                self._store, self._group_store = Store(secret), group_store()
                 self._rendezvous = Rendezvous(self._host or _own_host(), self._store.port, self._name, secret, 0, 0)
         return Peer(
             self._name,
@@ -123,6 +125,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             self._group.members if self._group is not None and self._group.usable else None,
             self._rendezvous,
             self._syncs,
+            0 if self._group_store is None else self._group_store.port,
         )
 
     @classmethod
@@ -148,7 +151,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             self._leave()
         workers = role.members.workers
         if self._group is None and self._name in workers and len(workers) > 1:
-            self._group = BroadcastGroup(role, self._name, self._store, self._timeout)
+            self._group = BroadcastGroup(role, self._name, self._group_store, self._timeout)
 
     @torch.no_grad()
     async def send_weights(
@@ -252,7 +255,9 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self.local.close()
         if self._notices is not None:
             self._notices.close()
-        self._notices = self._store = None
+        if self._store is not None:
+            self._store.close()
+        self._notices = self._store = self._group_store = None
 
     def _current(self) -> NoticeBoard:
         if self._notices is None:

@@ -21,6 +21,7 @@ from asyncckpt.integrations.verl.topology import Role
 from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.subscriber import WeightSubscriber
 from asyncckpt.worker.rounds import Rounds, round_name
+from asyncckpt.worker.store_connection import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class NoticeBoard:
     def __init__(self, role: Role, timeout: float) -> None:
         self.role = role
         self._timeout = timeout
-        self._rounds = Rounds(role.rendezvous, timeout, _PATIENCE_S)
+        self._rounds = Rounds(role.rendezvous, timeout, Patience(_PATIENCE_S))
 
     def post(self, host: int, notice: Notice) -> None:
         """Tell what was published on ``host``. What is posted first stays."""

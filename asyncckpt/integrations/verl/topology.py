@@ -25,7 +25,7 @@ class Peer:
     """What a worker tells before a sync.
 
     ``publishes``: on its host. ``members``: of the broadcast group that it is in. ``rendezvous``, ``sync``: the
-    sender's store, and how many syncs there have been.
+    sender's store, and how many syncs there have been. ``group_port``: of the store by which its broadcast group meets.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Peer:
     members: Members | None
     rendezvous: Rendezvous | None
     sync: int
+    group_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Role:
     sync: int
     rendezvous: Rendezvous
     members: Members
+    group_port: int
 
 
 def roles(actors: Sequence[Peer], rollouts: Sequence[Peer]) -> tuple[list[Role], list[Role]]:
@@ -61,7 +63,7 @@ def roles(actors: Sequence[Peer], rollouts: Sequence[Peer]) -> tuple[list[Role],
     members = _members((sender.name, *receivers), (sender, *rollouts), sender.sync)
 
     def role(part: Part, host: str) -> Role:
-        return Role(part, hosts.index(host), len(hosts), sender.sync, rendezvous, members)
+        return Role(part, hosts.index(host), len(hosts), sender.sync, rendezvous, members, sender.group_port)
 
     def part_of(rollout: Peer) -> Part:
         if sender.bypass_cpu:

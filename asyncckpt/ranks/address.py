@@ -1,0 +1,39 @@
+"""Where on its host the first rank listens, and which ranks reach it there without a network."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import uuid
+
+LOOPBACK = "127.0.0.1"
+
+
+def address_to_listen_at(name: str, world_size: int) -> str:
+    """The numeric address at which alone the store is to be reached, as far as that is known; "": at all.
+
+    ``name``: by which the other ranks find this host. What it means to them is not known here, unless it is numeric.
+    ``world_size``: that of the job.
+    """
+    sizes = {os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE"), str(world_size)}
+    if name == "localhost" or len(sizes) == 1:  # torchrun says that all ranks are on this host
+        return LOOPBACK
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return ""
+
+
+def loopback_scope() -> str:
+    """A text that is the same for two processes if they reach each other at the loopback address.
+
+    Hosts may have equal names, and containers of one host networks of their own.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        network = os.stat("/proc/self/ns/net")
+    except OSError:  # nobody can say
+        return uuid.uuid4().hex
+    return f"{boot}/{network.st_dev:x}/{network.st_ino:x}/{socket.gethostname()}"

@@ -1,0 +1,179 @@
+"""The first rank's worker, which brings the ranks together, stops or dies: whom that holds up, and how long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from support.ranks import Job, faulty, gated, run, say, serve
+from support.states import equal, replicas
+
+from asyncckpt import Checkpointer, Config
+from asyncckpt.errors import CheckpointError
+from asyncckpt.save_handle import Save
+from asyncckpt.worker import process as worker_process
+
+# Longer than a test may take: nothing here may end because a time is up.
+LONG_S = 90.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    yield from serve()
+
+
+def _config(when_busy: str = "wait") -> Config:
+    return Config(  # type: ignore[arg-type]
+        timeout=LONG_S, commit_timeout=LONG_S, assume_constant_structure=True, when_busy=when_busy, failure="warn"
+    )
+
+
+def _end(save: Save) -> str:
+    try:
+        save.result(30)
+    except CheckpointError as error:
+        return type(error).__name__
+    return "saved"
+
+
+def _save_while_it_is_stopped(root: str, when_busy: str, count: int) -> tuple[list[str], list[float]]:
+    """How the saves end, and how long the calls took."""
+    checkpointer = Checkpointer(root, _config(when_busy))
+    checkpointer.save(1, replicas(1)).result(30)
+    checkpointer.watch_sigterm()
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    if dist.get_rank() == 0:
+        os.kill(worker.pid, signal.SIGSTOP)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.barrier()  # the other rank has made its calls
+        os.kill(worker.pid, signal.SIGCONT)
+    took, saves = [], []
+    for step in range(2, 2 + count):
+        begun = time.monotonic()
+        saves.append(checkpointer.save(step, replicas(step)))
+        took.append(time.monotonic() - begun)
+    begun = time.monotonic()
+    checkpointer.terminating()
+    took.append(time.monotonic() - begun)
+    if dist.get_rank() == 1:
+        dist.barrier()
+    ends = [_end(save) for save in saves]
+    dist.barrier()
+    checkpointer.save(9, replicas(9)).result(30)
+    checkpointer.close()
+    return ends, took
+
+
+@pytest.mark.parametrize(("when_busy", "count"), [("wait", 3), ("skip", 1)])
+def test_a_stopped_first_worker_holds_up_no_other_rank(tmp_path: Path, when_busy: str, count: int) -> None:
+    """Two saves have slots, and are committed when it goes on; what needs a third fails on all ranks."""
+    root = str(tmp_path / "root")
+    first, second = run(2, _save_while_it_is_stopped, root, when_busy, count, folder=tmp_path)
+    assert max(second[1]) < 5, second
+    if when_busy == "wait":
+        assert first[0] == second[0] == ["saved", "saved", "SaveTimeoutError"]
+    else:
+        assert second[0] == ["SaveTimeoutError"] and first[0] != ["saved"]
+
+
+def _lose_its_own_too(root: str) -> float:
+    """How long a save takes to begin on a rank whose worker dies while the first rank's is stopped."""
+    checkpointer = Checkpointer(root, _config())
+    checkpointer.save(1, replicas(1)).result(30)
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    if dist.get_rank() == 0:
+        os.kill(worker.pid, signal.SIGSTOP)
+    dist.barrier()
+    took = 0.0
+    if dist.get_rank() == 1:
+        checkpointer.save(2, replicas(2))
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait_for_end(0.0)
+        begun = time.monotonic()
+        checkpointer.save(3, replicas(3))
+        took = time.monotonic() - begun
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(worker.pid, signal.SIGKILL)
+    checkpointer._engine.abort()
+    return took
+
+
+def test_nor_one_whose_own_worker_dies_meanwhile(tmp_path: Path) -> None:
+    assert max(run(2, _lose_its_own_too, str(tmp_path / "root"), folder=tmp_path)) < 8
+
+
+def _die_after_it(root: str) -> None:
+    """The first rank's worker dies, the other rank stages two more saves, then all trainers die."""
+    checkpointer = Checkpointer(root, _config())
+    checkpointer.save(1, replicas(1)).result(30)
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    if dist.get_rank() == 0:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait_for_end(10)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        for step in (2, 3):
+            checkpointer.save(step, replicas(step))
+        say(worker.pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_is_left_of_the_job_leaves_soon(tmp_path: Path) -> None:
+    """The other rank's worker has saves that nobody will commit, and its trainer's successor waits for it."""
+    root = str(tmp_path / "root")
+    job = Job(2, _die_after_it, root, folder=tmp_path)
+    orphan = psutil.Process(job.hear(1))
+    assert all(end.killed for end in job.wait())
+    begun = time.monotonic()
+    assert run(2, _go_on, root, folder=tmp_path) == [[1, 2]] * 2
+    assert time.monotonic() - begun < 20
+    assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
+
+
+def _go_on(root: str) -> list[int]:
+    with Checkpointer(root, _config()) as checkpointer:
+        into = replicas(9)
+        assert checkpointer.load(into) == 1 and equal(into, replicas(1))
+        checkpointer.save(2, replicas(2)).result(30)
+        return checkpointer.steps()
+
+
+def _replace_it(root: str) -> tuple[list[str], float]:
+    """The first rank's worker dies with two saves, and another takes its place in the next."""
+    real = worker_process.command
+    if dist.get_rank() == 0:
+        faulty("write:hold:6")  # the first save is good
+    checkpointer = Checkpointer(root, _config())
+    checkpointer.save(1, replicas(1)).result(30)
+    worker_process.command = real
+    saves = [checkpointer.save(step, replicas(step)) for step in (2, 3)]
+    dist.barrier()
+    begun = time.monotonic()
+    if dist.get_rank() == 0:
+        worker = checkpointer._engine.worker
+        assert worker is not None
+        os.kill(worker.pid, signal.SIGKILL)
+    ends = [_end(saves[0])]  # now there is a slot
+    ends += [_end(checkpointer.save(4, replicas(4))), _end(saves[1])]
+    took = time.monotonic() - begun
+    checkpointer.close()
+    return ends, took
+
+
+def test_another_in_its_place_says_how_saves_ended(tmp_path: Path) -> None:
+    """It is not asked for saves that it knows nothing of until their time is up."""
+    gate, root = str(tmp_path / "gate"), str(tmp_path / "root")
+    for ends, took in run(2, gated, _replace_it, gate, root, folder=tmp_path):
+        assert ends == ["WorkerDiedError", "saved", "WorkerDiedError"]
+        assert took < 25

@@ -1,0 +1,323 @@
+"""The store: where the ranks of a job put what others are to find. The first rank's worker hosts it.
+
+A key has fields: numbers, each with some bytes. Whoever connects is told a nonce, and has to answer with a keyed hash
+of it; who does not know the secret of the job is answered nothing else, and is not listened to. The store proves in the
+same way that it knows the secret, and says which one it is: a worker that takes the place of a dead one hosts another.
+
+One thread serves all. A request is a head (``REQUEST``), a key and a value; an answer a head (``ANSWER``) and bytes:
+
+    put, offer   set a field (offer: unless it is there); the answer has the number of fields
+    get, fields  all fields, or only their numbers
+    wait         the fields, as soon as there are so many, or ``ENDS`` is among them; -1, if there are not in time
+    remove       forget a key
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import heapq
+import hmac
+import itertools
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from enum import IntEnum
+
+logger = logging.getLogger(__name__)
+
+# Operation, bytes of the key, field or number of fields, seconds to wait, bytes of the value.
+REQUEST = struct.Struct("!BHqdQ")
+# A number, and the bytes that follow.
+ANSWER = struct.Struct("!qQ")
+FIELD = struct.Struct("!qQ")
+"""A field of an answer: its number and its bytes, which follow."""
+ENDS = -1
+"""The field that ends every wait for its key."""
+NONCE_BYTES = 32
+ID_BYTES = 16
+
+_PROOF_BYTES = 32
+# Those who have not proved yet that they know the secret: for how long they may stay, and how many.
+_STRANGER_S = 5.0
+_STRANGERS = 128
+_BACKLOG = 4096
+_PIECE_BYTES = 256 << 10
+# No process has more descriptors than it may; how long to wait for one to be closed.
+_PAUSE_S = 0.05
+
+
+class Operation(IntEnum):
+    """What is asked."""
+
+    PUT = 1
+    OFFER = 2
+    GET = 3
+    FIELDS = 4
+    WAIT = 5
+    REMOVE = 6
+
+
+def proof(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
+    """What only those can say who know the ``secret``; ``who``: the side that says it."""
+    return hashlib.blake2b(b"".join((who, *nonces)), key=secret, digest_size=_PROOF_BYTES).digest()
+
+
+class _Peer:
+    """A connection: what has come of a request, what has to go of answers, and what it waits for."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self.since = time.monotonic()
+        self.is_known = False
+        self.received = bytearray()
+        self.unsent = bytearray()
+        self.wait: tuple[str, int, int] | None = None  # the key, how many fields, and the number of this wait
+
+
+class Store:
+    """Serves the ranks that know its secret, until it is closed. ``port``, ``address``: where; "": at all addresses."""
+
+    def __init__(self, secret: bytes, port: int = 0, address: str = "") -> None:
+        """Listen.
+
+        Args:
+            secret: Of the job, up to 64 bytes.
+            port: 0: any.
+            address: A numeric one of this host, to be reached there alone. "", or none of this host: at all it has.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        self._secret = secret
+        self._id = secrets.token_bytes(ID_BYTES)
+        self._listener, self.address = _listen(address, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._keys: dict[str, dict[int, bytes]] = {}
+        self._waiting: defaultdict[str, set[_Peer]] = defaultdict(set)
+        self._waits = itertools.count(1)
+        self._due: list[tuple[float, int, _Peer]] = []  # when which waits are over
+        self._strangers: dict[_Peer, None] = {}  # in the order in which they came
+        self._closed = False
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="asyncckpt-store", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """How many keys there are."""
+        return len(self._keys)
+
+    def close(self) -> None:
+        """Drop all connections, and give the port back."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while not self._closed:
+                for key, events in self._selector.select(self._pause()):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._attend_guarded(key.data, events)
+                self._end_waits()
+        except Exception:
+            logger.exception("the store that joins the ranks has failed: please report this")
+        finally:
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+
+    def _pause(self) -> float | None:
+        """Seconds until there is something to do by itself."""
+        times = [due for due, *_ in self._due[:1]]
+        if self._strangers:
+            times.append(next(iter(self._strangers)).since + _STRANGER_S)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            if not self._closed:
+                time.sleep(_PAUSE_S)  # too many open files, perhaps
+            return
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # it has left already
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = _Peer(connection)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._strangers[peer] = None
+        if len(self._strangers) > _STRANGERS:
+            self._drop(next(iter(self._strangers)))
+        self._send(peer, peer.nonce)
+
+    def _attend_guarded(self, peer: _Peer, events: int) -> None:
+        """No peer may take the store from the others."""
+        if peer.socket.fileno() < 0:
+            return  # it was dropped meanwhile
+        try:
+            self._attend(peer, events)
+        except Exception:
+            logger.exception("a connection to the store that joins the ranks is dropped: please report this")
+            self._drop(peer)
+
+    def _attend(self, peer: _Peer, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(peer)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            piece = peer.socket.recv(_PIECE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        if not piece:
+            self._drop(peer)
+            return
+        peer.received += piece
+        if peer.is_known or self._is_proved(peer):
+            self._take_requests(peer)
+
+    def _is_proved(self, peer: _Peer) -> bool:
+        """Whether the peer has just proved that it knows the secret. One that has tried in vain is dropped."""
+        if len(peer.received) < NONCE_BYTES + _PROOF_BYTES:
+            return False
+        nonce, said = bytes(peer.received[:NONCE_BYTES]), bytes(peer.received[NONCE_BYTES:][:_PROOF_BYTES])
+        if not hmac.compare_digest(said, proof(self._secret, b"rank", peer.nonce, nonce)):
+            self._drop(peer)
+            return False
+        del peer.received[: NONCE_BYTES + _PROOF_BYTES]
+        peer.is_known = True
+        self._strangers.pop(peer, None)
+        self._send(peer, proof(self._secret, b"store", peer.nonce, nonce, self._id) + self._id)
+        return True
+
+    def _take_requests(self, peer: _Peer) -> None:
+        while len(peer.received) >= REQUEST.size:
+            operation, key_bytes, number, seconds, value_bytes = REQUEST.unpack_from(peer.received)
+            end = REQUEST.size + key_bytes + value_bytes
+            if len(peer.received) < end:
+                return
+            key = peer.received[REQUEST.size :][:key_bytes].decode(errors="replace")
+            value = bytes(memoryview(peer.received)[end - value_bytes : end])
+            del peer.received[:end]
+            self._carry_out(peer, operation, key, number, seconds, value)
+
+    def _carry_out(self, peer: _Peer, operation: int, key: str, number: int, seconds: float, value: bytes) -> None:
+        fields = self._keys.get(key, {})
+        match operation:
+            case Operation.PUT | Operation.OFFER:
+                fields = self._keys.setdefault(key, fields)
+                if operation == Operation.PUT or number not in fields:
+                    fields[number] = value
+                self._answer(peer, len(fields))
+                self._wake(key, fields)
+            case Operation.GET:
+                self._answer(peer, len(fields), _packed(fields))
+            case Operation.FIELDS:
+                self._answer(peer, len(fields), _packed(dict.fromkeys(fields, b"")))
+            case Operation.WAIT if _is_enough(fields, number):
+                self._answer(peer, len(fields), _packed(fields))
+            case Operation.WAIT:
+                self._end_wait(peer)
+                peer.wait = key, number, next(self._waits)
+                self._waiting[key].add(peer)
+                heapq.heappush(self._due, (time.monotonic() + seconds, peer.wait[2], peer))
+            case Operation.REMOVE:
+                self._keys.pop(key, None)
+                self._answer(peer, 0)
+            case _:
+                self._drop(peer)
+
+    def _wake(self, key: str, fields: Mapping[int, bytes]) -> None:
+        """Answer those who wait for what is there now."""
+        for peer in list(self._waiting.get(key, ())):
+            if peer.wait is not None and _is_enough(fields, peer.wait[1]):
+                self._end_wait(peer)
+                self._answer(peer, len(fields), _packed(fields))
+
+    def _end_waits(self) -> None:
+        """Answer those whose time is up, and drop strangers whose is."""
+        now = time.monotonic()
+        while self._due and self._due[0][0] <= now:
+            _, wait, peer = heapq.heappop(self._due)
+            if peer.wait is not None and peer.wait[2] == wait:
+                self._end_wait(peer)
+                self._answer(peer, -1)
+        while self._strangers and (oldest := next(iter(self._strangers))).since + _STRANGER_S <= now:
+            self._drop(oldest)
+
+    def _end_wait(self, peer: _Peer) -> None:
+        if peer.wait is not None:
+            key, peer.wait = peer.wait[0], None
+            self._waiting[key].discard(peer)
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    def _answer(self, peer: _Peer, number: int, payload: bytes = b"") -> None:
+        self._send(peer, ANSWER.pack(number, len(payload)) + payload)
+
+    def _send(self, peer: _Peer, text: bytes) -> None:
+        peer.unsent += text
+        if len(peer.unsent) == len(text):  # else it waits until the rest can go
+            self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        try:
+            del peer.unsent[: peer.socket.send(peer.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(peer)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        if self._selector.get_key(peer.socket).events != events:
+            self._selector.modify(peer.socket, events, peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        if peer.socket.fileno() < 0:
+            return
+        self._end_wait(peer)
+        self._strangers.pop(peer, None)
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
+        peer.unsent.clear()
+        peer.received.clear()
+
+
+def _listen(address: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens, and at which address alone ("": at all of this host)."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            return socket.create_server((address, port), family=family, backlog=_BACKLOG), address
+        except OSError as error:
+            logger.info("listening at all addresses, as %s cannot be listened at: %s", address, error)
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # switched off on this host
+            both = socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+            return both, ""
+    return socket.create_server(("", port), backlog=_BACKLOG), ""
+
+
+def _is_enough(fields: Mapping[int, bytes], number: int) -> bool:
+    return len(fields) >= number or ENDS in fields
+
+
+def _packed(fields: Mapping[int, bytes]) -> bytes:
+    return b"".join(FIELD.pack(field, len(value)) + value for field, value in fields.items())
