@@ -83,7 +83,7 @@ class Takeover:
                 if isinstance(reply, Inventory):
                     return cls(connection, reply, _take_segments(connection, reply, timeout))
                 is_left = reply.worker in left
-                if time.monotonic() > (left_by if is_left else noticed) or (not is_left and _lives(reply.trainer)):
+                if time.monotonic() > (left_by if is_left else noticed) or (not is_left and is_running(reply.trainer)):
                     raise job_taken_error(reply.worker, reply.trainer)
             except CheckpointError:
                 connection.close()
@@ -238,7 +238,8 @@ def _await_answer(connection: Connection, timeout: float) -> None:
         raise SaveTimeoutError(f"a worker did not answer at its endpoint within {timeout:g} s; it may be stopped")
 
 
-def _lives(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether there is a process of that id on this host, and it has not ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
