@@ -32,6 +32,8 @@ from asyncckpt.publication import Publication, job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import Existing, HeldImage
+from asyncckpt.worker.root_claim import Claim
+from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.storage import complete_steps, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, older_step, origin_of
 
@@ -82,7 +84,8 @@ class Checkpointer:
             os.makedirs(self.root, exist_ok=True)
         except OSError as error:
             raise StorageError(f"making the folder for checkpoints failed: {error.strerror}", path=self.root) from error
-        self._engine = Engine(config, process_group, job=job_of_checkpoints(self.root, config.job_id))
+        job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id)
+        self._engine = Engine(config, process_group, job=job, claim=claim)
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._newest: Save | None = None
@@ -176,11 +179,13 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it cannot be read.
+            JobTakenError: The root is of another ``Config.job_id``.
             MismatchError, UntrustedValueError: The state does not fit it, or a value could run code.
         """
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
         begun = time.perf_counter()
+        from_first(partial(check_job, self.root, self.config.job_id), self._process_group)
         ranks, progress = self._process_group, self.config.progress
         fill = partial(
             load, state_dict, verify=verify, weights_only=weights_only, process_group=ranks, progress=progress

@@ -56,8 +56,8 @@ class Config:
     trainer that is started in its place. 0: it leaves when all is written."""
 
     job_id: str | None = None
-    """Tells apart jobs that save to the same root and are not the same; a trainer finds what that of its own job has
-    left. None: there is one job for a root."""
+    """Of which job this trainer is. A root is of the first job that saves to it; another one is refused there
+    (``JobTakenError``), to save and to load. None: of any. One job at a time saves to a root in any case."""
 
     progress: bool = True
     """Show how far a load is that takes longer than some seconds: a bar on stderr, on the first rank, if that is a

@@ -89,7 +89,7 @@ class WorkerDiedError(CheckpointError):
 
 
 class JobTakenError(CheckpointError):
-    """Another trainer saves as the same rank of the same job."""
+    """Another trainer saves as the same rank of the same job, or another job to the same folder."""
 
 
 class RankFailedError(CheckpointError):

@@ -14,12 +14,15 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, WorkerDiedError
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name, take_log
 from asyncckpt.worker.process import WorkerOptions, detached_workers
+from asyncckpt.worker.root_claim import Claim
+from asyncckpt.worker.root_lock import take_root
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ class Supervisor:
         on_death: Callable[[], object],
         hand_over: Callable[[WorkerClient, Takeover | None], object],
         close: Callable[[bool], object],
+        claim: Claim | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -49,12 +53,14 @@ class Supervisor:
                 trainer before this one has left.
             close: Closes all that this worker is for, once the process ends, or something else in it wants a worker for
                 the same job. Told whether the worker is to linger. May raise ``CheckpointError``.
+            claim: The folder that the first rank's worker is to lock; None: there is none.
         """
         self._config = config
         self._job = job
+        self._claim = claim
         self._on_death, self._hand_over, self._close_owner = on_death, hand_over, close
         self._predecessor: Takeover | None = None
-        self._has_looked = self._closed = False
+        self._has_looked = self._closed = self._is_warned = False
         self._deaths = 0  # of workers, since a save was committed
         self._restart_at = 0.0
         self.client: WorkerClient | None = None
@@ -166,12 +172,21 @@ class Supervisor:
                 predecessor.retire(config.timeout)
                 self._predecessor = None
             self._take_endpoint(client, endpoint)
+            if rank == 0 and self._claim is not None:
+                self._take_root(client, self._claim)
             if endpoint is not None and (words := take_log(endpoint)):
                 logger.warning("what the worker of the trainer before this one had to say: %s", words)
         except BaseException:
             client.close(config.timeout)
             raise
         return client
+
+    def _take_root(self, client: WorkerClient, claim: Claim) -> None:
+        timeout = self._config.timeout
+        trouble = take_root(claim, partial(client.claim, claim, timeout), timeout)
+        if trouble is not None and not self._is_warned:
+            self._is_warned = True
+            logger.warning("%s is not locked, and another job can save there: %s", claim.root, trouble)
 
     def _close_forgotten(self) -> None:
         """A cell of a notebook that is run again makes another one, and nobody has closed the one before."""

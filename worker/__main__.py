@@ -32,8 +32,9 @@ def main(argv: list[str]) -> int:
     endpoint_service = EndpointService(options["endpoint"], options["trainer"], segment_store)
     try:
         storages = partial(storage_for, direct_io=options["direct_io"])
-        server = Server(Connection(options["fd"]), storages, segment_store, endpoint_service, options["io_threads"])
-        finished = server.run(_watch(options["trainer"]), options["linger"])
+        connection, trainer = Connection(options["fd"]), options["trainer"]
+        server = Server(connection, storages, segment_store, endpoint_service, options["io_threads"], trainer)
+        finished = server.run(_watch(trainer), options["linger"])
     finally:
         endpoint_service.close()
     if not finished:

@@ -19,12 +19,12 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.open_saves import OpenSaves, TrackedSave
 from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
+from asyncckpt.worker.root_claim import Claim, Claimed
 
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.5  # how often a wait looks whether it makes sense
 _LISTEN_S = 1.0  # how long the listener listens before it looks which saves are overdue
-
 Answer = TypeVar("Answer")
 
 
@@ -76,6 +76,10 @@ class WorkerClient:
         if trouble is not None:
             logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
 
+    def claim(self, claim: Claim, timeout: float) -> Claimed:
+        """Have the worker take the lock of a root, if it is free. Raises ``JobTakenError``: the root is of another."""
+        return self._ask(claim, Claimed, timeout, "taking the lock of the folder")
+
     def adopt(self, segment: Segment, held: tuple[messages.HeldImage, ...], timeout: float) -> int:
         """Have the worker take over a segment whose worker is gone. Returns its number in this one.
 
@@ -84,8 +88,8 @@ class WorkerClient:
             held: The images in it that the worker is to keep for now.
             timeout: Seconds.
         """
-        doing = "handing over shared memory"
-        return self._ask(messages.Adopt(held), messages.Adopted, timeout, doing, segment.fileno()).segment
+        fd = segment.fileno()
+        return self._ask(messages.Adopt(held), messages.Adopted, timeout, "handing over shared memory", fd).segment
 
     def host(self, request: messages.Host, timeout: float) -> messages.Hosting:
         """Have the worker host the store that joins the ranks."""
@@ -109,15 +113,13 @@ class WorkerClient:
             reason: What it ends with.
             timeout: Seconds.
         """
-        save_id = save.request.save_id
-        answer = self._ask(messages.Cancel(save_id, reason), messages.Cancelled, timeout, "taking a save back")
+        cancel = messages.Cancel(save_id := save.request.save_id, reason)
+        answer = self._ask(cancel, messages.Cancelled, timeout, "taking a save back")
         if answer.in_time and answer.slot_free:
             self.saves.on_written(save_id)
         if answer.in_time:
             self.saves.on_end(save_id, reason)
         return answer.in_time
-
-    # Messages that have no answer.
 
     def join(self, rendezvous: messages.Rendezvous, timeout: float) -> None:
         """Have the worker commit together with those of the other ranks."""

@@ -5,6 +5,7 @@ One socket pair joins trainer and worker. In the order of a worker's life:
     worker   Ready                        it runs
     trainer  Listen                       take your endpoint: the worker before you has left
     worker   Listening                                             (or Refused)
+    trainer  Claim -> Claimed, Refused    first rank: lock the folder that is saved to; or somebody has it
     trainer  Host                         many ranks: the first rank's worker hosts the store that joins them
     worker   Hosting                      at this port             (or Refused)
     trainer  Join                         many ranks: where the store is, and which rank this is
@@ -47,6 +48,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.worker.root_claim import Claim, Claimed
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
@@ -130,8 +132,7 @@ class Rendezvous:
 
 Existing = Literal["refuse", "replace", "join", "set aside"]
 """What a save does where its path exists: it is refused; a checkpoint that is there is replaced, whole, in one step;
-the save's files are put beside those of others in that folder, DCP's ``.metadata`` after all it names; or what is there
-is given another name, and nothing of it is removed."""
+its files are put beside those of others, DCP's ``.metadata`` after all it names; or what is there gets another name."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,7 @@ class WriteRequest:
     """What the worker is to write from one slot: this rank's part of the checkpoint at ``path`` (absolute), or a file.
 
     ``save_id`` and ``attempt`` are the same on all ranks. ``timeout``: seconds until it has to be committed.
-    ``pickle_bytes``: the length of a file's pickle in this save. ``umask``: the trainer's, for new files and folders.
-    ``since``: this save is newer than checkpoints that were created up to then, whatever their step.
+    ``pickle_bytes``: of a file's pickle. ``umask``: the trainer's. ``since``: it is newer than all created up to then.
     """
 
     save_id: int
@@ -272,8 +272,6 @@ class Hosting:
 
 @dataclass(frozen=True)
 class Allocated:
-    """The segment's descriptor follows on the same socket."""
-
     segment: int
 
 
@@ -357,9 +355,7 @@ class PublishedSegment:
 
 @dataclass(frozen=True)
 class Inventory:
-    """``leaving``: the worker was told to retire, and is finishing its work. ``published``: segments of weights that
-    are no part of a checkpoint.
-    """
+    """``leaving``: it was told to retire, and is finishing. ``published``: segments of weights, of no checkpoint."""
 
     worker: int
     leaving: bool
@@ -392,8 +388,8 @@ class OpenSegment:
     segment: int
 
 
-FromTrainer = Listen | Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
-Answer = Listening | Hosting | Allocated | Adopted | Described | Cancelled | Refused
+FromTrainer = Listen | Claim | Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
+Answer = Listening | Claimed | Hosting | Allocated | Adopted | Described | Cancelled | Refused
 FromWorker = Ready | Answer | Written | Committed | Failed | Logged
 
 

@@ -22,6 +22,8 @@ from asyncckpt.worker import messages
 from asyncckpt.worker.committer import Committer
 from asyncckpt.worker.endpoint_service import EndpointService
 from asyncckpt.worker.messages import receive, send
+from asyncckpt.worker.root_claim import Claim, Claimed
+from asyncckpt.worker.root_lock import RootLock
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store import Store
@@ -40,6 +42,7 @@ class Server:
         segment_store: SegmentStore,
         endpoint_service: EndpointService,
         io_threads: int,
+        trainer: int,
     ) -> None:
         """Start the threads.
 
@@ -49,8 +52,11 @@ class Server:
             segment_store: The memory; closed in the end.
             endpoint_service: Answers other processes.
             io_threads: How many threads write at once.
+            trainer: The process id of the trainer.
         """
         self._connection = connection
+        self._trainer = trainer
+        self._root_lock: RootLock | None = None
         self._segment_store = segment_store
         self._endpoint_service = endpoint_service
         self._sending = threading.Lock()
@@ -76,12 +82,16 @@ class Server:
                 logging.getLogger().removeHandler(to_trainer)
                 self._endpoint_service.redirect_log()
                 self._committer.hurry()
+            if self._root_lock is not None:
+                self._root_lock.announce_end()
             self._writer.finish()
             self._segment_store.on_trainer_gone(keep=lingers)
             finished = self._writer.wait_finished()
             if finished:
                 self._committer.gone(why)
                 self._committer.close()
+                if self._root_lock is not None:
+                    self._root_lock.release()
                 if self._store is not None:
                     self._store.close()
                 self._connection.close()
@@ -118,6 +128,8 @@ class Server:
         match message:
             case messages.Listen():
                 self._listen()
+            case Claim():
+                self._claim(message)
             case messages.Host():
                 self._host(message)
             case messages.Join(rendezvous, timeout):
@@ -148,6 +160,20 @@ class Server:
         except OSError as error:
             trouble = f"{error.strerror}: {error.filename}" if error.filename else str(error)
         self._send(messages.Listening(trouble))
+
+    def _claim(self, claim: Claim) -> None:
+        answer = Claimed()
+        if self._root_lock is None:
+            try:
+                found = RootLock.take(claim, self._trainer)
+            except OSError as error:
+                answer = Claimed(trouble=error.strerror or str(error))
+            else:
+                if isinstance(found, RootLock):
+                    self._root_lock = found
+                else:
+                    answer = Claimed(found)
+        self._send(answer)
 
     def _host(self, request: messages.Host) -> None:
         if self._store is not None:

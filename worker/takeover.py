@@ -89,7 +89,7 @@ class Takeover:
                 # It may be busy (taking memory, say) before it takes note that its trainer is gone. That the trainer
                 # is not found means this only where process ids are the same for that worker and for us.
                 limit = left_by if is_left or peer_pid(connection) == reply.worker else noticed
-                if time.monotonic() > limit or (not is_left and _lives(reply.trainer)):
+                if time.monotonic() > limit or (not is_left and is_running(reply.trainer)):
                     raise job_taken_error(reply.worker, reply.trainer)
             except CheckpointError:
                 connection.close()
@@ -244,7 +244,8 @@ def _await_answer(connection: Connection, timeout: float) -> None:
         raise SaveTimeoutError(f"a worker did not answer at its endpoint within {timeout:g} s; it may be stopped")
 
 
-def _lives(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether there is a process of that id on this host, and it has not ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

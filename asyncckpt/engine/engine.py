@@ -36,6 +36,7 @@ from asyncckpt.staging.devices import ready_events
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.takeover import Takeover
 
@@ -55,6 +56,7 @@ class Engine:
         *,
         alone: bool = False,
         job: str | None = None,
+        claim: Claim | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -63,6 +65,7 @@ class Engine:
             process_group: The ranks, which make the same calls; None: all of the job, as it is by the first save.
             alone: For this process, whatever the job.
             job: By this text a trainer in the place of a dead one finds its worker; None: it leaves with its trainer.
+            claim: The folder that no other job is to save to meanwhile; None: there is none.
         """
         self.config = config or Config.from_env()
         self._job = job
@@ -72,7 +75,7 @@ class Engine:
         self._versions = Versions()
         self._buffers = BufferPool(self.config)
         self._supervisor = Supervisor(
-            self.config, job, self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger)
+            self.config, job, self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger), claim
         )
         self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
         self._saves = Saves(self.config)

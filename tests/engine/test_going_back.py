@@ -75,6 +75,7 @@ def test_a_step_that_was_left_behind_is_set_aside_when_it_is_saved_again(
     with Checkpointer(saved) as checkpointer, pytest.raises(CheckpointExistsError):
         checkpointer.save(900, state())  # who has loaded nothing has gone back behind nothing
     assert sorted(os.listdir(saved)) == [
+        "asyncckpt.lock",
         *("step-00000800", "step-00000900", "step-00000900.abandoned-1", "step-00001000"),
         "step-00001000.abandoned-1",
     ]

@@ -275,8 +275,6 @@ def test_two_at_a_time(root: Path, tmp_path: Path) -> None:
         first.save(1, empty()).result(60)
         code, said = alone(_save_beside, str(root))
         assert code == 0 and str(os.getpid()) in said
-        with Checkpointer(root, Config(job_id="other")) as other:
-            other.save(2, empty()).result(60)
     with Checkpointer(root) as third:
         third.save(3, empty()).result(60)
 

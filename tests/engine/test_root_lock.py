@@ -1,0 +1,168 @@
+"""One job at a time saves to a folder of checkpoints: also from another host, which finds no endpoint here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import alone, faulty, serve
+from support.workers import send_away
+
+from asyncckpt import cli
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import JobTakenError
+from asyncckpt.worker import endpoint, root_lock
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.root_claim import Claim, Claimed
+from asyncckpt.worker.root_lock import LOCK_NAME, RootLock
+from asyncckpt.worker.storage.file_system import lock_alone
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trainers() -> Iterator[None]:
+    yield from serve()
+
+
+@pytest.fixture
+def elsewhere(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Call it to go on as on another host: no endpoint is found, and no process id means anything."""
+
+    def go() -> None:
+        monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(tmp_path / "other runtime"))
+        monkeypatch.setattr(root_lock, "_scope", lambda: "another host")
+        monkeypatch.setattr(root_lock, "_NOTICE_S", 0.2)
+
+    yield go
+    send_away(tmp_path / "other runtime")
+    monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(runtime))
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"w": torch.full((100,), value)}
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_second_job_in_the_same_folder_is_refused(
+    root: Path, tmp_path: Path, elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
+    with Checkpointer(root) as first:
+        first.save(1, state(1)).result(60)
+        worker = first._engine.worker
+        if is_here:  # with another runtime folder
+            monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(tmp_path / "other runtime"))
+        else:
+            elsewhere()
+        with Checkpointer(root, Config(job_id="second")) as second:
+            with pytest.raises(JobTakenError, match=socket.gethostname()) as raised:
+                second.save(2, state())
+            assert worker is not None and str(worker.pid) in str(raised.value) and str(os.getpid()) in str(raised.value)
+            assert raised.value.path == str(root)
+            assert second.load(into := state()) == 1 and into["w"][0] == 1  # to read is no claim
+            assert cli.main(["verify", str(root / "step-00000001")]) == 0
+            first.close()
+            second.save(2, state(2)).result(60)
+            assert second.steps() == [1, 2]
+
+
+def test_a_folder_belongs_to_the_job_that_saved_first(root: Path) -> None:
+    def save(step: int, job_id: str | None) -> None:
+        with Checkpointer(root, Config(job_id=job_id)) as checkpointer:
+            checkpointer.save(step, state()).result(60)
+
+    save(1, None)
+    save(2, "first")
+    with pytest.raises(JobTakenError, match="'first'.*'second'"):
+        save(3, "second")
+    with Checkpointer(root, Config(job_id="second")) as checkpointer, pytest.raises(JobTakenError, match=LOCK_NAME):
+        checkpointer.load(state())
+    save(3, None)  # which does not change that
+    with pytest.raises(JobTakenError, match="'first'"):
+        save(4, "second")
+    (root / LOCK_NAME).unlink()
+    save(4, "second")
+
+
+def _die_while_it_is_written(root: str, gate: str) -> None:
+    os.environ["ASYNCCKPT_TEST_GATE"] = gate
+    faulty("write:hold")
+    Checkpointer(root).save(1, state(1))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_worker_of_a_dead_trainer_is_waited_for(
+    root: Path,
+    tmp_path: Path,
+    elsewhere: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A restart on another host, while the last image is being written here."""
+    alone(_die_while_it_is_written, str(root), str(tmp_path / "gate"))
+    elsewhere()
+    with Checkpointer(root, Config(timeout=1.0)) as checkpointer:
+        with pytest.raises(JobTakenError, match="still writing"):
+            checkpointer.prepare(state())
+        assert checkpointer.steps() == []
+        assert "waiting until the worker" in caplog.text
+    real, holders = WorkerClient.claim, []
+
+    def claim(self: WorkerClient, wanted: Claim, timeout: float) -> Claimed:
+        answer = real(self, wanted, timeout)
+        holders.append(answer.holder)
+        (tmp_path / "gate").touch()
+        return answer
+
+    monkeypatch.setattr(WorkerClient, "claim", claim)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.prepare(state())
+        assert holders[0] is not None and checkpointer.steps() == [1]  # that worker lingers, with what it holds
+        checkpointer.save(2, state(2)).result(60)
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_where_there_is_no_lock_there_is_one_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (root / LOCK_NAME).mkdir(parents=True)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state()).result(60)
+        assert (worker := checkpointer._engine.worker) is not None
+        worker.kill()
+        checkpointer.save(2, state()).result(60)
+    assert caplog.text.count("another job can save there") == 1
+
+
+def test_a_file_system_without_locks_and_a_file_that_is_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root.mkdir()
+    claim, path = Claim(str(root), None), root / LOCK_NAME
+    lock = RootLock.take(claim, 7)
+    assert isinstance(lock, RootLock)
+    held = RootLock.take(claim, 8)
+    assert not isinstance(held, RootLock) and (held.trainer, held.leaving) == (7, False)
+    lock.announce_end()
+    held = RootLock.take(claim, 8)
+    assert not isinstance(held, RootLock) and held.leaving
+    lock.release()
+    path.write_bytes(b"\xff garbage")
+
+    def lock_one_that_goes(fd: int) -> bool | None:
+        monkeypatch.setattr(root_lock, "lock_alone", lock_alone)
+        path.unlink()
+        return lock_alone(fd)
+
+    monkeypatch.setattr(root_lock, "lock_alone", lock_one_that_goes)
+    lock = RootLock.take(claim, 7)
+    assert isinstance(lock, RootLock) and path.exists() and not isinstance(RootLock.take(claim, 8), RootLock)
+    lock.release()
+    monkeypatch.setattr(root_lock, "lock_alone", lambda fd: None)
+    with pytest.raises(OSError, match="no locks"):
+        RootLock.take(claim, 7)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="no file"):
+        RootLock.take(claim, 7)
