@@ -15,6 +15,7 @@ from support.ranks import Job, faulty, gated, run, say, serve
 from support.states import equal, replicas
 
 from asyncckpt import Checkpointer, Config
+from asyncckpt.config import WhenBusy
 from asyncckpt.errors import CheckpointError
 from asyncckpt.save_handle import Save
 from asyncckpt.worker import process as worker_process
@@ -28,8 +29,8 @@ def ranks() -> Iterator[None]:
     yield from serve()
 
 
-def _config(when_busy: str = "wait") -> Config:
-    return Config(  # type: ignore[arg-type]
+def _config(when_busy: WhenBusy = "wait") -> Config:
+    return Config(
         timeout=LONG_S, commit_timeout=LONG_S, assume_constant_structure=True, when_busy=when_busy, failure="warn"
     )
 
@@ -42,7 +43,7 @@ def _end(save: Save) -> str:
     return "saved"
 
 
-def _save_while_it_is_stopped(root: str, when_busy: str, count: int) -> tuple[list[str], list[float]]:
+def _save_while_it_is_stopped(root: str, when_busy: WhenBusy, count: int) -> tuple[list[str], list[float]]:
     """How the saves end, and how long the calls took."""
     checkpointer = Checkpointer(root, _config(when_busy))
     checkpointer.save(1, replicas(1)).result(30)

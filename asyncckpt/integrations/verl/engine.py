@@ -145,7 +145,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         """Take that role, and join its group if this worker is a member and not in it yet; raises as that does."""
         if self._notices is not None:
             self._notices.close()
-        # Another connection for each sync: somebody may still wait over the old one, for what will not come.
+        # Another connection for each sync: whoever still waits over the old one waits for what will not come.
         self._notices = NoticeBoard(role, self._timeout)
         if self._group is not None and (self._group.members != role.members or not self._group.usable):
             self._leave()

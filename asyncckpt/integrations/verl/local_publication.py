@@ -168,7 +168,7 @@ class NoticeBoard:
             self._rounds.clear(_kind(host), self.role.sync)
 
     def close(self) -> None:
-        """Drop the connection; a wait over it may go on."""
+        """Drop the connection; a wait over it ends."""
         self._rounds.close()
 
     def _round(self, host: int) -> str:
