@@ -8,6 +8,7 @@ worker hosts. After that no collective is made: what the ranks have to agree upo
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import pickle
@@ -100,8 +101,12 @@ class Group:
         return self.world_size == 1
 
     def attempt(self, number: int) -> str:
-        """The name of save ``number`` on storage: the same on all ranks, and of no other save."""
-        return f"{self.token[:12]}-{number}"
+        """The name of save ``number`` on storage: the same on all ranks, and of no other save.
+
+        Where others may write, too, it must not be known before it is used.
+        """
+        secret = self._secret if self._rendezvous is None else self._rendezvous.secret
+        return f"{hmac.new(secret, f'attempt {number}'.encode(), 'sha256').hexdigest()[:12]}-{number}"
 
     def connect_worker(self, start: Callable[[int], WorkerClient]) -> WorkerClient:
         """This rank's worker, which ``start`` gives, connected with those of the others. At first this is a collective.

@@ -57,20 +57,27 @@ def translated(doing: str, path: str) -> Iterator[None]:
 class LocalFile(OutputFile):
     """A new file; whether it is ``direct`` shows when it is open, and may change with a write."""
 
-    def __init__(self, path: str, direct: bool) -> None:
-        """Create ``path``, which must not exist. Raises ``StorageError``."""
+    def __init__(self, path: str, direct: bool, folder: int | None = None) -> None:
+        """Create ``path``, which must not exist. Raises ``StorageError``.
+
+        Args:
+            path: The file.
+            direct: Write past the page cache, if the file system can.
+            folder: Its folder, opened, which is the one whatever has that path meanwhile; None: look for it.
+        """
         self.path = path
         self.direct = direct
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        name = path if folder is None else os.path.basename(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with translated("creating a file", path):
             try:
-                self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
+                self._fd = os.open(name, flags | (os.O_DIRECT if direct else 0), 0o644, dir_fd=folder)
             except OSError as error:
                 if not direct or error.errno != errno.EINVAL:
                     raise
                 # The file system knows no direct I/O; whether the file was made before it said so differs.
                 self.direct = False
-                self._fd = os.open(path, flags & ~os.O_EXCL, 0o644)
+                self._fd = os.open(name, flags & ~os.O_EXCL, 0o644, dir_fd=folder)
 
     def write(self, data: memoryview, offset: int) -> None:
         with translated("writing", self.path):

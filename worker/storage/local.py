@@ -253,7 +253,7 @@ def _is_orphan(path: str, before: float, *, is_file: bool) -> bool:
     is_ours = stat.S_ISREG(facts.st_mode) if is_file else holds_only_a_checkpoint(path)
     if facts.st_uid != os.geteuid() or not is_ours:
         return False
-    with opened(path, 0 if is_file else os.O_DIRECTORY) as fd:
+    with opened(path, os.O_NOFOLLOW | (os.O_NONBLOCK if is_file else os.O_DIRECTORY)) as fd:
         is_free = lock_alone(fd)
         if is_free is False:
             return False

@@ -11,10 +11,12 @@ import errno
 import logging
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Sequence
 
+from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
@@ -66,32 +68,63 @@ class _Partial(OpenAttempt):
             return os.path.samestat(os.fstat(self._fd), os.stat(self._final))
         return False
 
-    def _hold(self) -> None:
+    def _hold(self, flags: int = 0) -> None:
         """Lock it. Raises ``OSError``."""
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
         lock_shared(self._fd)
+
+    def _is_in_place(self) -> bool:
+        """Whether what is held still has the name of the attempt, which nobody has revoked. Raises ``OSError``."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
 
 
 class PartialFolder(_Partial):
-    """A checkpoint being written."""
+    """A checkpoint being written. Files are made in the folder that was opened, whatever has its name by then."""
 
     def make(self) -> None:
-        """Make the folder, unless another rank was here first, and lock it. Raises ``OSError``."""
+        """Make the folder, unless another rank was here first, and lock it. Raises ``OSError``, ``StorageError``."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.path, 0o755)
-        self._hold()
+        try:
+            self._hold(os.O_DIRECTORY)
+            is_ours = self._is_ours()
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            is_ours = False
+        if not is_ours:
+            self.release()
+            raise StorageError(
+                "somebody else has made something here; nothing is written there: look who else may write to the"
+                " folder that it is in",
+                path=self.path,
+            )
 
     def create(self, name: str, *, large: bool) -> LocalFile:
-        return LocalFile(os.path.join(self.path, name), direct=large and self._direct)
+        file = LocalFile(path := os.path.join(self.path, name), direct=large and self._direct, folder=self._fd)
+        try:
+            with translated("creating a file", path):
+                if not self._is_in_place():
+                    os.unlink(name, dir_fd=self._fd)
+                    raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def names(self) -> set[str]:
         with translated("listing", self.path):
-            return set(os.listdir(self.path))
+            return set(os.listdir(self._fd))
 
     def finalize(self, existing: Existing) -> None:
         """An empty folder at the final place is replaced, whatever ``existing`` says."""
         final = self._final
         with translated("flushing a folder", self.path):
+            if not self._is_in_place():
+                raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
             sync_folder(self.path)
         is_taken = existing == "join" and os.path.isdir(final)
         with translated("finalizing the checkpoint", final):
@@ -121,15 +154,29 @@ class PartialFolder(_Partial):
 
     def discard(self, names: Sequence[str] | None = None) -> None:
         """The folder goes with its last file."""
-        if names is None:
-            shutil.rmtree(self.path, ignore_errors=True)
-        else:
-            for name in names:
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self.path, name))
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self._is_in_place() and names is None:
+                shutil.rmtree(self.path, ignore_errors=True)
+            elif self._is_in_place():
+                for name in names or ():
+                    with contextlib.suppress(OSError):
+                        os.unlink(os.path.join(self.path, name))
                 os.rmdir(self.path)
         self.release()
+
+    def _is_ours(self) -> bool:
+        """Whether what is held has the owner that files of this process get here. Raises ``OSError``."""
+        owner = os.fstat(self._fd).st_uid
+        if owner == os.geteuid():
+            return True
+        # A server may give our files to another user, as NFS does with those of root.
+        name = f".{secrets.token_hex(6)}"
+        probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        try:
+            os.unlink(name, dir_fd=self._fd)
+            return os.fstat(probe).st_uid == owner
+        finally:
+            os.close(probe)
 
     def _set_aside(self) -> None:
         """Take the place of what has the final name, which gets another. Raises ``OSError``."""
