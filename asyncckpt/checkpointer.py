@@ -34,7 +34,7 @@ from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import Existing, HeldImage
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
-from asyncckpt.worker.storage import complete_steps, set_aside, step_folder
+from asyncckpt.worker.storage import absolute, complete_steps, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, older_step, origin_of
 
 if TYPE_CHECKING:
@@ -75,11 +75,13 @@ class Checkpointer:
             process_group: The ranks that save together; None: the whole job.
 
         Raises:
-            StorageError: The folder cannot be made.
+            StorageError: The folder cannot be made, or is an address.
             ValueError: A variable of the environment makes no sense.
         """
+        if not isinstance(config, Config | None):
+            raise TypeError(f"config is a Config, not a {type(config).__name__}: Config(keep_last=3), say")
         config = config or Config.from_env()
-        self.root = os.path.abspath(os.fspath(root))
+        self.root = absolute(root)
         try:
             os.makedirs(self.root, exist_ok=True)
         except OSError as error:
@@ -343,6 +345,8 @@ class Checkpointer:
 def _whole(step: SupportsIndex) -> int:
     """``step``, which may be of numpy or a tensor, as what can be written down anywhere."""
     try:
+        if isinstance(step, bool):
+            raise TypeError("a bool")
         number = operator.index(step)
     except (TypeError, ValueError) as error:
         raise TypeError(f"a step is a whole number, not {step!r}") from error

@@ -11,7 +11,7 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -92,7 +92,7 @@ class _Answers:
         self.is_json = as_json
         self._facts: list[dict[str, Any]] = []
         self._rows: list[tuple[object, ...]] = []
-        self._headers: tuple[str, ...] = ()
+        self._headers: Sequence[str] = ()
 
     def line(self, text: str) -> None:
         """Say something beside the table, now."""
@@ -103,7 +103,7 @@ class _Answers:
         """For JSON."""
         self._facts.append(facts)
 
-    def row(self, headers: tuple[str, ...], *cells: object) -> None:
+    def row(self, headers: Sequence[str], *cells: object) -> None:
         """A line of the table."""
         self._headers = headers
         self._rows.append(cells)
@@ -182,16 +182,15 @@ def _inspect(answers: _Answers, given: str, args: argparse.Namespace) -> None:
 
 
 def _show_values(answers: _Answers, values: list[Value], *, shards: bool) -> None:
+    headers = "name type shape from size file" if shards else "name type shape size shards"
     for value in values:
         kind = value.dtype or "object"
         if not shards:
-            headers = ("name", "type", "shape", "size", "shards")
-            answers.row(headers, value.name, kind, _shape(value.shape), _size(value.nbytes), len(value.shards))
-            continue
-        for each in value.shards:
-            headers = ("name", "type", "shape", "from", "size", "file")
-            place = ",".join(map(str, each.offsets))
-            answers.row(headers, value.name, kind, _shape(each.shape), place, _size(each.nbytes), each.file)
+            size = _size(value.nbytes)
+            answers.row(headers.split(), value.name, kind, _shape(value.shape), size, len(value.shards))
+        for each in value.shards if shards else ():
+            begin, size = ",".join(map(str, each.offsets)), _size(each.nbytes)
+            answers.row(headers.split(), value.name, kind, _shape(each.shape), begin, size, each.file)
     answers.show_table()
 
 

@@ -276,10 +276,32 @@ def test_a_step_may_be_any_integer(checkpointer: Checkpointer, step: Any) -> Non
     assert checkpointer.steps() == [7] and checkpointer.load({"w": torch.zeros(3)}, step=step) == 7
 
 
-@pytest.mark.parametrize("step", [1.5, "7", -1, None])
+@pytest.mark.parametrize("step", [1.5, "7", -1, None, True, torch.tensor(1.5)])
 def test_what_is_no_step_is_refused(checkpointer: Checkpointer, step: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="step"):
         checkpointer.save(step, {"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("state", [None, torch.nn.Linear(2, 2), [torch.ones(2)], torch.ones(2)])
+def test_what_is_no_state_dict_is_refused(checkpointer: Checkpointer, state: Any) -> None:
+    for call in (lambda: checkpointer.save(1, state), lambda: checkpointer.prepare(state)):
+        with pytest.raises(TypeError, match="a state dict maps names to values, and this is a"):
+            call()
+    checkpointer.save(1, {"w": torch.ones(3)}).result(60)
+    with pytest.raises(TypeError, match="a state dict"):
+        checkpointer.load(state)
+
+
+def test_places(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(root))
+    with Checkpointer("~/run") as checkpointer:
+        assert checkpointer.root == str(root / "run") and (root / "run").is_dir()
+    for address in ("s3://bucket/run", "gs://bucket", "file:///tmp/x"):
+        with pytest.raises(StorageError, match="is an address"):
+            Checkpointer(address)
+    wrong: Any = {"keep_last": 3}
+    with pytest.raises(TypeError, match=r"a Config, not a dict"):
+        Checkpointer(root, wrong)
 
 
 def test_a_save_while_the_interpreter_ends_is_made(root: Path) -> None:

@@ -37,7 +37,7 @@ from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.root_claim import Claim
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import absolute, storage_for
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Engine:
             state = stateful_to_dict(state_dict)
             return self._plans.for_state(StateToSave(save.group, save.number, state, planner, check))
 
-        return self._carry_out(os.path.abspath(os.fspath(path)), step, retention, capture)
+        return self._carry_out(absolute(path), step, retention, capture)
 
     def save_file(self, path: str | os.PathLike[str], obj: object, *, pickle_protocol: int = 2) -> Save:
         """Save an object as a file that ``torch.load`` reads. Returns, and raises, as ``save`` does.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Source, StorageSource, is_stock
 from asyncckpt.planning.structure import stateful_types
 from asyncckpt.ranks.collectives import gather, many, on_all
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import absolute, storage_for
 
 # A load that takes longer has a progress bar.
 _LONG_S = 3.0
@@ -62,7 +61,7 @@ def load(
         UntrustedValueError: A value could run code, and ``weights_only`` forbids that.
         StorageError: Storage cannot be read.
     """
-    path = os.path.abspath(path)
+    path = absolute(path)
     ranks = False if no_dist else process_group
     with _states(state_dict) as states, contextlib.ExitStack() as held, _without_gc(), _without_dcps_wrapping():
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
@@ -80,8 +79,8 @@ def load(
 @contextlib.contextmanager
 def _states(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The values to fill, with the states of ``Stateful`` ones; ``state_dict`` is given what they are in the end."""
-    keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
     kinds = stateful_types(state_dict)
+    keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
     states = {key: state_dict[key].state_dict() if type(state_dict[key]) in kinds else state_dict[key] for key in keys}
     yield states
     for key in keys:

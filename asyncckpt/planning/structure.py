@@ -78,7 +78,11 @@ def put_leaf(state_dict: Any, keys: Keys, value: Any) -> None:
 
 
 def stateful_types(state_dict: Mapping[str, Any]) -> set[type]:
-    """The types of those values at the top of ``state_dict`` that are ``Stateful``."""
+    """The types of those values at the top of ``state_dict`` that are ``Stateful``. Raises ``TypeError``."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"a state dict maps names to values, and this is a {type(state_dict).__name__}: {{'model': model}} is one"
+        )
     if set(map(type, state_dict.values())) <= _STATELESS:
         return set()
     # A protocol's isinstance takes microseconds: one value of each type speaks for all.
@@ -87,7 +91,10 @@ def stateful_types(state_dict: Mapping[str, Any]) -> set[type]:
 
 
 def stateful_to_dict(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``state_dict`` with what each ``Stateful`` value at its top says its state is, as DCP does it."""
+    """``state_dict`` with what each ``Stateful`` value at its top says its state is, as DCP does it.
+
+    Raises ``TypeError`` where it is no state dict.
+    """
     kinds = stateful_types(state_dict)
     if not kinds:
         return state_dict

@@ -23,11 +23,20 @@ from asyncckpt.worker.storage.storage import Storage
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d{8,})")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def storage_for(path: str, *, direct_io: bool = True) -> Storage:
     """The kind of storage that ``path`` is in; today there is one. ``direct_io``: write past the page cache."""
     return LocalStorage(direct_io)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """``path`` from the root of the file system on; "~" is the user's home. Raises ``StorageError`` for an address."""
+    text = os.fspath(path)
+    if _URL.match(text):
+        raise StorageError(f"{text} is an address, and checkpoints are saved to file systems only: mount it")
+    return os.path.abspath(os.path.expanduser(text))
 
 
 def step_folder(root: str, step: int) -> str:
