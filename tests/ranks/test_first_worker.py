@@ -168,6 +168,7 @@ def _replace_it(root: str) -> tuple[list[str], float]:
     ends = [_end(saves[0])]  # now there is a slot
     ends += [_end(checkpointer.save(4, replicas(4))), _end(saves[1])]
     took = time.monotonic() - begun
+    dist.barrier()  # the first rank's worker is there until then
     checkpointer.close()
     return ends, took
 
@@ -177,4 +178,4 @@ def test_another_in_its_place_says_how_saves_ended(tmp_path: Path) -> None:
     gate, root = str(tmp_path / "gate"), str(tmp_path / "root")
     for ends, took in run(2, gated, _replace_it, gate, root, folder=tmp_path):
         assert ends == ["WorkerDiedError", "saved", "WorkerDiedError"]
-        assert took < 25
+        assert took < 15
