@@ -11,6 +11,7 @@ import pickle
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -21,9 +22,13 @@ _CLASSES = (
     *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
     *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
 )
+# Where these stood until torch 2.3.
+_OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
+_OLD_CLASSES = ("TensorProperties", "MEM_FORMAT_ENCODING")
 _METADATA_GLOBALS = frozenset(
     {
         *((_MODULE, name) for name in _CLASSES),
+        *((_OLD_MODULE, name) for name in _OLD_CLASSES),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
@@ -52,6 +57,7 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
     """
     unpickler = (_MetadataUnpickler if weights_only else pickle.Unpickler)(io.BytesIO(data))
     classes = [getattr(dcp_metadata, name) for name in _CLASSES if hasattr(dcp_metadata, name)]
+    classes += [getattr(sharded_metadata, name) for name in _OLD_CLASSES if hasattr(sharded_metadata, name)]
     before = [dict(vars(each)) for each in classes]
     try:
         found = unpickler.load()

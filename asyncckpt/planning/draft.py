@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import io
 import pickle
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +25,7 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout, TensorSpec
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import CheckpointPlan, FlatCapture, PlannerCapture, StateDict, is_opaque, split_items
-from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
+from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key, has_shards
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
 
@@ -70,6 +73,9 @@ def _fresh(planner: SavePlanner | None) -> SavePlanner:
     )
 
 
+# How many properties of a tensor torch 2.6 knows.
+_PROPERTIES = 5
+
 # Where a rank's items stand in its file: their offsets and sizes in bytes, in the order of its final plan, and their
 # indices where those are not the ones that the first rank knows.
 _Places = tuple["array[int]", "array[int]", Sequence[MetadataIndex] | None]
@@ -99,6 +105,8 @@ class Draft:
         planner = self._planner
         with _planning():
             planner.set_up_planner(dict(self._state_dict), StorageMeta(), self._rank == 0)
+            if isinstance(planner, DefaultSavePlanner):
+                _check_shards(planner.state_dict)
             if type(planner) is DefaultSavePlanner and not any(map(_is_sharded, planner.state_dict.values())):
                 self._flat = planner.state_dict
                 # What has no plain bytes is planned, and stored, as an object.
@@ -165,7 +173,7 @@ class Draft:
         self._metadata.storage_data = storage
         self._metadata.storage_meta = StorageMeta()
         self._metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        return [pickle.dumps(self._metadata)] + [b""] * (len(places) - 1)
+        return [_pickle_metadata(self._metadata)] + [b""] * (len(places) - 1)
 
     def _capture(self, items: Sequence[WriteItem]) -> FlatCapture | PlannerCapture:
         if self._flat is not None and isinstance(self._planner, DefaultSavePlanner):
@@ -224,4 +232,33 @@ def _index_items(layout: DataLayout, tensors: Sequence[WriteItem], objects: Sequ
 
 def _is_sharded(value: object) -> bool:
     """Whether DCP has its own way to take ``value`` apart (ShardedTensor and its like, but not DTensor)."""
+    if isinstance(value, torch.Tensor) and has_shards(value):
+        return True
     return hasattr(value, "__create_write_items__") and not isinstance(value, DTensor) or hasattr(value, "local_shards")
+
+
+def _check_shards(state: Mapping[str, Any]) -> None:
+    """Raise ``UnsavableStateError`` for a part of a larger tensor that this torch's DCP takes for a whole one."""
+    if hasattr(checkpoint, "CheckpointableTensor"):  # torch 2.14 and later
+        return
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and has_shards(value):
+            raise UnsavableStateError(
+                f"{name!r} says by its global_shape and global_offsets that it is a part of a larger tensor, and torch"
+                f" {torch.__version__} cannot save it as one; take torch 2.14 or later, a DTensor, or leave it out"
+            )
+
+
+def _pickle_metadata(metadata: Metadata) -> bytes:
+    """DCP's ``.metadata``, in the form that every torch from 2.6 on reads: the properties of a tensor are the first
+    five, which all of them know. The strides that torch 2.14 added are not needed to load.
+    """
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduce_properties}
+    pickler.dump(metadata)
+    return buffer.getvalue()
+
+
+def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:_PROPERTIES]  # type: ignore[attr-defined, no-untyped-call]

@@ -21,7 +21,15 @@ from torch.distributed.tensor import DTensor
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.objects import Raw, StoredObjects
-from asyncckpt.planning.structure import PLAIN, Fingerprint, Structure, StructureChanged, has_no_bytes, picker
+from asyncckpt.planning.structure import (
+    PLAIN,
+    Fingerprint,
+    Structure,
+    StructureChanged,
+    any_has_shards,
+    has_no_bytes,
+    picker,
+)
 from asyncckpt.worker.messages import CheckpointLayout, Region
 
 StateDict = Mapping[str, Any]
@@ -111,6 +119,8 @@ class FlatCapture:
         if not all(is_opaque(leaves[at]) for at in self._opaque_at):
             raise StructureChanged("a tensor has plain bytes now, and had none")
         tensors = list(self._pick_tensors(leaves))
+        if any_has_shards(tensors):
+            raise StructureChanged("a tensor is a part of a larger one now, and was a whole one")
         if self._sharded:
             sharded = self._pick_sharded(tensors)
             if list(map(_spec, sharded)) != self._specs:  # in C, and at a glance where they are the same objects

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress, repeat
 from operator import attrgetter, eq, itemgetter
 from typing import Any, TypeAlias
 
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 # The types of most values at the top of a state dict: no need to ask whether they are ``Stateful``.
 _STATELESS = PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool, str, bytes, type(None)}
+
+_SHARD_ATTRIBUTES = ("global_offsets", "global_shape", "local_offsets", "local_sizes")
 
 _form = attrgetter("dtype", "shape", "layout")
 
@@ -49,6 +52,19 @@ def is_leaf(value: object) -> bool:
 def has_no_bytes(tensor: torch.Tensor) -> bool:
     """Whether the values of ``tensor`` do not lie in memory as its shape and dtype say."""
     return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
+
+
+def has_shards(value: object) -> bool:
+    """Whether ``value`` says of itself which parts of a larger tensor it holds: torch's ``CheckpointableTensor``, which
+    may be a plain tensor with attributes.
+    """
+    return all(map(hasattr, repeat(value), _SHARD_ATTRIBUTES))
+
+
+def any_has_shards(values: Sequence[object]) -> bool:
+    """The same of any of ``values``, in C for those that do not: 0.1 us a value."""
+    suspects = compress(values, map(hasattr, values, repeat(_SHARD_ATTRIBUTES[0])))
+    return any(map(has_shards, suspects))
 
 
 Keys: TypeAlias = tuple[Any, ...]

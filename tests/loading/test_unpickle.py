@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy
 import pytest
 import torch
 from support.states import same, small_state, zeros_like
+from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -176,3 +178,14 @@ def test_files_are_as_the_umask_says(root: Path) -> None:
         os.umask(before)
     assert path.stat().st_mode & 0o077 == 0
     assert all(file.stat().st_mode & 0o077 == 0 for file in path.iterdir())
+
+
+def test_metadata_of_an_early_torch_is_trusted(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2, 3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        metadata = state_dict_saver.save(state, checkpoint_id=tmp_path / "stock")
+    metadata.state_dict_metadata["a"].properties = sharded_metadata.TensorProperties(torch.float32)
+    (tmp_path / "stock" / METADATA_NAME).write_bytes(pickle.dumps(metadata))
+    load(into := {"a": torch.zeros(2, 3)}, str(tmp_path / "stock"))
+    assert same(into, state)

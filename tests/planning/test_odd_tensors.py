@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run, serve
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.worker.manifest import METADATA_NAME
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,3 +80,51 @@ def test_a_tensor_whose_storage_was_freed_is_refused(root: Path, planned: bool) 
             checkpointer.save(2, state)
         state["model"]["freed"] = torch.ones(1000)
         checkpointer.save(3, state).result(60)
+
+
+def _part(values: torch.Tensor, begins: list[int], of: int) -> torch.Tensor:
+    """A plain tensor that holds rows of two from each of ``begins`` on of a tensor of length ``of``."""
+    facts: dict[str, Any] = {
+        "global_shape": (of,),
+        "global_offsets": tuple((begin,) for begin in begins),
+        "local_offsets": tuple((2 * number,) for number in range(len(begins))),
+        "local_sizes": tuple((2,) for _ in begins),
+    }
+    for name, value in facts.items():
+        setattr(values, name, value)
+    return values
+
+
+def test_a_part_of_a_larger_tensor_is_never_saved_as_a_whole_one(root: Path) -> None:
+    knows = hasattr(checkpoint, "CheckpointableTensor")  # from torch 2.14 on
+    values = torch.arange(4.0)
+    with Checkpointer(root) as checkpointer:
+        # Also where a plain tensor of that name and shape was planned before.
+        for step, weight in enumerate((_part(values, [2, 0], 4), torch.ones(4), _part(values, [2, 0], 4))):
+            if knows or step == 1:
+                checkpointer.save(step, {"weight": weight, "plain": torch.ones(2)}).result(60)
+                continue
+            with pytest.raises(UnsavableStateError, match="'weight' says .* a part of a larger tensor"):
+                checkpointer.save(step, {"weight": weight, "plain": torch.ones(2)})
+        assert checkpointer.steps() == ([0, 1, 2] if knows else [1])
+        into = {"weight": torch.zeros(4), "plain": torch.zeros(2)}
+        checkpointer.load(into)
+        assert into["weight"].tolist() == ([2, 3, 0, 1] if knows else [1, 1, 1, 1])
+        if knows:
+            checkpointer.load({"weight": _part(into["weight"], [2, 0], 4)})
+            assert into["weight"].tolist() == [0, 1, 2, 3]
+
+
+def test_metadata_has_of_a_tensor_what_every_torch_reads(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TensorProperties.__getstate__
+
+    def of_a_newer_torch(self: TensorProperties) -> tuple[Any, ...]:
+        return (*original(self)[:5], (3, 1))  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", of_a_newer_torch)
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(1, {"weight": torch.ones(2, 3)}).result(60)
+    states: list[Any] = []
+    monkeypatch.setattr(TensorProperties, "__setstate__", lambda self, state: states.append(state))
+    pickle.loads((path / METADATA_NAME).read_bytes())
+    assert [len(state) for state in states] == [5]
