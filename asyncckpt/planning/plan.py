@@ -22,7 +22,7 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.objects import Raw, StoredObjects
 from asyncckpt.planning.structure import PLAIN, Fingerprint, Structure, StructureChanged, has_no_bytes, picker
-from asyncckpt.worker.messages import CheckpointLayout, Region
+from asyncckpt.worker.segment_layout import CheckpointLayout, Region
 
 StateDict = Mapping[str, Any]
 
