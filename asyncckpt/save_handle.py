@@ -3,15 +3,72 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from pathlib import Path
 
 from asyncckpt.errors import SaveTimeoutError
+
+logger = logging.getLogger(__name__)
+
+
+class _Callbacks:
+    """Calls what is to be called when saves end, one after the other, on a thread that is there while there is any.
+
+    Not on the thread that learns of the ends of saves: while that is kept, all saves are, and the training with them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._runs = False
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Have it called after all that were added before."""
+        with self._lock:
+            self._waiting.append(call)
+            if self._runs:
+                return
+            self._runs = True
+        try:
+            threading.Thread(target=self._run, name="asyncckpt-callbacks").start()
+        except RuntimeError:  # the interpreter is ending, and starts no thread any more
+            self._run()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._runs = bool(self._waiting)
+                if not self._runs:
+                    return
+                call = self._waiting.popleft()
+            try:
+                call()
+            except Exception:
+                logger.exception("a callback at the end of a save has failed")
+
+
+_callbacks = _Callbacks()
+
+
+def _after_fork_in_child() -> None:
+    global _callbacks
+    _callbacks = _Callbacks()  # the thread of the other one is not here
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class _SaveFuture(Future[Path]):
+    def add_done_callback(self, fn: Callable[[Future[Path]], object]) -> None:
+        super().add_done_callback(lambda done: _callbacks.add(partial(fn, done)))
 
 
 class SaveState:
@@ -26,8 +83,12 @@ class SaveState:
         self.step = step
         self.begun = time.perf_counter()
         self.timings: dict[str, float] = {}
-        self.future: Future[Path] = Future()
+        self.future: Future[Path] = _SaveFuture()
         self.future.set_running_or_notify_cancel()  # nobody can cancel it
+        self.is_done = False
+        """It has ended. Beside the future, whose lock an exception out of a signal handler can keep from being left."""
+        self.failure: BaseException | None = None
+        """What went wrong, if it has ended badly."""
         self.is_reported = False
         """Somebody was told of its failure, or will be."""
         self.queued, self.staged = threading.Event(), threading.Event()
@@ -43,18 +104,16 @@ class SaveState:
         if error is None:
             self.timings.update(timings or {})
             self.timings["durable_s"] = time.perf_counter() - self.begun
-        self.staged.set()
-        self.queued.set()
+        for event in (self.staged, self.queued):
+            if not event.is_set():  # which takes no lock
+                event.set()
+        if not self.is_done:
+            self.failure, self.is_done = error, True
         with contextlib.suppress(InvalidStateError):  # it may fail in the call and, a moment later, in the worker
             if error is None:
                 self.future.set_result(self.path)
             else:
                 self.future.set_exception(error)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What went wrong, if it has ended badly."""
-        return self.future.exception() if self.future.done() else None
 
 
 class Save:
@@ -91,7 +150,10 @@ class Save:
 
     @property
     def future(self) -> Future[Path]:
-        """The same outcome, for code that waits on futures."""
+        """The same outcome, for code that waits on futures.
+
+        Its callbacks are called one after the other on a thread of their own. They may save, and take their time.
+        """
         return self._state.future
 
     def result(self, timeout: float | None = None) -> Path:

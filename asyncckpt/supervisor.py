@@ -61,6 +61,7 @@ class Supervisor:
         self._on_death, self._hand_over, self._close_owner = on_death, hand_over, close
         self._predecessor: Takeover | None = None
         self._has_looked = self._closed = self._is_warned = False
+        self._owner = os.getpid()
         self._deaths = 0  # of workers, since a save was committed
         self._restart_at = 0.0
         self.client: WorkerClient | None = None
@@ -94,7 +95,7 @@ class Supervisor:
         """
         if self._job is not None and not self._has_looked and self.client is None:
             self._predecessor = Takeover.find(endpoint_name(self._job, rank), self._config.timeout, detached_workers())
-            self._has_looked = True
+            self._has_looked, self._owner = True, os.getpid()
         return self._predecessor
 
     def record_commit(self) -> None:
@@ -107,6 +108,8 @@ class Supervisor:
             raise ClosedError("this checkpointer is closed; make a new one")
         if self.client is not None:
             self.client.check_owner()
+        elif self._predecessor is not None and self._owner != os.getpid():
+            raise ClosedError("this checkpointer has looked for its worker in another process: make one in each fork")
 
     def leave(self, *, linger: bool) -> None:
         """End the worker when it has written what it has; with ``linger`` it stays as if this process had died.

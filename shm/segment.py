@@ -6,11 +6,13 @@ that is full, nothing left behind by a crash. The memory lives as long as any pr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import weakref
 
 from asyncckpt.errors import OutOfMemoryError
 
@@ -25,6 +27,11 @@ _MADV_POPULATE_WRITE = 23
 
 # Through ctypes, in chunks: mmap.madvise would hold Python's lock for all the seconds that fresh memory takes.
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _TOUCH_BYTES = 64 << 20
 
 
@@ -48,11 +55,12 @@ class Segment:
             writable: Whether the mapping may be written to.
         """
         self._fd = fd
-        self._map: mmap.mmap | None = None
+        self.closed = True
+        """``close`` was called."""
         self.nbytes = nbytes
         try:
-            self._map = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-            self.view = memoryview(self._map)
+            self.view = _mapped(fd, nbytes, writable=writable)
+            self.closed = False
         except BaseException:
             self.close()
             raise
@@ -94,17 +102,18 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, *, writable: bool = True) -> Segment:
-        """Map the memory file behind ``fd``, which the segment owns from here on."""
-        return cls(fd, os.fstat(fd).st_size, writable=writable)
+        """Map the memory file behind ``fd``, which the segment owns from here on.
+
+        A fork has no part in what may be written to, nor keeps its memory: that is of one trainer and its worker.
+        """
+        segment = cls(fd, os.fstat(fd).st_size, writable=writable)
+        if writable:
+            _of_this_process.add(segment)
+        return segment
 
     def fileno(self) -> int:
         """The descriptor, which can be sent to another process."""
         return self._fd
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._map is None
 
     @property
     def address(self) -> int:
@@ -116,7 +125,7 @@ class Segment:
 
         Raises ``OutOfMemoryError`` when the kernel cannot give it.
         """
-        if self._map is None:
+        if self.closed:
             return
         address = self.address
         # Fewer, larger pages where the host gives them to shared memory (shmem_enabled: advise); a hint, else nothing.
@@ -140,13 +149,18 @@ class Segment:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-        mapping, self._map = self._map, None
-        if mapping is not None:
-            try:
+        if not self.closed:
+            self.closed = True
+            with contextlib.suppress(BufferError):  # a view is left: the mapping goes when that does
                 self.view.release()
-                mapping.close()
-            except BufferError:
-                pass  # a view is left: the mapping goes when that does
+
+    def leave_to_parent(self) -> None:
+        """In a fork: let go of the memory, whoever still has a view of it. Nobody may look there any more."""
+        if not self.closed:
+            # Another mapping takes the place of this one, so that the addresses stay taken until all views are gone.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+            _libc.mmap(self.address, self.nbytes, 0, flags, -1, 0)
+        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:  # whose owner was not closed; the mapping goes by itself
@@ -159,5 +173,32 @@ class Segment:
         self.close()
 
 
+def _mapped(fd: int, nbytes: int, *, writable: bool) -> memoryview:
+    """Map a file. It is unmapped with the last view of it.
+
+    Not by Python's ``mmap``: that has a descriptor of its own, which nobody can close in a fork.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        raise OSError(code := ctypes.get_errno(), os.strerror(code))
+    pages = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(pages, _libc.munmap, address, nbytes).atexit = False  # threads may still copy then
+    view = memoryview(pages).cast("B")
+    return view if writable else view.toreadonly()
+
+
 def _out_of_memory(nbytes: int, why: object) -> OutOfMemoryError:
     return OutOfMemoryError(f"no {nbytes:,} bytes of shared memory: {why}")
+
+
+_of_this_process: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A fork (a data loader's worker, say) must not keep memory that the trainer gives back."""
+    for segment in list(_of_this_process):
+        segment.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

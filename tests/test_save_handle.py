@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from queue import SimpleQueue
+
 import pytest
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
@@ -35,3 +38,25 @@ def test_nobody_can_cancel_it() -> None:
     assert not save.future.cancel() and not save.done()
     state.end(None)
     assert save.result(1) == state.path
+
+
+def test_callbacks_keep_nobody() -> None:
+    """Neither a slow one whoever tells of the end, nor one that waits for another save itself."""
+    one, other = SaveState("one", 1), SaveState("other", 2)
+    go, called = threading.Event(), SimpleQueue[str]()
+
+    def slow(_: object) -> None:
+        called.put(str(other.future.result(10)) if go.wait(10) else "late")
+
+    def fails(_: object) -> None:
+        raise ValueError("a callback's own")
+
+    one.future.add_done_callback(slow)
+    one.future.add_done_callback(fails)
+    other.future.add_done_callback(lambda done: called.put(threading.current_thread().name))
+    one.end(None)
+    other.end(None)
+    go.set()
+    assert [called.get(timeout=10) for _ in range(2)] == ["other", "asyncckpt-callbacks"]
+    one.future.add_done_callback(lambda _: called.put("at once"))
+    assert called.get(timeout=10) == "at once"

@@ -20,10 +20,10 @@ from typing import Any
 
 import xxhash
 
-from asyncckpt.errors import CheckpointError, StorageError
+from asyncckpt.errors import CheckpointError, StorageError, StructureChangedError
 from asyncckpt.worker import archive
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
-from asyncckpt.worker.messages import CheckpointLayout, Region, TorchFileLayout
+from asyncckpt.worker.segment_layout import CheckpointLayout, Region, TorchFileLayout
 from asyncckpt.worker.staged_image import ImageFile, StagedImage, write_image
 from asyncckpt.worker.storage.history import time_of_creation
 from asyncckpt.worker.storage.storage import OpenAttempt, Storage
@@ -135,10 +135,12 @@ class CheckpointAttempt(Attempt):
         }
         if self.request.rank == 0:
             files[METADATA_NAME] = self._write_small(METADATA_NAME, self._region(layout.metadata))
-        return json.dumps({"files": files, "write_s": round(self.timings["write_s"], 6)}).encode()
+        report = {"files": files, "write_s": round(self.timings["write_s"], 6), "plan": self.request.plan}
+        return json.dumps(report).encode()
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
         request = self.request
+        self._check_plans(reports)
         files = {name: facts for report in reports for name, facts in report["files"].items()}
         slowest = {"slowest_write_s": max(each["write_s"] for each in reports)}
         timings = {**self.staged_image.timings, **self.timings, **slowest}
@@ -176,6 +178,16 @@ class CheckpointAttempt(Attempt):
                 nbytes += len(part)
             file.sync()
         return {"bytes": nbytes, "xxh3": digest.hexdigest()}
+
+    def _check_plans(self, reports: Sequence[dict[str, Any]]) -> None:
+        """That the parts of all ranks are of one structure: with constant structure no rank has asked another."""
+        for rank, report in enumerate(reports):
+            if report["plan"] != self.request.plan:
+                raise StructureChangedError(
+                    f"rank {rank} has saved a state of another structure (other names, for one) than rank 0, and"
+                    " assume_constant_structure was promised; save the same on all ranks, or do not promise that",
+                    rank=rank,
+                )
 
     def _check_complete(self, reports: Sequence[dict[str, Any]]) -> None:
         """That all ranks have written into the same folder is for the job to arrange: a shared file system."""

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from multiprocess.reduction import recv_handle, send_handle
@@ -19,7 +18,9 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.open_saves import OpenSaves, TrackedSave
 from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
+from asyncckpt.worker.questions import Questions
 from asyncckpt.worker.root_claim import Claim, Claimed
+from asyncckpt.worker.segment_layout import SegmentLayout
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +41,20 @@ class WorkerClient:
         self._connection = self._process.connection
         self.saves = OpenSaves()
         self._sending = threading.Lock()
-        self._asking = threading.Lock()  # one question at a time, so that each gets its own answer
-        self._answers: SimpleQueue[messages.FromWorker] = SimpleQueue()
-        self._allocated: dict[int, Segment] = {}
+        self._questions = Questions(self._send, self._give_back)
         self._death: WorkerDiedError | None = None
         self._closing = self._detaching = False
         self.has_endpoint = False
         """Whether others can find the worker."""
-        self._process.wait_ready(options.start_timeout)
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
-        self._listener.start()
+        try:
+            self._process.wait_ready(options.start_timeout)
+            self._listener.start()
+        except BaseException as error:
+            self._process.end()
+            if isinstance(error, RuntimeError):
+                raise WorkerDiedError(f"no thread can be started to listen to the worker: {error}") from error
+            raise
 
     @property
     def pid(self) -> int:
@@ -66,8 +71,10 @@ class WorkerClient:
     def allocate(self, nbytes: int, timeout: float) -> tuple[int, Segment]:
         """A new segment: its number, and its memory, to be closed. Raises ``OutOfMemoryError``."""
         doing = f"allocating {nbytes:,} bytes of shared memory"
-        number = self._ask(messages.Allocate(nbytes), messages.Allocated, timeout, doing).segment
-        return number, self._allocated.pop(number)
+        answer, segment = self._questions.ask(messages.Allocate(nbytes), messages.Allocated, timeout, doing)
+        if segment is None:
+            raise CheckpointError("the worker sent no memory: please report this")
+        return answer.segment, segment
 
     def listen(self, timeout: float) -> None:
         """Have the worker take its endpoint, if it has one. Raises ``JobTakenError`` where another worker has it."""
@@ -95,7 +102,7 @@ class WorkerClient:
         """Have the worker host the store that joins the ranks."""
         return self._ask(request, messages.Hosting, timeout, "hosting the store that joins the ranks")
 
-    def describe(self, segment: int, layout: messages.SegmentLayout, timeout: float) -> None:
+    def describe(self, segment: int, layout: SegmentLayout, timeout: float) -> None:
         """Tell what stands where in a segment; whoever asks the worker from now on is told so.
 
         Args:
@@ -115,8 +122,6 @@ class WorkerClient:
         """
         cancel = messages.Cancel(save_id := save.request.save_id, reason)
         answer = self._ask(cancel, messages.Cancelled, timeout, "taking a save back")
-        if answer.in_time and answer.slot_free:
-            self.saves.on_written(save_id)
         if answer.in_time:
             self.saves.on_end(save_id, reason)
         return answer.in_time
@@ -126,13 +131,16 @@ class WorkerClient:
         self._send(messages.Join(rendezvous, timeout))
 
     def begin(self, save: TrackedSave) -> None:
-        """Announce a save whose slot is being staged. What the slot is told to hold may be read from now on."""
-        with self.saves.changed:
+        """Announce a save whose slot is being staged. What the slot is told to hold may be read from now on.
+
+        After any other exception than ours nobody knows whether the worker was told: ``cancel`` it.
+        """
+        with self.saves.lock:
             self.check_usable()
             self.saves.add(save)
         try:
             self._send(messages.Begin(save.request))
-        except BaseException:
+        except CheckpointError:
             self.saves.discard(save)
             raise
 
@@ -160,7 +168,7 @@ class WorkerClient:
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
-            with self.saves.changed:
+            with self.saves.lock:
                 self.saves.changed.wait_for(lambda: condition() or self._death is not None, min(left, _CHECK_S))
                 if condition():
                     return
@@ -240,22 +248,21 @@ class WorkerClient:
             # The listener is about to find out why; it knows more than "broken pipe".
             self._listener.join(timeout=10)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
+        except BaseException:
+            if fd is not None:
+                self._process.kill()  # it may wait for a descriptor that never comes
+            raise
 
-    def _ask(
-        self, question: messages.FromTrainer, expect: type[Answer], timeout: float, doing: str, fd: int | None = None
-    ) -> Answer:
-        with self._asking:
-            self._send(question, fd)
-            try:
-                answer = self._answers.get(timeout=timeout)
-            except Empty:
-                self.abandon()  # a late answer must not be taken for that to the next question
-                raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s") from None
-        if isinstance(answer, messages.Refused):
-            raise answer.error
-        if not isinstance(answer, expect):
-            raise CheckpointError(f"the worker answered {answer!r} to {question!r}: please report this")
-        return answer
+    def _ask(self, question: object, expect: type[Answer], timeout: float, doing: str, fd: int | None = None) -> Answer:
+        return self._questions.ask(question, expect, timeout, doing, fd)[0]
+
+    def _give_back(self, answer: object, segment: Segment | None) -> None:
+        """Nobody waits for ``answer`` any more."""
+        if segment is not None:
+            segment.close()
+        if isinstance(answer, messages.Allocated | messages.Adopted):
+            with contextlib.suppress(OSError), self._sending:
+                messages.send(self._connection, messages.Release(answer.segment))
 
     def _listen(self) -> None:
         killed = False
@@ -269,11 +276,13 @@ class WorkerClient:
                         killed = True
                     continue
                 message: messages.FromWorker = messages.receive(self._connection)
-                if isinstance(message, messages.Allocated):
-                    self._allocated[message.segment] = Segment.attach(recv_handle(self._connection))
             except (EOFError, OSError):
                 break
-            except Exception:  # a descriptor that this process has no room for is no OSError, and is lost
+            segment = None
+            try:
+                if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
+                    segment = Segment.attach(recv_handle(self._connection))
+            except Exception:  # a descriptor that this process has no room for is lost
                 logger.exception("the messages of the worker %d cannot be taken, so it has to go", self.pid)
                 self._process.kill()
                 break
@@ -286,8 +295,10 @@ class WorkerClient:
                     self.saves.on_end(save_id, error)
                 case messages.Logged(level, text):
                     logger.log(level, "the worker %d: %s", self.pid, text)
-                case _:
-                    self._answers.put(message)
+                case messages.Answer(answer=answer):
+                    if isinstance(answer, messages.Cancelled) and answer.in_time and answer.slot_free:
+                        self.saves.on_written(answer.save_id)  # whoever has asked may not wait any more
+                    self._questions.on_answer(message, segment)
         self._on_exit()
 
     def _on_exit(self) -> None:
@@ -297,10 +308,10 @@ class WorkerClient:
             self._process.kill()  # what it was to do has failed
         words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
         death = WorkerDiedError(f"the worker {self.pid} {how_it_ended(code)}{words}")
-        with self.saves.changed:
+        with self.saves.lock:
             self._death = death
             saves = self.saves.close()
-        self._answers.put(messages.Refused(death))  # for whoever is waiting
+        self._questions.close(death)
         for save in saves:
             if not save.has_ended:
                 save.on_end(self._loss(save, death), heard=self._detaching)  # a worker left behind still writes

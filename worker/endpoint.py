@@ -142,6 +142,22 @@ def take_log(name: str) -> str:
     return ""
 
 
+@contextlib.contextmanager
+def host_lock(timeout: float) -> Iterator[bool]:
+    """Hold what only one worker of this user may have at a time, on this host.
+
+    Gives whether it is held: not after ``timeout`` seconds, nor where the runtime folder cannot be used.
+    """
+    deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as held:
+        has = False
+        with contextlib.suppress(OSError):
+            folder = held.enter_context(_opened_folder(make=True))
+            while not (has := _flock(folder)) and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+        yield has
+
+
 def endpoint_names() -> list[str]:
     """The names that workers of this user have on this host."""
     with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
@@ -151,8 +167,9 @@ def endpoint_names() -> list[str]:
 
 def connect(name: str) -> Connection | None:
     """A connection to the worker that has ``name``, if there is one of this user that accepts it within ten seconds."""
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with peer, contextlib.suppress(OSError), _opened_folder(make=False) as folder:
+    with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+        folder = held.enter_context(_opened_folder(make=False))
+        peer = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # Where the worker is stopped and its backlog is full, this would last as long as that.
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECT_S, 0))
         peer.connect(_path(folder, name))
@@ -209,6 +226,14 @@ def _lock(folder: int, name: str, trainer: int) -> int:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def job_taken_error(worker: int, trainer: int) -> JobTakenError:

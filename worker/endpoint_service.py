@@ -19,6 +19,7 @@ from asyncckpt.errors import JobTakenError
 from asyncckpt.worker import messages
 from asyncckpt.worker.endpoint import Endpoint, redirect_log
 from asyncckpt.worker.messages import receive, send
+from asyncckpt.worker.segment_layout import WeightsLayout
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.takeover import is_leaving
 
@@ -140,7 +141,7 @@ class EndpointService:
         numbers = {image.request.segment for image in images}
         published = []
         for each in self._segment_store.published():
-            if isinstance(each.layout, messages.WeightsLayout):
+            if isinstance(each.layout, WeightsLayout):
                 published.append(each)
                 numbers.update((each.segment, *each.layout.slots))
         held = tuple(sorted(numbers))

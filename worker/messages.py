@@ -1,23 +1,24 @@
 """The messages between a trainer and its worker, and between a worker and other processes. Data only, no logic.
 
-One socket pair joins trainer and worker. In the order of a worker's life:
+One socket pair joins trainer and worker. What is marked with a * travels as a ``Question``, and what follows it as the
+``Answer`` of the same number. In the order of a worker's life:
 
     worker   Ready                        it runs
-    trainer  Listen                       take your endpoint: the worker before you has left
+    trainer  Listen *                     take your endpoint: the worker before you has left
     worker   Listening                                             (or Refused)
-    trainer  Claim -> Claimed, Refused    first rank: lock the folder that is saved to; or somebody has it
-    trainer  Host                         many ranks: the first rank's worker hosts the store that joins them
+    trainer  Claim * -> Claimed, Refused  first rank: lock the folder that is saved to; or somebody has it
+    trainer  Host *                       many ranks: the first rank's worker hosts the store that joins them
     worker   Hosting                      at this port             (or Refused)
     trainer  Join                         many ranks: where the store is, and which rank this is
-    trainer  Allocate                     make a segment
+    trainer  Allocate *                   make a segment
     worker   Allocated + descriptor       here it is, touched      (or Refused)
-    trainer  Adopt + descriptor           take over a segment whose worker is gone
+    trainer  Adopt + descriptor *         take over a segment whose worker is gone
     worker   Adopted                      under this number
-    trainer  Describe                     the layout of a segment, after all that is constant was written into it
+    trainer  Describe *                   the layout of a segment, after all that is constant was written into it
     worker   Described                    other processes are told so from now on
     trainer  Begin                        a save is being staged: what, in which slot, to which path
     trainer  Staged                       all of it is in the slot (its state says so too, if the trainer dies here)
-             or Cancel                    it is not, or is no longer needed
+             or Cancel *                  it is not, or is no longer needed
     worker   Cancelled                    whether that was in time
     worker   Written                      the slot is free again
     worker   Committed or Failed          the end of that save, the same on all ranks
@@ -49,71 +50,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.worker.root_claim import Claim, Claimed
+from asyncckpt.worker.segment_layout import CheckpointLayout, SegmentLayout, WeightsLayout
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
-
-
-@dataclass(frozen=True)
-class Region:
-    """Bytes of a segment: ``nbytes`` from ``offset``."""
-
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class CheckpointLayout:
-    """Where in a segment the files of a checkpoint stand.
-
-    ``data_name`` is the one file that differs from save to save: ``data_bytes`` (a multiple of the page) at each of
-    ``slots`` (offsets in bytes). ``metadata`` is DCP's ``.metadata``, ``index_head`` the index of the data file up to
-    its checksums. ``spans`` holds unsigned 64-bit numbers: the boundaries, in the file, of what has one checksum.
-    """
-
-    data_name: str
-    data_bytes: int
-    slots: tuple[int, ...]
-    metadata: Region
-    index_head: Region
-    spans: Region
-
-    def constants(self) -> tuple[Region, ...]:
-        """Of what is the same in every save."""
-        return self.metadata, self.index_head, self.spans
-
-
-@dataclass(frozen=True)
-class TorchFileLayout:
-    """Where in a segment a single file stands, an archive (see ``archive.py``); ``data_bytes``, ``slots`` as above.
-
-    ``sizes`` holds unsigned 64-bit numbers: the alignment of its records, the space for the pickle, and the size of
-    each storage, in bytes.
-    """
-
-    data_bytes: int
-    slots: tuple[int, ...]
-    sizes: Region
-
-    def constants(self) -> tuple[Region, ...]:
-        """Of what is the same in every save."""
-        return (self.sizes,)
-
-
-@dataclass(frozen=True)
-class WeightsLayout:
-    """Of a segment that has only a header page: its slots are other segments, of these numbers, each a file of tensors
-    with its own index (see ``asyncckpt/weights/layout.py``).
-    """
-
-    slots: tuple[int, ...]
-
-    def constants(self) -> tuple[Region, ...]:
-        """None."""
-        return ()
-
-
-SegmentLayout = CheckpointLayout | TorchFileLayout | WeightsLayout
 
 
 @dataclass(frozen=True)
@@ -139,8 +79,9 @@ its files are put beside those of others, DCP's ``.metadata`` after all it names
 class WriteRequest:
     """What the worker is to write from one slot: this rank's part of the checkpoint at ``path`` (absolute), or a file.
 
-    ``save_id`` and ``attempt`` are the same on all ranks. ``timeout``: seconds until it has to be committed.
-    ``pickle_bytes``: of a file's pickle. ``umask``: the trainer's. ``since``: it is newer than all created up to then.
+    ``save_id`` and ``attempt`` are the same on all ranks. So is ``plan``, the number of the image's plan, or the parts
+    do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of a file's pickle.
+    ``umask``: the trainer's. ``since``: it is newer than all created up to then.
     """
 
     save_id: int
@@ -158,6 +99,7 @@ class WriteRequest:
     pickle_bytes: int = 0
     umask: int = 0o022
     since: float = 0.0
+    plan: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,9 +117,6 @@ class HeldImage:
     checksums: bytes
     committed: bool | None
     staged_at: float
-
-
-# From the trainer to its worker.
 
 
 class Listen:
@@ -247,7 +186,12 @@ class Close:
     """Finish what is staged, and leave."""
 
 
-# From the worker to its trainer.
+@dataclass(frozen=True)
+class Question:
+    """No other has its ``number``."""
+
+    number: int
+    question: Listen | Claim | Host | Allocate | Adopt | Describe | Cancel
 
 
 @dataclass(frozen=True)
@@ -330,6 +274,14 @@ class Logged:
     text: str
 
 
+@dataclass(frozen=True)
+class Answer:
+    """To the question of that ``number``, for which nobody may be waiting any more."""
+
+    number: int
+    answer: Listening | Claimed | Hosting | Allocated | Adopted | Described | Cancelled | Refused
+
+
 # At the endpoint.
 
 
@@ -388,15 +340,13 @@ class OpenSegment:
     segment: int
 
 
-FromTrainer = Listen | Claim | Host | Join | Allocate | Adopt | Describe | Begin | Staged | Cancel | Release | Close
-Answer = Listening | Claimed | Hosting | Allocated | Adopted | Described | Cancelled | Refused
+FromTrainer = Question | Join | Begin | Staged | Release | Close
 FromWorker = Ready | Answer | Written | Committed | Failed | Logged
 
 
 def send(connection: Connection, message: object) -> None:
     """Send one message. Raises ``OSError`` when nobody is at the other end."""
-    # By the plain pickler: Connection.send makes one that knows closures, at 0.3 ms a message. A user's own function
-    # can be pickled by multiprocess into a field of a message.
+    # By the plain pickler: Connection.send makes one that knows closures, at 0.3 ms a message.
     connection.send_bytes(pickle.dumps(message))
 
 

@@ -38,8 +38,11 @@ class OpenSaves:
     """Those that the worker was told of, by their numbers, until they have ended and their slots are free."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        """Guards them, and is notified whenever a save gets on."""
+        # Taken by itself: an exception of a signal handler can keep a condition, but not a lock, from being left.
+        self.lock = threading.RLock()
+        """Guards them."""
+        self.changed = threading.Condition(self.lock)
+        """Notified whenever a save gets on."""
         self._open: dict[int, TrackedSave] = {}
         self._progress_at = 0.0  # when some save last got on, by time.monotonic
 
@@ -49,17 +52,17 @@ class OpenSaves:
     def add(self, save: TrackedSave) -> None:
         """The worker is told of it."""
         save.begun_at = time.monotonic()
-        with self.changed:
+        with self.lock:
             self._open[save.request.save_id] = save
 
     def discard(self, save: TrackedSave) -> None:
-        """The worker could not be told of it."""
-        with self.changed:
+        """The worker was not told of it."""
+        with self.lock:
             self._open.pop(save.request.save_id, None)
 
     def any_overdue(self) -> bool:
         """Whether the worker has not said in time how a save ended. It may be stopped, and go on at any moment."""
-        with self.changed:
+        with self.lock:
             return any(self.is_overdue(save) for save in self._open.values() if not save.has_ended)
 
     def is_overdue(self, save: TrackedSave) -> bool:
@@ -68,20 +71,21 @@ class OpenSaves:
 
     def on_copied(self, save: TrackedSave) -> None:
         """Nobody copies into its slot any more."""
-        with self.changed:
-            save.copied.set()
+        with self.lock:
+            if not save.copied.is_set():  # which may be so without its lock having been left, by an exception
+                save.copied.set()
             self.changed.notify_all()
 
     def on_written(self, save_id: int, inode: int | None = None) -> None:
         """The worker lets go of its slot."""
-        with self.changed:
+        with self.lock:
             if (save := self._open.get(save_id)) is not None:  # else the worker died meanwhile
                 save.on_written(inode)
                 self._changed(save)
 
     def on_end(self, save_id: int, outcome: messages.Committed | CheckpointError) -> None:
         """It has ended. Where another rank has failed it, its slot may still be being written."""
-        with self.changed:
+        with self.lock:
             save = self._open.get(save_id)
             if save is not None and not save.has_ended:  # else it was cancelled, or the worker died and took it along
                 save.on_end(outcome)
@@ -89,7 +93,7 @@ class OpenSaves:
 
     def close(self) -> list[TrackedSave]:
         """The worker is gone: all slots are free. Returns those that were open."""
-        with self.changed:
+        with self.lock:
             saves, self._open = list(self._open.values()), {}
             for save in saves:
                 save.on_written(None)

@@ -39,31 +39,37 @@ class WorkerOptions:
 class WorkerProcess:
     """A worker process in a session of its own, with our end of its socket, ``connection``."""
 
+    _stderr = -1
+
     def __init__(self, options: WorkerOptions) -> None:
         """Start it. Raises ``WorkerDiedError``."""
         detached_workers()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
-        arguments = asdict(options) | {"fd": theirs.fileno(), "trainer": os.getpid()}
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [*command(), json.dumps(arguments)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._stderr,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                    cwd="/",
-                    # torch warns, with a stack, of each connection that breaks; we say it in a sentence.
-                    env={"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules(),
-                )
-            except OSError as error:
-                ours.close()
-                os.close(self._stderr)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                self.connection = Connection(ours.detach())
+                self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
+                self._process = self._start(options, theirs.fileno())
+        except BaseException as error:
+            with contextlib.suppress(AttributeError):
+                self.close()
+            if isinstance(error, OSError):
                 raise WorkerDiedError(f"the worker process did not start: {error}") from error
-        self.connection = Connection(ours.detach())
+            raise
         _started.add(self)
+
+    def _start(self, options: WorkerOptions, fd: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*command(), json.dumps(asdict(options) | {"fd": fd, "trainer": os.getpid()})],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            pass_fds=[fd],
+            start_new_session=True,
+            cwd="/",
+            # torch warns, with a stack, of each connection that breaks; we say it in a sentence.
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules(),
+        )
 
     @property
     def pid(self) -> int:
@@ -83,9 +89,7 @@ class WorkerProcess:
         self.kill()
         self.wait()
         how = f"did not get ready within {timeout:g} s" if code is None else f"{how_it_ended(code)} while it started"
-        words = self.last_words()
-        self.close()
-        raise WorkerDiedError(f"the worker process {how}; {words}")
+        raise WorkerDiedError(f"the worker process {how}; {self.last_words()}")
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[list[int]]:
@@ -98,6 +102,12 @@ class WorkerProcess:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def end(self) -> None:
+        """End it at once, and give back what it took."""
+        self.kill()
+        self.wait()
+        self.close()
 
     def kill(self) -> None:
         """End it at once."""
@@ -117,6 +127,8 @@ class WorkerProcess:
 
     def last_words(self) -> str:
         """The end of what it wrote to stderr, in a sentence."""
+        if self._stderr < 0:
+            return "what it said is gone"
         end = os.lseek(self._stderr, 0, os.SEEK_END)
         text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
         return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
@@ -165,7 +177,7 @@ _started: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     """A fork (a data loader's worker, say) must not hold the trainer's end of a socket open."""
     for process in list(_started):
-        process.connection.close()
+        process.close()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

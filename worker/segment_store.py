@@ -7,6 +7,7 @@ take over the images, and the memory they are in.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -20,11 +21,18 @@ from asyncckpt.shm.published_slots import reopen
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker import messages
+from asyncckpt.worker.endpoint import host_lock
 from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.segment_layout import CheckpointLayout, Region, SegmentLayout, WeightsLayout
 from asyncckpt.worker.takeover import retire_idle_workers
+
+logger = logging.getLogger(__name__)
 
 # How long others may take to give memory back that an allocation needs.
 _GIVE_BACK_S = 10.0
+# How long to wait for other workers, each of which may be taking some hundred GiB.
+_TURN_S = 120.0
+_HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
 
 
 class HostedSegment:
@@ -36,7 +44,7 @@ class HostedSegment:
         self._slots: SlotTable | None = None
         self.closed = threading.Event()
         self.segment = segment
-        self.layout: messages.SegmentLayout | None = None
+        self.layout: SegmentLayout | None = None
         self.constants: tuple[int, ...] = ()
         """Checksums of the layout's constant regions."""
 
@@ -48,12 +56,12 @@ class HostedSegment:
                 self._slots = SlotTable(self.segment.view)
             return self._slots
 
-    def describe(self, layout: messages.SegmentLayout) -> None:
+    def describe(self, layout: SegmentLayout) -> None:
         """Set its layout; the constant bytes are in place."""
         self.layout = layout
         self.constants = tuple(checksum(self.region(region)) for region in layout.constants())
 
-    def region(self, region: messages.Region) -> memoryview:
+    def region(self, region: Region) -> memoryview:
         """Some of its bytes."""
         return self.segment.view[region.offset : region.offset + region.nbytes]
 
@@ -82,7 +90,7 @@ class HostedSegment:
 @dataclass
 class _ImageRecord:
     request: messages.WriteRequest
-    layout: messages.CheckpointLayout
+    layout: CheckpointLayout
     staged_at: float
     checksums: array[int] | None = None
     committed: bool | None = None
@@ -102,16 +110,19 @@ class SegmentStore:
 
     def allocate(self, nbytes: int) -> tuple[int, Segment]:
         """Make a segment, touched. Returns its number, and itself. Raises ``OutOfMemoryError``."""
-        hint = "use fewer slots, or leave more memory to them (each holds one image of the state)"
-        try:
-            budget.require(nbytes, "staging", hint)
-        except OutOfMemoryError:
-            # Something may have been released that is free in a moment. Nor must what is held for trainers that may
-            # never come back deny memory to one that is here.
-            if not (self._wait_released(_GIVE_BACK_S) or retire_idle_workers(_GIVE_BACK_S)):
-                raise
-            budget.require(nbytes, "staging", hint)
-        segment = Segment.create("asyncckpt", nbytes, touch=True)
+        # One worker at a time looks how much there is and takes it: two would take the same.
+        with host_lock(_TURN_S) as alone:
+            if not alone:
+                logger.warning("%d bytes are taken without looking whether other workers take as much", nbytes)
+            try:
+                budget.require(nbytes, "staging", _HINT)
+            except OutOfMemoryError:
+                # Something may have been released that is free in a moment. Nor must what is held for trainers that may
+                # never come back deny memory to one that is here.
+                if not (self._wait_released(_GIVE_BACK_S) or retire_idle_workers(_GIVE_BACK_S)):
+                    raise
+                budget.require(nbytes, "staging", _HINT)
+            segment = Segment.create("asyncckpt", nbytes, touch=True)
         return self._add(segment), segment
 
     def adopt(self, segment: Segment, held: tuple[messages.HeldImage, ...]) -> int:
@@ -131,11 +142,12 @@ class SegmentStore:
         return self._hosted[number]
 
     def release(self, number: int) -> None:
-        """Give a segment back."""
+        """Give a segment back; again, where the trainer was interrupted as it said so."""
         with self._lock:
             for place in [place for place in self._images if place[0] == number]:
                 del self._images[place]
-            hosted = self._hosted.pop(number)
+            if (hosted := self._hosted.pop(number, None)) is None:
+                return
             hosted.close()
             self._released = [each for each in self._released if not each.closed.is_set()] + [hosted]
 
@@ -147,7 +159,7 @@ class SegmentStore:
     def image_staged(self, request: messages.WriteRequest) -> None:
         """An image is whole. Those of single files are not held: nobody looks for them here."""
         layout = self._hosted[request.segment].layout
-        if isinstance(layout, messages.CheckpointLayout):
+        if isinstance(layout, CheckpointLayout):
             with self._lock:
                 self._images[request.segment, request.slot] = _ImageRecord(request, layout, time.monotonic())
 
@@ -191,7 +203,7 @@ class SegmentStore:
             return tuple(
                 messages.PublishedSegment(number, hosted.layout)
                 for number, hosted in self._hosted.items()
-                if isinstance(hosted.layout, messages.CheckpointLayout | messages.WeightsLayout)
+                if isinstance(hosted.layout, CheckpointLayout | WeightsLayout)
                 and hosted.slots.publications(len(hosted.layout.slots))
             )
 
@@ -231,7 +243,7 @@ class SegmentStore:
         if image.checksums is None:  # not written yet, or writing failed
             layout = image.layout
             bounds = hosted.region(layout.spans).cast("Q")
-            data = hosted.region(messages.Region(layout.slots[image.request.slot], layout.data_bytes))
+            data = hosted.region(Region(layout.slots[image.request.slot], layout.data_bytes))
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             image.checksums = array("Q", (checksum(data[begin:end]) for begin, end in spans))
         return messages.HeldImage(

@@ -119,49 +119,55 @@ class Server:
                 return "its trainer has died"
 
     def _handle(self, message: messages.FromTrainer) -> None:
-        try:
-            self._carry_out(message)
-        except (JobTakenError, OutOfMemoryError, WorkerDiedError) as error:
-            self._send(messages.Refused(error))
-
-    def _carry_out(self, message: messages.FromTrainer) -> None:
         match message:
-            case messages.Listen():
-                self._listen()
-            case Claim():
-                self._claim(message)
-            case messages.Host():
-                self._host(message)
+            case messages.Question(number):
+                try:
+                    self._answer(message)
+                except (JobTakenError, OutOfMemoryError, WorkerDiedError) as error:
+                    self._send(messages.Answer(number, messages.Refused(error)))
             case messages.Join(rendezvous, timeout):
                 self._committer.join(rendezvous, timeout)
-            case messages.Allocate(nbytes):
-                self._allocate(nbytes)
-            case messages.Adopt(held):
-                segment = Segment.attach(recv_handle(self._connection))
-                self._send(messages.Adopted(self._segment_store.adopt(segment, held)))
-            case messages.Describe(number, layout):
-                self._segment_store.hosted(number).describe(layout)
-                self._send(messages.Described())
             case messages.Begin(request):
                 self._segment_store.slot_taken(request)
                 self._committer.expect(request)
                 self._writer.begin(request)
             case messages.Staged(save_id, timings):
                 self._writer.staged(save_id, timings)
-            case messages.Cancel(save_id, reason):
-                self._writer.cancel(save_id, reason)
             case messages.Release(number):
                 self._segment_store.release(number)
 
-    def _listen(self) -> None:
+    def _answer(self, asked: messages.Question) -> None:
+        answer: messages.Listening | Claimed | messages.Hosting | messages.Adopted | messages.Described
+        match asked.question:
+            case messages.Allocate(nbytes):
+                self._allocate(asked.number, nbytes)
+                return
+            case messages.Cancel(save_id, reason):
+                self._writer.cancel(asked.number, save_id, reason)
+                return
+            case messages.Listen():
+                answer = self._listen()
+            case Claim():
+                answer = self._claim(asked.question)
+            case messages.Host():
+                answer = self._host(asked.question)
+            case messages.Adopt(held):
+                segment = Segment.attach(recv_handle(self._connection))
+                answer = messages.Adopted(self._segment_store.adopt(segment, held))
+            case messages.Describe(number, layout):
+                self._segment_store.hosted(number).describe(layout)
+                answer = messages.Described()
+        self._send(messages.Answer(asked.number, answer))
+
+    def _listen(self) -> messages.Listening:
         trouble = None
         try:
             self._endpoint_service.open()
         except OSError as error:
             trouble = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        self._send(messages.Listening(trouble))
+        return messages.Listening(trouble)
 
-    def _claim(self, claim: Claim) -> None:
+    def _claim(self, claim: Claim) -> Claimed:
         answer = Claimed()
         if self._root_lock is None:
             try:
@@ -173,21 +179,21 @@ class Server:
                     self._root_lock = found
                 else:
                     answer = Claimed(found)
-        self._send(answer)
+        return answer
 
-    def _host(self, request: messages.Host) -> None:
+    def _host(self, request: messages.Host) -> messages.Hosting:
         if self._store is not None:
             self._store.close()
         try:
             self._store = Store(request.secret, request.port, request.address)
         except OSError as error:
             raise WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}") from error
-        self._send(messages.Hosting(self._store.port, self._store.address))
+        return messages.Hosting(self._store.port, self._store.address)
 
-    def _allocate(self, nbytes: int) -> None:
+    def _allocate(self, asked: int, nbytes: int) -> None:
         number, segment = self._segment_store.allocate(nbytes)
         with self._sending:
-            send(self._connection, messages.Allocated(number))
+            send(self._connection, messages.Answer(asked, messages.Allocated(number)))
             send_handle(self._connection, segment.fileno(), os.getppid())
 
     def _end(self, outcome: messages.Committed | messages.Failed) -> None:

@@ -28,6 +28,7 @@ from asyncckpt.shm.slots import State
 from asyncckpt.worker import messages
 from asyncckpt.worker.attempt import Attempt, begin_attempt
 from asyncckpt.worker.committer import Committer, located_in
+from asyncckpt.worker.segment_layout import CheckpointLayout
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.staged_image import ImageState, StagedImage
 from asyncckpt.worker.storage.storage import Storage
@@ -85,8 +86,14 @@ class Writer:
             if (image := self._begun.pop(save_id, None)) is not None:  # else it was cancelled
                 self._take_staged(image, timings)
 
-    def cancel(self, save_id: int, reason: CheckpointError) -> None:
-        """The trainer takes a request back; it is told whether that was in time."""
+    def cancel(self, asked: int, save_id: int, reason: CheckpointError) -> None:
+        """The trainer takes a request back.
+
+        Args:
+            asked: The number of its question, which is answered: whether that was in time.
+            save_id: The save.
+            reason: What the save fails with.
+        """
         with self._changed:
             image = self._begun.pop(save_id, None)
             if image is None:
@@ -98,7 +105,8 @@ class Writer:
                 image.cancel(reason)
             elif image is not None:
                 image.set_slot_state(State.FREE)
-        self._send(messages.Cancelled(save_id, in_time=image is not None, slot_free=not is_followed))
+        answer = messages.Cancelled(save_id, in_time=image is not None, slot_free=not is_followed)
+        self._send(messages.Answer(asked, answer))
         if image is not None and not is_followed:
             self._committer.failed(image.request, reason)
 
@@ -158,7 +166,7 @@ class Writer:
     def _to_follow(self) -> StagedImage | None:
         """The next that is begun, if it can be followed: single files are completed here before they are written."""
         image = next((each for each in self._begun.values() if each.state is ImageState.STAGING), None)
-        return image if image is not None and isinstance(image.hosted.layout, messages.CheckpointLayout) else None
+        return image if image is not None and isinstance(image.hosted.layout, CheckpointLayout) else None
 
     def _carry_out(self, image: StagedImage, pool: ThreadPoolExecutor) -> None:
         request = image.request
@@ -177,7 +185,9 @@ class Writer:
         except Exception as error:
             if error is not image.failure:  # that is no fault of writing
                 logger.exception("writing %s failed", request.path)
-            self._committer.failed(request, located_in(request, error), attempt)
+            failure = located_in(request, error)
+            error.__traceback__ = None  # which would keep the memory that it saw, long after the segment is released
+            self._committer.failed(request, failure, attempt)
         else:
             self._committer.written(attempt, report)
 

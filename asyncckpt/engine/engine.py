@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch.distributed
@@ -96,11 +96,9 @@ class Engine:
         return self._saves.failures
 
     def prepare(self, state_dict: StateDict, planner: SavePlanner | None = None) -> None:
-        """Do all that a first save would have to: start the worker, plan, take the memory, and copy the tensors once to
-        warm up. Nothing is saved. Raises as ``save`` does.
-        """
-        with self._in_use() as group:
-            number = next(self._numbers)
+        """Do all that a first save would have to, and copy the tensors once to warm up. Raises as ``save`` does."""
+        with _turn(self._lock):
+            group, number = self._usable(), next(self._numbers)
             try:
                 state = stateful_to_dict(state_dict)
                 buffer, tensors, _ = self._plans.for_state(StateToSave(group, number, state, planner))
@@ -178,12 +176,11 @@ class Engine:
 
     def start(self, *, alone: bool = False) -> None:
         """Start the worker, as the first save does, and, unless ``alone``, meet the other ranks. Raises as ``save``."""
-        if alone:
-            with self._lock:
+        with _turn(self._lock):
+            if alone:
                 self._supervisor.running(self._new_group().rank)
-            return
-        with self._in_use() as group:
-            group.connect_worker(self._supervisor.running)
+            else:
+                self._usable().connect_worker(self._supervisor.running)
 
     def publish(self, save: Save, version: int, *, roll_back: bool = False) -> Publication:
         """Let readers see what was staged for a save, where it is; with ``overlap`` this waits until all is.
@@ -196,7 +193,8 @@ class Engine:
         Raises:
             VersionError: It is not newer. Also raises as ``save`` does.
         """
-        with self._in_use() as group:
+        with _turn(self._lock):
+            group = self._usable()
             gather = partial(_gather, group, next(self._numbers))
             published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
@@ -208,10 +206,10 @@ class Engine:
             return Publication(published.version, published.epoch, skipped=why_not is not None)
 
     def any_says(self, mine: bool) -> bool:
-        """Whether any rank has said yes by now (``mine``: this one does), as the first rank sees it; no, while its
-        worker is gone, which brings the ranks together. They must have met.
+        """Whether any rank (``mine``: this one) has said yes by now, as the first rank sees it; no, while its worker is
+        gone. The ranks must have met.
         """
-        with self._lock:
+        with _turn(self._lock):
             group = self._ranks()
             if group.rank == 0 and self.worker is not None and not self.worker.alive:
                 with contextlib.suppress(CheckpointError):  # the next save says what is wrong
@@ -223,9 +221,9 @@ class Engine:
 
         Raises ``SaveTimeoutError`` where that worker does not answer.
         """
-        with self._in_use() as group:
+        with _turn(self._lock):
             try:
-                self._inherit(self._supervisor.find_predecessor(group.rank))
+                self._inherit(self._supervisor.find_predecessor(self._usable().rank))
             except JobTakenError as error:
                 logger.info("nothing is loaded from memory: %s", error)
             if self._memory is not None and self._memory.is_closed():
@@ -234,6 +232,7 @@ class Engine:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""
+        _turn(self._lock)
         self._saves.wait(timeout)
         self._saves.raise_failure()
 
@@ -243,32 +242,34 @@ class Engine:
         Raises the first failure nobody was told of, or ``SaveTimeoutError`` if the worker is still writing after
         ``config.timeout`` seconds: it goes on alone. ``linger``: it stays with what it holds, as if this had died.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._copier.close()
-            try:
-                self._supervisor.leave(linger=linger)
-            finally:
-                self._detach_buffers()
-                self._buffers.close()
-                self._memory = None
-                self._supervisor.close()
-                if self._group is not None:
-                    self._group.close()
+        with _turn(self._lock):
+            self._close(linger=linger)
         self._saves.raise_failure()
 
     def abort(self) -> None:
-        """Give up the saves under way at once (``WorkerDiedError``), tell no other rank, and close: for a job whose
-        ranks are torn down, and begin anew in the same processes.
-        """
-        with self._lock:
+        """Give up the saves under way at once (``WorkerDiedError``), tell no other rank, and close, to begin anew."""
+        with _turn(self._lock):
             self._saves.give_up(self.worker)
             try:
-                self.close()
+                self._close(linger=False)
+                self._saves.raise_failure()
             except CheckpointError as error:
                 logger.error("given up: %s", str(error))
+
+    def _close(self, *, linger: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._copier.close()
+        try:
+            self._supervisor.leave(linger=linger)
+        finally:
+            self._detach_buffers()
+            self._buffers.close()
+            self._memory = None
+            self._supervisor.close()
+            if self._group is not None:
+                self._group.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -276,12 +277,10 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def _in_use(self) -> Iterator[Group]:
-        """One thread at a time, while this is open, in the process that it was made in. Gives the ranks."""
-        with self._lock:
-            self._supervisor.check_usable()
-            yield self._ranks()
+    def _usable(self) -> Group:
+        """The ranks, while this is open, in the process that it was made in."""
+        self._supervisor.check_usable()
+        return self._ranks()
 
     def _ranks(self) -> Group:
         if self._group is None:
@@ -293,7 +292,14 @@ class Engine:
         self, path: str, step: int | None, retention: Retention, capture: Callable[[SaveOperation], Captured]
     ) -> Save:
         """A save, until it is staged. ``capture`` says what is to be staged where."""
-        with self._in_use() as group:
+        try:
+            lock = _turn(self._lock)
+        except CheckpointError as error:
+            if not _is_only_logged(error, self.config):
+                raise
+            return Save.finished(path, error, step=step)
+        with lock:
+            group = self._usable()
             save = SaveOperation(path, step, group, next(self._numbers), self.config, self._on_outcome)
             try:
                 self._saves.raise_failure()
@@ -307,14 +313,13 @@ class Engine:
                     save.stage(captured, slot, retention, self._copier)
             except BaseException as error:
                 group.report_failure(save.number, error, begun=save.is_begun)
-                save.is_reported = isinstance(error, Exception) or not save.is_begun
+                # But an interrupt that came too late says nothing of how the save ends.
+                save.is_reported = isinstance(error, Exception) or save.is_called_off or not save.is_begun
                 if not save.is_begun:
                     self._saves.failures += 1  # else it is counted when it ends
-                    save.end(error)
-                passed = isinstance(error, CheckpointError) and not isinstance(error, ClosedError)
-                if self.config.failure != "warn" or not passed:
+                    save.end(error if isinstance(error, Exception) else CheckpointError("it was interrupted"))
+                if not _is_only_logged(error, self.config):
                     raise
-                logger.warning("not saved, and training goes on: %s", str(error))
             save.timings["stall_s"] = time.perf_counter() - save.begun
             return Save(save)
 
@@ -338,6 +343,27 @@ class Engine:
         """Let go of the memory, which has lost its worker."""
         self._copier.wait()  # it writes into the memory that goes now
         self._buffers.leave()
+
+
+def _turn(lock: threading.RLock) -> threading.RLock:
+    """The lock by which one thread at a time is in an engine. It is left whatever happens: no code of ours does that.
+
+    Raises ``CheckpointError`` where this thread has it: all would be found as the interrupted call has left it.
+    """
+    if lock._is_owned():  # type: ignore[attr-defined]
+        raise CheckpointError(
+            "this was called out of another call of the same checkpointer, in the same thread: by a signal handler, or"
+            " while it asks the state for its values; have the handler set a flag, and save when that call has returned"
+        )
+    return lock
+
+
+def _is_only_logged(error: BaseException, config: Config) -> bool:
+    """Whether what a save fails with is not raised, as ``Config.failure`` says; then it is logged."""
+    if config.failure != "warn" or not isinstance(error, CheckpointError) or isinstance(error, ClosedError):
+        return False
+    logger.warning("not saved, and training goes on: %s", str(error))
+    return True
 
 
 def _gather(group: Group, number: int, known: VersionState) -> list[VersionState]:

@@ -102,8 +102,12 @@ class PlanSelection:
             return Captured(*found, nbytes)
         plan = TorchFilePlan.of(contents, number)
         buffer = self.buffers.make(contents.key, plan, client)
-        self.buffers.keep(contents.key, buffer)
-        return Captured(buffer, plan.capture(contents), nbytes)
+        try:
+            self.buffers.keep(contents.key, buffer)
+            return Captured(buffer, plan.capture(contents), nbytes)
+        except BaseException:
+            buffer.close()
+            raise
 
     def _kept_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured | None:
         """By a plan that all ranks have; None: all have to plan. With constant structure no rank is asked."""
@@ -150,11 +154,11 @@ class PlanSelection:
             least = group.ask_all("memory", number, allocate, lambda slots: [min(slots)] * len(slots))
             made[0].limit(least)
             tensors = plan.capture(state, planner)
+            self.buffers.keep(wanted.key(), made[0])
         except BaseException as error:
             for buffer in made:
                 buffer.close()
             if isinstance(error, StructureChanged):
                 raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
             raise
-        self.buffers.keep(wanted.key(), made[0])
         return Captured(made[0], tensors)

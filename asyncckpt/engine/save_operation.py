@@ -52,6 +52,7 @@ class Copier:
 
     def __init__(self, *, overlaps: bool) -> None:
         self.pool = copy_pool()
+        self.overlaps = overlaps
         self._behind = started_pool(1, "asyncckpt-stager") if overlaps else None
         self._last: Future[CheckpointError | None] | None = None
 
@@ -96,6 +97,8 @@ class SaveOperation(SaveState):
     is_begun = is_whole = is_written = is_withdrawn = has_ended = False
     is_given_up = False
     """The engine is aborted: no other rank is told anything."""
+    is_called_off = False
+    """Staging has come to nothing."""
     _inode: int | None = None
     _early: tuple[Committed | CheckpointError, bool] | None = None
 
@@ -125,6 +128,7 @@ class SaveOperation(SaveState):
         self._config = config
         self._on_outcome = on_outcome
         self._beginning = threading.Lock()
+        self._may_copy = threading.Lock()
 
     def stage(self, captured: Captured, slot: int, retention: Retention, copier: Copier) -> None:
         """Copy the state into a slot, which is its own from now on, and hand that over to the worker.
@@ -144,12 +148,12 @@ class SaveOperation(SaveState):
         # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
         self.buffer.slots.take(slot, self.number)
         self.buffer.write_objects(slot)
-        self._begin()
         try:
             self.buffer.begin(slot, self)
+            self._begin()
             failure = copier.run(partial(self._copy, captured.tensors, ready, copier.pool))
         except BaseException as error:  # an interrupt: nobody else would ever call it off
-            if not self.copied.is_set():
+            if not self.copied.is_set() and (not copier.overlaps or self._may_copy.acquire(blocking=False)):
                 self._call_off(error)
             raise
         if failure is not None:
@@ -173,6 +177,7 @@ class SaveOperation(SaveState):
             pickle_bytes=pickle_bytes,
             umask=_umask(),
             since=retention.since,
+            plan=self.buffer.plan.number,
         )
 
     def _begin(self) -> None:
@@ -189,6 +194,8 @@ class SaveOperation(SaveState):
         """Copy, and hand the slot over. What goes wrong is returned, and is the outcome of the save."""
         begun = time.perf_counter()
         buffer, slot = self.buffer, self.request.slot
+        if not self._may_copy.acquire(blocking=False):
+            return None  # the call was interrupted, and has called it off
         try:
             buffer.copy(slot, tensors, ready, pool, self.copies_queued)
             self.timings["copy_s"] = time.perf_counter() - begun
@@ -210,11 +217,18 @@ class SaveOperation(SaveState):
         if failure is None:
             text = f"staging failed: {type(error).__name__}: {error}"
             failure = CheckpointError(text, path=self.path, rank=self.group.rank, step=self.step)
-            failure.__cause__ = error
+            if isinstance(error, Exception):  # an interrupt is raised, and would keep all that its traceback has seen
+                failure.__cause__ = error
         client = self.buffer.client
         client.saves.on_copied(self)
-        if client.alive:
-            client.cancel(self, failure, self._config.timeout)
+        self.is_called_off = True
+        # An interrupt matters more to the caller than what goes wrong here.
+        with contextlib.suppress(*(() if isinstance(error, Exception) else (CheckpointError,))):
+            if client.alive and not client.cancel(self, failure, self._config.timeout):
+                self.is_called_off = not self.is_whole
+                if not self.is_whole:  # the worker was never told of it, and nobody else will end it
+                    client.saves.discard(self)
+                    self.is_written = self.has_ended = True
         return failure
 
     def on_written(self, inode: int | None) -> None:

@@ -33,8 +33,8 @@ class Saves:
         """How many have failed."""
 
     def add(self, save: SaveOperation) -> None:
-        """It is under way from now on, until its future is done."""
-        self._saves = [each for each in self._saves if not each.future.done() or _is_untold(each)] + [save]
+        """It is under way from now on, until it has ended."""
+        self._saves = [each for each in self._saves if not each.is_done or _is_untold(each)] + [save]
 
     def on_failure(self, failure: BaseException) -> None:
         """One of them is about to fail with ``failure``."""
@@ -103,7 +103,7 @@ class Saves:
             raise untold[0].failure
 
     def _under_way(self) -> list[SaveOperation]:
-        return [save for save in self._saves if not save.future.done()]
+        return [save for save in self._saves if not save.is_done]
 
     def _is_dropped(self, save: SaveOperation, buffer: StagingBuffer) -> bool:
         """Make room as ``when_busy`` says. The first rank decides for all. Returns whether ``save`` was skipped."""

@@ -5,6 +5,7 @@ by the first save, and closed as all engines are when the interpreter ends, afte
 from __future__ import annotations
 
 import logging
+import os
 
 import torch.distributed as dist
 
@@ -21,6 +22,8 @@ class Engines:
     def __init__(self) -> None:
         # By the process group; None stands for the whole job, False for this process alone.
         self._engines: dict[dist.ProcessGroup | None | bool, Engine] = {}
+        self._owner = os.getpid()
+        self._of_others: list[object] = []
 
     def get(
         self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False, config: Config | None = None
@@ -32,6 +35,9 @@ class Engines:
             alone: This process, whatever the job.
             config: For an engine that has to be made; None: what the environment says.
         """
+        if self._owner != os.getpid():  # a fork has none yet: the engines are those of the process it was forked from
+            self._of_others.append(self._engines)
+            self._engines, self._owner = {}, os.getpid()
         key = False if alone else process_group
         if key not in self._engines:
             self._engines[key] = Engine(config, process_group, alone=alone)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -32,7 +32,7 @@ from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.structure import has_shards, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import many
-from asyncckpt.worker.manifest import METADATA_NAME
+from asyncckpt.worker.manifest import METADATA_NAME, Item
 from asyncckpt.worker.storage import storage_for
 
 
@@ -139,7 +139,7 @@ class CheckpointReader(StorageReader):
         with read_pool() as pool:
             for name, items in sorted(per_file.items()):
                 with contextlib.closing(self._source.open(name)) as file:
-                    requests, filled = _requests(file, items, planner)
+                    requests, filled = self._requests(file, items, planner)
                     if self._progress.shown:
                         self._progress.expect(requests.nbytes_read(file) - expected[name])
                     for item, data in requests.read(file, pool, self._progress.update, verify=self._verify):
@@ -150,33 +150,52 @@ class CheckpointReader(StorageReader):
         done.set_result(None)
         return done
 
+    def _requests(
+        self, file: ChecksummedFile, items: list[tuple[ReadItem, int]], planner: LoadPlanner
+    ) -> tuple[ReadRequests, list[tuple[ReadItem, torch.Tensor]]]:
+        """What is to be read of ``file`` for ``items``, each with its offset there, and the tensors that this fills."""
+        stored = {item.at: item for item in file.index.items}
+        filled: list[tuple[ReadItem, torch.Tensor]] = []
+        requests = ReadRequests()
+        for item, at in items:
+            self._check_same(file, item.storage_index, stored.get(at), at)
+            if item.type == LoadItemType.BYTE_IO:
+                requests.object(stored[at], item)
+                continue
+            tensor = planner.resolve_tensor(item).detach()
+            if tuple(tensor.shape) != tuple(item.lengths):
+                raise MismatchError(
+                    f"{item.dest_index.fqn!r} has the shape {tuple(tensor.shape)} and {tuple(item.lengths)} is stored",
+                    path=file.path,
+                )
+            filled.append((item, tensor))
+            requests.box(tensor, stored[at], item.storage_offsets, item.lengths)
+        return requests, filled
+
+    def _check_same(self, file: ChecksummedFile, index: MetadataIndex, found: Item | None, at: int) -> None:
+        """That the file's own index has the same at ``at`` as DCP's metadata: the name, the chunk and its shape.
+
+        Not the dtype: a user's planner may save another than it says.
+        """
+        known = self._metadata.state_dict_metadata[index.fqn] if self._metadata is not None else None
+        expected: list[object] = [index.fqn, "object", [], []]
+        if isinstance(known, TensorStorageMetadata):
+            offsets = list(index.offset or [0] * len(known.size))
+            sizes = next((list(chunk.sizes) for chunk in known.chunks if list(chunk.offsets) == offsets), [])
+            expected = [index.fqn, "tensor", offsets, sizes]
+        if found is None or [found.name, found.kind, found.offsets, found.shape] != expected:
+            there = (
+                "nothing" if found is None else f"{found.name!r}, {found.kind} of {found.shape} from {found.offsets}"
+            )
+            raise DamagedCheckpointError(
+                f".metadata has {index.fqn!r} at {at:,} of this file, and its index has {there}: they are not of one"
+                " checkpoint",
+                path=file.path,
+            )
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def _requests(
-    file: ChecksummedFile, items: list[tuple[ReadItem, int]], planner: LoadPlanner
-) -> tuple[ReadRequests, list[tuple[ReadItem, torch.Tensor]]]:
-    """What is to be read of ``file`` for ``items``, each with its offset there, and the tensors that this fills."""
-    stored = {item.at: item for item in file.index.items}
-    filled: list[tuple[ReadItem, torch.Tensor]] = []
-    requests = ReadRequests()
-    for item, at in items:
-        if at not in stored:
-            raise DamagedCheckpointError(f"the index has nothing at {at:,}, and .metadata has", path=file.path)
-        if item.type == LoadItemType.BYTE_IO:
-            requests.object(stored[at], item)
-            continue
-        tensor = planner.resolve_tensor(item).detach()
-        if tuple(tensor.shape) != tuple(item.lengths):
-            raise MismatchError(
-                f"{item.dest_index.fqn!r} has the shape {tuple(tensor.shape)} and {tuple(item.lengths)} is stored",
-                path=file.path,
-            )
-        filled.append((item, tensor))
-        requests.box(tensor, stored[at], item.storage_offsets, item.lengths)
-    return requests, filled
 
 
 class CheckingPlanner(DefaultLoadPlanner):

@@ -13,7 +13,8 @@ from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.manifest import Index, checksum, data_name
-from asyncckpt.worker.messages import HeldImage, Region, WriteRequest
+from asyncckpt.worker.messages import HeldImage, WriteRequest
+from asyncckpt.worker.segment_layout import Region
 from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.storage.history import StoredStep, history
 from asyncckpt.worker.takeover import Takeover
@@ -85,7 +86,7 @@ def choose_in_memory(
         is_wanted = request.step is not None and step in (None, request.step)
         is_here = is_wanted and request.path == step_folder(root, request.step or 0)
         is_whole = request.world_size == len(offers) and all(
-            any(other.attempt == request.attempt for other in offer) for offer in offers
+            any((other.attempt, other.plan) == (request.attempt, request.plan) for other in offer) for offer in offers
         )
         if not (is_here and is_whole):
             continue

@@ -21,13 +21,23 @@ from asyncckpt.worker.storage.history import newest_step
 _POLL_S = 0.02
 
 
+# Saves that a dead trainer can have staged, for its worker to write: some slots each of some structures.
+_MOST_STAGED = 8
+
+
 def wait_for_attempts(root: str, timeout: float) -> None:
     """Wait until no worker is writing under ``root`` any more: one whose trainer died may be about to finalize.
 
-    Raises ``StorageError`` after ``timeout`` seconds.
+    One whose trainer lives may always be writing: after as many attempts as a dead one can have left, this waits for no
+    other. Raises ``StorageError`` after ``timeout`` seconds.
     """
     storage, deadline = storage_for(root), time.monotonic() + timeout
+    known: set[str] = set()
     while attempts := storage.attempts_under_way(root):
+        if len(known) < _MOST_STAGED:
+            known.update(attempts)
+        elif known.isdisjoint(attempts):
+            return
         if time.monotonic() >= deadline:
             raise StorageError(
                 f"a worker is still writing here after {timeout:g} s; wait for it, or name the step to load",

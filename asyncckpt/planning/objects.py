@@ -130,10 +130,12 @@ class StoredObjects:
                     raise StructureChanged(f"{self._names[number]} does not fit its {reserved} bytes")
                 changed.append((number, new, data))
         for number, new, data in changed:
-            self._known[number] = new if _is_constant(new) else None
-            self._bytes[number] = data
+            # In this order: whatever interrupts this, no value is known of which other bytes are kept.
+            self._known[number] = None
             for stale in self._stale.values():
                 stale.add(number)
+            self._bytes[number] = data
+            self._known[number] = new if _is_constant(new) else None
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
         """Bring the objects in a slot up to what was last captured.

@@ -30,7 +30,7 @@ from asyncckpt.planning.structure import (
     has_no_bytes,
     picker,
 )
-from asyncckpt.worker.messages import CheckpointLayout, Region
+from asyncckpt.worker.segment_layout import CheckpointLayout, Region
 
 StateDict = Mapping[str, Any]
 

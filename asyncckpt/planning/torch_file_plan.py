@@ -23,7 +23,7 @@ from asyncckpt.planning.objects import bytes_to_reserve
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.shm.segment import round_up
 from asyncckpt.worker.archive import header, lay_out, tail_room
-from asyncckpt.worker.messages import Region, TorchFileLayout
+from asyncckpt.worker.segment_layout import Region, TorchFileLayout
 
 # What torch.save aligns storages to, where it has no setting for that (as torch 2.6).
 _ALIGNMENT = 64

@@ -26,8 +26,9 @@ from asyncckpt.staging.devices import ReadyEvents
 from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import CheckpointLayout, HeldImage, Region, TorchFileLayout
+from asyncckpt.worker.messages import HeldImage
 from asyncckpt.worker.open_saves import TrackedSave
+from asyncckpt.worker.segment_layout import CheckpointLayout, Region, TorchFileLayout
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -44,13 +45,13 @@ _Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 class DetachedBuffer:
     """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
 
-    ``number`` is that of the segment in the worker that has adopted it, if one has.
+    ``number`` is that of the segment in the worker that has adopted it; 0: none has.
     """
 
     segment: Segment
     layout: CheckpointLayout | TorchFileLayout
     held: tuple[HeldImage, ...] = ()
-    number: int | None = None
+    number: int = 0
 
 
 class StagingBuffer:
@@ -59,6 +60,9 @@ class StagingBuffer:
     The segment holds the header page, the constants, then one image a slot, each from a page on. ``saves`` has, for
     each slot, the save that last took it. ``client`` is the worker whose memory it is.
     """
+
+    is_closed = False
+    """``close`` was called. Where an exception has interrupted that, it has to be called again."""
 
     def __init__(
         self, plan: Plan, client: WorkerClient, slots: int, timeout: float, detached: list[DetachedBuffer]
@@ -81,51 +85,52 @@ class StagingBuffer:
         self.saves: list[TrackedSave | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
-        constants = plan.constants()
         regions: dict[str, Region] = {}
+        fixed: list[tuple[Region, bytes | memoryview]] = []
         end = HEADER_BYTES
-        for name, data in constants.items():
+        for name, data in plan.constants().items():
             regions[name] = Region(end, len(data))
+            fixed.append((regions[name], data))
             end = round_up(end + len(data))
-        fixed = [(regions[name], data) for name, data in constants.items()]
         self._offsets = tuple(end + number * plan.layout.nbytes for number in range(slots))
         self.layout = plan.segment_layout(self._offsets, regions)
-        adopted = self._acquire(detached, fixed, end + slots * plan.layout.nbytes, timeout)
+        adopted = None
         try:
+            adopted = self._fitting(detached, fixed)
+            if adopted is not None:
+                self.number, self.segment = adopted.number, adopted.segment
+            else:
+                self._give_back(detached)
+                self.number, self.segment = client.allocate(end + slots * plan.layout.nbytes, timeout)
             self.segment.touch()
             self._published = PublishedSlots(self.segment, slots)
             self._set_up(adopted.held if adopted is not None else (), fixed)
             client.describe(self.number, self.layout, timeout)
+            detached[:] = [each for each in detached if each is not adopted]
         except BaseException:
-            if (published := getattr(self, "_published", None)) is not None:
-                published.close()
-            if adopted is not None:
-                detached.append(adopted)  # with the images in it, for the next worker
-            else:
-                if client.alive:
-                    client.release(self.number)
-                self.segment.close()
+            if hasattr(self, "_published"):
+                self._published.close()
+            if adopted is None and hasattr(self, "segment"):  # what was detached stays so, with the images in it
+                self._release()
             raise
 
-    def _acquire(
-        self, detached: list[DetachedBuffer], fixed: _Constants, nbytes: int, timeout: float
-    ) -> DetachedBuffer | None:
-        """Take what was for the same plan, down to the last constant byte, or else allocate a segment of ``nbytes``."""
+    def _fitting(self, detached: list[DetachedBuffer], fixed: _Constants) -> DetachedBuffer | None:
+        """What was for the same plan, down to the last constant byte."""
         for each in detached:
-            if each.number is None or each.layout != self.layout:
+            if each.number == 0 or each.layout != self.layout or each.segment.closed:
                 continue
             view = each.segment.view
             if all(view[region.offset : region.offset + region.nbytes] == data for region, data in fixed):
-                self.segment, self.number = each.segment, each.number
-                detached.remove(each)
                 return each
-        while detached:
-            unfit = detached.pop()
-            if unfit.number is not None:
-                self.client.release(unfit.number)
-            unfit.segment.close()
-        self.number, self.segment = self.client.allocate(nbytes, timeout)
         return None
+
+    def _give_back(self, detached: list[DetachedBuffer]) -> None:
+        while detached:
+            unfit = detached[-1]  # taken from the list when it is gone, for an exception may come in between
+            unfit.segment.close()
+            if unfit.number:
+                self.client.release(unfit.number)
+            detached.pop()
 
     def _set_up(self, held: Sequence[HeldImage], fixed: _Constants) -> None:
         """Make the slots free, but for the images that are ``held`` or published, and write the constants."""
@@ -173,8 +178,7 @@ class StagingBuffer:
         """``slot`` is taken for ``save``."""
         self.saves[slot] = save
         self._kept.discard(slot)
-        self._by_age.remove(slot)
-        self._by_age.append(slot)
+        self._by_age = [*(other for other in self._by_age if other != slot), slot]
 
     def idle(self) -> bool:
         """Whether the worker has written all slots, and nobody copies into them: the memory can be given back."""
@@ -211,10 +215,15 @@ class StagingBuffer:
         self.plan.objects.write(slot, image, self.plan.layout.objects)
 
     def close(self) -> None:
-        """Give the memory back; nothing in it may be under way, or the worker is gone."""
+        """Give the memory back; nothing in it may be under way, or the worker is gone. Safe to call twice."""
+        self.is_closed = True
+        self.leave()
+        self._release()
+
+    def _release(self) -> None:
         if self.client.alive:
             self.client.release(self.number)
-        self.leave().segment.close()
+        self.segment.close()
 
     def leave(self) -> DetachedBuffer:
         """Let go of the memory, but keep it for another worker: this one is gone."""
@@ -273,8 +282,10 @@ class BufferPool:
             except StructureChanged as error:
                 logger.debug("not the structure of plan %d: %s", known.plan.number, error)
                 continue
-            self.known.remove(known)
-            self.known.insert(0, known)
+            self.known = [known, *(other for other in self.known if other is not known)]
+            if known.buffer is not None and known.buffer.is_closed:
+                known.buffer.close()
+                known.buffer = None
             if known.buffer is None:  # its worker died, and took the memory along
                 known.buffer = self._allocate(known.plan, client)
             return known.buffer, tensors
@@ -315,9 +326,14 @@ class BufferPool:
         Raises ``WorkerDiedError``, ``SaveTimeoutError``.
         """
         if predecessor is not None and not self.detached:
-            for number, segment in predecessor.segments.items():
-                images = tuple(each for each in predecessor.images if each.request.segment == number)
-                self.detached.append(DetachedBuffer(segment, images[0].layout, images))
+            images = {
+                number: tuple(each for each in predecessor.images if each.request.segment == number)
+                for number in predecessor.segments
+            }
+            self.detached = [
+                DetachedBuffer(segment, images[number][0].layout, images[number])
+                for number, segment in predecessor.segments.items()
+            ]
         for detached in self.detached:
             detached.number = client.adopt(detached.segment, detached.held, self._config.timeout)
 
@@ -325,7 +341,11 @@ class BufferPool:
         """Let go of the memory of all plans, which has lost its worker."""
         for known in self.known:
             if known.buffer is not None:
-                self.detached.append(known.buffer.leave())
+                left = known.buffer.leave()
+                if all(
+                    each.segment is not left.segment for each in self.detached
+                ):  # as an interrupted call has left it
+                    self.detached.append(left)
                 known.buffer = None
 
     def close(self) -> None:

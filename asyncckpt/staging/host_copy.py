@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -200,15 +200,25 @@ def copy_units(
         done: Told of each unit when it is copied, by the thread that copied it.
     """
     left = deque(units)
+    lock = threading.Lock()
+    one_has_ended = threading.Condition(lock)
+    copying: set[int] = set()
 
     def work() -> None:
-        while True:
-            try:
-                unit = left.popleft()
-            except IndexError:
-                return
-            unit.copy(tensors)
-            done(unit)
+        me = threading.get_ident()
+        try:
+            copying.add(me)
+            while True:
+                try:
+                    unit = left.popleft()
+                except IndexError:
+                    return
+                unit.copy(tensors)
+                done(unit)
+        finally:
+            with lock:
+                copying.discard(me)
+                one_has_ended.notify_all()
 
     others: list[Future[None]] = []
     try:
@@ -216,8 +226,11 @@ def copy_units(
             others += (pool.submit(work) for _ in range(min(_THREADS, len(units)) - 1))
         work()
     finally:
+        # Nobody may be left copying from tensors that are the caller's again: not even a thread whose future an
+        # exception out of a signal handler has kept from being noted. One that begins later finds nothing left.
         left.clear()
-        wait(others)  # nobody may be left copying from tensors that are the caller's again
+        with lock:
+            one_has_ended.wait_for(lambda: not copying)
     for other in others:
         other.result()
 

@@ -98,17 +98,18 @@ class SlotStager:
         numbers: dict[torch.device, list[int]] = {}
         for number, device in enumerate(now_on):
             numbers.setdefault(device, []).append(number)
-        self._host, self._device_copies = [], []
+        host: list[CopyUnit] = []
+        device_copies: list[DeviceCopy] = []
         for device, its in numbers.items():
             kind = devices.kind_of(device)
             if kind is not None:
-                self._device_copies.append(DeviceCopy(device, kind, its, self._views))
+                device_copies.append(DeviceCopy(device, kind, its, self._views))
                 continue
             plain = [number for number in its if device.type == "cpu" and not self._converted[number]]
             others = [number for number in its if device.type != "cpu" or self._converted[number]]
-            self._host += host_units(plain, self._views) + batch_units(others, self._views)
-        self._host.sort(key=_begin)
-        self._devices = now_on
+            host += host_units(plain, self._views) + batch_units(others, self._views)
+        # All at once, and only when it is whole: an exception on the way must leave no part of it to the next save.
+        self._host, self._device_copies, self._devices = sorted(host, key=_begin), device_copies, now_on
 
 
 class _CopiedPrefix:

@@ -18,7 +18,7 @@ from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import WeightsLayout
+from asyncckpt.worker.segment_layout import WeightsLayout
 
 logger = logging.getLogger(__name__)
 

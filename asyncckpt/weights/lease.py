@@ -15,7 +15,8 @@ from asyncckpt.shm.published_slots import ReadableSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, read_entries, read_index
-from asyncckpt.worker.messages import CheckpointLayout, PublishedSegment
+from asyncckpt.worker.messages import PublishedSegment
+from asyncckpt.worker.segment_layout import CheckpointLayout
 from asyncckpt.worker.takeover import ReaderClient
 
 

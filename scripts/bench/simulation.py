@@ -36,8 +36,9 @@ from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import store_connection
 from asyncckpt.worker.attempt import begin_attempt
 from asyncckpt.worker.manifest import data_name, index_name
-from asyncckpt.worker.messages import CheckpointLayout, Region, Rendezvous, WriteRequest
+from asyncckpt.worker.messages import Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, round_name
+from asyncckpt.worker.segment_layout import CheckpointLayout, Region
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for

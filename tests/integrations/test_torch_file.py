@@ -332,3 +332,18 @@ def test_files_are_for_those_whom_the_umask_allows(tmp_path: Path) -> None:
     modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("open.pt", "closed.pt", "closed")}
     assert modes == {"open.pt": 0o644, "closed.pt": 0o600, "closed": 0o700}
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "closed").iterdir()} == {0o600}
+
+
+def test_in_a_fork_it_has_a_worker_of_its_own(tmp_path: Path) -> None:
+    torch_save({"w": torch.ones(10)}, tmp_path / "mine").result(60)
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            torch_save({"w": torch.zeros(10)}, tmp_path / "its").result(60)
+            engines.shared.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not torch.load(tmp_path / "its")["w"].any()
+    torch_save({"w": torch.ones(10)}, tmp_path / "mine").result(60)

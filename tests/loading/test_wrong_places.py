@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ import torch
 
 from asyncckpt import Checkpointer, cli
 from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.loading import source
 from asyncckpt.loading.source import verify
+from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, data_name, index_name
+from asyncckpt.worker.storage import storage_for
 
 
 def _folder(root: Path, step: int) -> Path:
@@ -111,3 +117,33 @@ def test_what_may_not_be_looked_at_is_not_taken_for_absent(
                 with pytest.raises(StorageError, match=os.strerror(code)):
                     ask()
         assert checkpointer.latest() == 3
+
+
+def test_a_trainer_that_is_always_saving_keeps_no_reader_waiting(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But one that was killed is waited for, whose worker may write some more."""
+    numbers = itertools.count()
+    storage = storage_for(str(root))
+    monkeypatch.setattr(type(storage), "attempts_under_way", lambda *_: [f".step-{next(numbers)}.partial"])
+    source.wait_for_attempts(str(root), 10)
+    assert 4 <= next(numbers) < 40
+    monkeypatch.setattr(type(storage), "attempts_under_way", lambda *_: [".step-1.partial"])
+    with pytest.raises(StorageError, match="still writing"):
+        source.wait_for_attempts(str(root), 0.05)
+
+
+def test_a_data_file_of_another_structure_is_refused(root: Path) -> None:
+    """As a mixture of ranks was: of the same shapes, and all its checksums are good."""
+    for number, name in enumerate(["one", "other"]):
+        with Checkpointer(root / str(number)) as checkpointer:
+            checkpointer.save(1, {name: torch.ones(100)}).result(60)
+    ours, theirs = (_folder(root / str(number), 1) for number in (0, 1))
+    manifest = Manifest.parse((ours / MANIFEST_NAME).read_bytes(), str(ours))
+    files = dict(manifest.files)
+    for name in (data_name(0), index_name(data_name(0))):
+        shutil.copy(theirs / name, ours / name)
+        files[name] = json.loads((theirs / MANIFEST_NAME).read_bytes())["files"][name]
+    (ours / MANIFEST_NAME).write_bytes(replace(manifest, files=files).encode())
+    into = {"one": torch.zeros(100)}
+    with Checkpointer(root / "0") as checkpointer, pytest.raises(DamagedCheckpointError, match="'other'"):
+        checkpointer.load(into, memory=False)
+    assert not into["one"].any()

@@ -106,6 +106,24 @@ def test_a_broken_promise_of_constant_structure(tmp_path: Path, rank: int) -> No
     assert {(kind, where) for kind, where, at_once in ended if not at_once} == {("StructureChangedError", rank)}
 
 
+def _mixed(root: str) -> tuple[str, int | None]:
+    config = Config(timeout=10, commit_timeout=10, assume_constant_structure=True)
+    with Checkpointer(root, config) as checkpointer:
+        for step, name in enumerate(["model", "ema"]):
+            checkpointer.save(step, {name: replicas(step)["model"]}).result(60)
+        # Of the same shapes, so that nothing but their names tells them apart.
+        mine = "model" if dist.get_rank() == 0 else "ema"
+        with pytest.raises(StructureChangedError, match="another structure") as caught:
+            checkpointer.save(2, {mine: replicas(2)["model"]}).result(60)
+        checkpointer.save(3, {"ema": replicas(3)["model"]}).result(60)
+        assert checkpointer.steps() == [0, 1, 3]
+    return type(caught.value).__name__, caught.value.rank
+
+
+def test_ranks_that_save_other_names_of_the_same_shapes(tmp_path: Path) -> None:
+    assert run(2, _mixed, str(tmp_path / "root"), folder=tmp_path) == [("StructureChangedError", 1)] * 2
+
+
 def _taking_turns(root: str, config: Config) -> list[tuple[int, int]]:
     states = [{kind: replicas(seed)["model"]} for seed, kind in enumerate(["model", "optimizer", "ema"])]
     numbers = []

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.segments import mapped_segments
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm import budget
@@ -36,6 +37,24 @@ def test_close_is_safe_twice_and_with_a_view_left() -> None:
     segment.close()
     view[0] = 1  # the mapping stays while somebody looks at it
     view.release()
+
+
+def test_a_fork_lets_go_of_it() -> None:
+    """But not of what it reads: a reader's fork goes on reading."""
+    with Segment.create("asyncckpt-test", PAGE) as segment:
+        mine = Segment.attach(os.dup(segment.fileno()))
+        read = Segment.attach(os.dup(segment.fileno()), writable=False)
+        left = mine.view[:10]
+        mine.view[0] = 7
+        if (pid := os.fork()) == 0:
+            os._exit(
+                0 if mine.closed and mine.fileno() < 0 and read.view[0] == 7 and len(mapped_segments()) == 1 else 1
+            )
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert left[0] == 7 and not mine.closed
+        left.release()
+        mine.close()
+        read.close()
 
 
 def test_touch_takes_the_memory() -> None:

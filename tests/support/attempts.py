@@ -9,7 +9,8 @@ from pathlib import Path
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.attempt import Attempt, begin_attempt
 from asyncckpt.worker.manifest import spans
-from asyncckpt.worker.messages import CheckpointLayout, Existing, Region, WriteRequest
+from asyncckpt.worker.messages import Existing, WriteRequest
+from asyncckpt.worker.segment_layout import CheckpointLayout, Region
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for

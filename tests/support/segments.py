@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 
-def mapped_segments() -> dict[int, int]:
-    """The segments, by inode, and how many bytes of each are mapped."""
+def mapped_segments(pid: int | None = None) -> dict[int, int]:
+    """The segments, by inode, and how many bytes of each are mapped; by a process, or this one."""
     nbytes: Counter[int] = Counter()
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path(f"/proc/{pid or 'self'}/maps").read_text().splitlines():
         if "/memfd:asyncckpt" in line:
             addresses, _, _, _, inode, *_ = line.split()
             begin, end = (int(address, 16) for address in addresses.split("-"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support.segments import mapped_segments
 from support.states import small_state
 from support.workers import Faulty
 
@@ -66,6 +68,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="was killed by SIGKILL while it started"):
         WorkerClient(WorkerOptions(start_timeout=20))
     os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
+
+
+def test_without_memory_for_its_last_words_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with monkeypatch.context() as patched, pytest.raises(WorkerDiedError, match="did not start.*not implemented"):
+        patched.setattr(os, "memfd_create", fail)
+        WorkerClient(WorkerOptions())
 
 
 def test_one_that_never_gets_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +265,10 @@ def test_a_fork_cannot_use_it(root: Path) -> None:
         checkpointer.save(1, small_state()).result(60)
         pid = os.fork()
         if pid == 0:
+            # Nor does it keep memory that the trainer may give back.
+            held = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and fd.exists()]
+            if mapped_segments() or any(name.startswith("/memfd:asyncckpt") for name in held):
+                os._exit(2)
             try:
                 checkpointer.save(2, small_state())
             except ClosedError:

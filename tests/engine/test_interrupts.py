@@ -1,0 +1,242 @@
+"""Exceptions out of signal handlers: at any call of a save they may come, and the next save is as if nothing had."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from support.segments import mapped_segments
+from support.states import same, zeros_like
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointError
+from asyncckpt.staging.slot_copy import SlotStager
+from asyncckpt.worker import messages
+from asyncckpt.worker.storage import complete_steps
+
+HERE = str(Path(__file__).parents[2])
+# Python's own that stand on a lock which a save uses. Not its logging: a lock of that is not left then, by anybody.
+OTHERS = ("multiprocess/", "concurrent/futures/", "queue.py")
+
+# Those that call where something is taken or told. What only looks at the state is left out: it is a great deal.
+TAKING = ("/engine/", "/staging/", "/worker/", "/shm/", "/supervisor.py", "/objects.py")
+
+Point = tuple[CodeType, int, CodeType]
+"""A call: from which line of what, and of what."""
+
+
+def _ours(code: CodeType) -> bool:
+    return code.co_filename.startswith((HERE, str(Path(HERE).resolve()))) and "/tests/" not in code.co_filename
+
+
+@contextmanager
+def _traced(on_call: Callable[[Point], None]) -> Iterator[None]:
+    """Have ``on_call`` told of each call in this thread that is ours, or into what a save stands on."""
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        caller = frame.f_back
+        if event == "call" and caller is not None:
+            code = frame.f_code
+            if _ours(code) or (_ours(caller.f_code) and any(part in code.co_filename for part in OTHERS)):
+                on_call((caller.f_code, caller.f_lineno, code))
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def _points(act: Callable[[], object]) -> list[Point]:
+    """All calls of ``act``, each once."""
+    found: dict[Point, None] = {}
+    with _traced(lambda point: found.setdefault(point)):
+        act()
+    return [point for point in found if any(part in point[0].co_filename for part in TAKING)]
+
+
+def _interrupted_at(point: Point, act: Callable[[], object]) -> bool:
+    """Whether ``act`` has come to that point, and was interrupted there."""
+    reached = False
+
+    def interrupt(at: Point) -> None:
+        nonlocal reached
+        if at == point and not reached:
+            reached = True
+            raise KeyboardInterrupt
+
+    try:
+        with _traced(interrupt):
+            act()
+    except KeyboardInterrupt:
+        return True
+    return reached
+
+
+class Training:
+    """Saves of states that all differ, each under the next step."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self.checkpointer = checkpointer
+        self.step = 0
+        self.size = 100
+        self.state: dict[str, Any] = {}
+
+    def next_state(self) -> None:
+        self.step += 1
+        model = {"w": torch.full((self.size, 100), float(self.step)), "b": torch.arange(self.step, self.step + 5)}
+        self.state = {"model": model, "lr": self.step / 7, "k": [1]}
+
+    def save(self) -> Any:
+        return self.checkpointer.save(self.step, self.state)
+
+    def check(self) -> None:
+        """The next save is made, soon, and right."""
+        self.next_state()
+        begun = time.monotonic()
+        self.save().result(20)
+        assert time.monotonic() - begun < 5
+        found = zeros_like(self.state)
+        assert self.checkpointer.load(found, self.step, memory=False) == self.step
+        assert same(found, self.state)
+        self.checkpointer.wait(20)
+
+    def holds(self) -> dict[str, int]:
+        """What this process and its worker have of memory and descriptors."""
+        worker = self.checkpointer._engine.worker
+        assert worker is not None
+        return {
+            "segments": len(mapped_segments()),
+            "worker's segments": len(mapped_segments(worker.pid)),
+            "files": _descriptors(os.getpid()),
+            "worker's files": _descriptors(worker.pid),
+            "open saves": len(worker.saves._open),
+            "questions": len(worker._questions._open),
+        }
+
+    def check_holds(self, held: dict[str, int], where: object = None) -> None:
+        """The worker takes a moment to give back what it is told to."""
+        deadline = time.monotonic() + 5
+        while self.holds() != held and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert self.holds() == held, where
+
+
+def _descriptors(pid: int) -> int:
+    """Of memory and sockets: those of files in work come and go."""
+    kinds = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            kinds.append(os.readlink(fd))
+        except OSError:
+            continue
+    return sum(kind.startswith(("/memfd:", "socket:")) for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "grows", "every"),
+    [(False, 0, 1), (True, 0, 1), (False, 1, 4)],
+    ids=["as planned", "overlapping", "another structure"],
+)
+def test_at_every_call_of_a_save(root: Path, overlap: bool, grows: int, every: int) -> None:
+    """Of one that plans and takes memory, which makes many, at ``every`` so many."""
+    with Checkpointer(root, Config(overlap=overlap, keep_last=2)) as checkpointer:
+        training = Training(checkpointer)
+
+        def another() -> None:
+            training.size += grows
+            training.next_state()
+
+        for _ in range(3):
+            training.check()
+            another()
+        points = _points(training.save)[::every]
+        checkpointer.wait(20)
+        training.check()
+        held = training.holds()
+        interrupted = 0
+        for point in points:
+            another()
+            interrupted += _interrupted_at(point, training.save)
+            training.check()
+            training.check_holds(held, point)
+        assert interrupted > len(points) * 0.9
+        assert checkpointer._engine.worker is not None
+
+
+@pytest.mark.parametrize("kind", [messages.Allocate, messages.Describe, messages.Begin, messages.Staged])
+def test_when_the_worker_has_just_been_told(root: Path, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """It answers a question that nobody waits for any more, and has begun a save that nobody will stage."""
+    with Checkpointer(root) as checkpointer:
+        training = Training(checkpointer)
+        training.check()
+        held = training.holds()
+        send: Any = messages.send
+
+        def interrupted(connection: Any, message: Any) -> None:
+            send(connection, message)
+            if isinstance(getattr(message, "question", message), kind):
+                raise KeyboardInterrupt
+
+        for _ in range(3):
+            training.size += 1
+            training.next_state()
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(messages, "send", interrupted)
+                training.save()
+            training.check()
+            training.check_holds(held)
+
+
+def test_a_save_in_answer_to_ctrl_c_is_made(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.ones(1000)}
+    copy: Any = SlotStager.copy
+
+    def interrupted(*args: Any) -> None:
+        copy(*args)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state)
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(SlotStager, "copy", interrupted)
+                checkpointer.save(2, state)
+        except KeyboardInterrupt:
+            checkpointer.save(3, state)
+            raise
+    assert complete_steps(str(root)) == [1, 3]
+
+
+@pytest.mark.parametrize("failure", ["raise", "warn"])
+def test_a_save_within_a_save_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch, failure: Any) -> None:
+    """As by the handler of a signal that comes during a save."""
+    copy: Any = SlotStager.copy
+    told: list[BaseException | None] = []
+
+    def within(*args: Any) -> None:
+        copy(*args)
+        for call in (lambda: checkpointer.save(9, {"w": torch.zeros(1000)}).result(), checkpointer.wait, engine.close):
+            with pytest.raises(CheckpointError, match="out of another call") as caught:
+                call()
+            told.append(caught.value)
+
+    with Checkpointer(root, Config(failure=failure)) as checkpointer:
+        engine = checkpointer._engine
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotStager, "copy", within)
+            checkpointer.save(1, {"w": torch.ones(1000)}).result(20)
+        assert len(told) == 3
+        checkpointer.save(2, {"w": torch.ones(1000)}).result(20)
+        found = {"w": torch.zeros(1000)}
+        assert checkpointer.steps() == [1, 2] and checkpointer.load(found, 1) == 1
+        assert bool((found["w"] == 1).all())
