@@ -83,7 +83,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._questions = itertools.count(1)
         self._closed = False
-        self._lock = threading.RLock()
+        self._turn = _Turn()
 
     @property
     def worker(self) -> WorkerClient | None:
@@ -97,7 +97,7 @@ class Engine:
 
     def prepare(self, state_dict: StateDict, planner: SavePlanner | None = None) -> None:
         """Do all that a first save would have to, and copy the tensors once to warm up. Raises as ``save`` does."""
-        with _turn(self._lock):
+        with self._turn.take():
             group, number = self._usable(), next(self._numbers)
             try:
                 state = stateful_to_dict(state_dict)
@@ -176,7 +176,7 @@ class Engine:
 
     def start(self, *, alone: bool = False) -> None:
         """Start the worker, as the first save does, and, unless ``alone``, meet the other ranks. Raises as ``save``."""
-        with _turn(self._lock):
+        with self._turn.take():
             if alone:
                 self._supervisor.running(self._new_group().rank)
             else:
@@ -193,7 +193,7 @@ class Engine:
         Raises:
             VersionError: It is not newer. Also raises as ``save`` does.
         """
-        with _turn(self._lock):
+        with self._turn.take():
             group = self._usable()
             gather = partial(_gather, group, next(self._numbers))
             published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
@@ -209,7 +209,7 @@ class Engine:
         """Whether any rank (``mine``: this one) has said yes by now, as the first rank sees it; no, while its worker is
         gone. The ranks must have met.
         """
-        with _turn(self._lock):
+        with self._turn.take():
             group = self._ranks()
             if group.rank == 0 and self.worker is not None and not self.worker.alive:
                 with contextlib.suppress(CheckpointError):  # the next save says what is wrong
@@ -221,7 +221,7 @@ class Engine:
 
         Raises ``SaveTimeoutError`` where that worker does not answer.
         """
-        with _turn(self._lock):
+        with self._turn.take():
             try:
                 self._inherit(self._supervisor.find_predecessor(self._usable().rank))
             except JobTakenError as error:
@@ -232,7 +232,7 @@ class Engine:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""
-        _turn(self._lock)
+        self._turn.take()
         self._saves.wait(timeout)
         self._saves.raise_failure()
 
@@ -242,13 +242,13 @@ class Engine:
         Raises the first failure nobody was told of, or ``SaveTimeoutError`` if the worker is still writing after
         ``config.timeout`` seconds: it goes on alone. ``linger``: it stays with what it holds, as if this had died.
         """
-        with _turn(self._lock):
+        with self._turn.take():
             self._close(linger=linger)
         self._saves.raise_failure()
 
     def abort(self) -> None:
         """Give up the saves under way at once (``WorkerDiedError``), tell no other rank, and close, to begin anew."""
-        with _turn(self._lock):
+        with self._turn.take():
             self._saves.give_up(self.worker)
             try:
                 self._close(linger=False)
@@ -293,7 +293,7 @@ class Engine:
     ) -> Save:
         """A save, until it is staged. ``capture`` says what is to be staged where."""
         try:
-            lock = _turn(self._lock)
+            lock = self._turn.take()
         except CheckpointError as error:
             if not _is_only_logged(error, self.config):
                 raise
@@ -345,17 +345,26 @@ class Engine:
         self._buffers.leave()
 
 
-def _turn(lock: threading.RLock) -> threading.RLock:
-    """The lock by which one thread at a time is in an engine. It is left whatever happens: no code of ours does that.
+class _Turn:
+    """One thread at a time is in an engine."""
 
-    Raises ``CheckpointError`` where this thread has it: all would be found as the interrupted call has left it.
-    """
-    if lock._is_owned():  # type: ignore[attr-defined]
-        raise CheckpointError(
-            "this was called out of another call of the same checkpointer, in the same thread: by a signal handler, or"
-            " while it asks the state for its values; have the handler set a flag, and save when that call has returned"
-        )
-    return lock
+    def __init__(self) -> None:
+        self._lock, self._owner = threading.RLock(), os.getpid()
+
+    def take(self) -> threading.RLock:
+        """The lock. It is left whatever happens: no code of ours does that.
+
+        Raises ``CheckpointError`` where this thread has it: all would be found as the interrupted call has left it.
+        """
+        if self._owner != os.getpid():  # a thread that is not in this fork may have it for ever
+            self._lock, self._owner = threading.RLock(), os.getpid()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise CheckpointError(
+                "this was called out of another call of the same checkpointer, in the same thread: by a signal handler,"
+                " or while it asks the state for its values; have the handler set a flag, and save when that call has"
+                " returned"
+            )
+        return self._lock
 
 
 def _is_only_logged(error: BaseException, config: Config) -> bool:

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def fork(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None
 def _train(pipe: Connection, rank: int, root: str, rounds: int, seed: int) -> None:
     choice = random.Random(seed)
     with Checkpointer(root, CONFIG) as checkpointer:
-        for step in range(1, rounds + 1):
+        checkpointer.save(1, state_of(1)).result(LIMIT_S)  # a fork from before could be a job of its own
+        for step in range(2, rounds + 2):
             state = state_of(step) | {f"more{number}": state_of(step)["both"] for number in range(step // 30 % 3)}
             children: list[int] = []
             forks = threading.Thread(target=_fork_later, args=(checkpointer, choice.uniform(0, 0.02), children))
@@ -101,5 +103,6 @@ def _in_child(checkpointer: Checkpointer) -> int:
     except ClosedError:
         return 0
     except Exception:
+        traceback.print_exc()
         return _FAILED
     return _SAVED
