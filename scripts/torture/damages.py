@@ -24,7 +24,7 @@ def damage(tally: Tally, folder: Path, damages: int, choice: random.Random) -> N
         checkpointer.save(1, state_of(1)).result(LIMIT_S)
     good = Path(step_folder(str(root), 1))
     bad = root / "step-00000002"
-    for _ in tqdm(range(damages), desc="damages", unit="damage"):
+    for _ in tqdm(range(damages), desc="damages", unit="damage", disable=None):
         shutil.copytree(good, bad)
         how = choice.choice(["flip", "truncate", "drop", "swap"])
         files = sorted(bad.iterdir())
@@ -76,7 +76,7 @@ def exchange(tally: Tally, folder: Path, exchanges: int, choice: random.Random) 
         for step in (1, 2, 3):
             checkpointer.save(step, state_of(step)).result(LIMIT_S)
     root.rename(good)
-    for _ in tqdm(range(exchanges), desc="exchanges", unit="exchange"):
+    for _ in tqdm(range(exchanges), desc="exchanges", unit="exchange", disable=None):
         shutil.copytree(good, root)
         one, other = choice.sample([1, 2, 3], 2)
         first, second = Path(step_folder(str(root), one)), Path(step_folder(str(root), other))

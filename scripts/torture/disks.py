@@ -43,7 +43,7 @@ def fill_disks(tally: Tally, folder: Path, fulls: int, choice: random.Random) ->
             checkpointer.save(1, state_of(1)).result(LIMIT_S)
             process = psutil.Process(worker_of(checkpointer))
             last = 1
-            for number in tqdm(range(fulls), desc="full disks", unit="disk"):
+            for number in tqdm(range(fulls), desc="full disks", unit="disk", disable=None):
                 step = last + 1
                 real = mounted and number % 2 == 0
                 if real:

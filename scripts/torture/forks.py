@@ -31,7 +31,7 @@ def fork(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None
     root = str(folder / "forks")
     with Job(1, _train, root, rounds, choice.randrange(1 << 30)) as job:
         try:
-            for _ in tqdm(range(rounds), desc="forks", unit="fork"):
+            for _ in tqdm(range(rounds), desc="forks", unit="fork", disable=None):
                 took, losses = job.hear(0, "round")
                 tally.counts["forks"] += 1
                 tally.longest_s = max(tally.longest_s, took)

@@ -37,7 +37,7 @@ def interrupt(tally: Tally, folder: Path, rounds: int, choice: random.Random) ->
     root = str(folder / "interruptions")
     with Job(1, _train, root, rounds, choice.randrange(1 << 30)) as job:
         try:
-            for _ in tqdm(range(rounds), desc="signals", unit="signal"):
+            for _ in tqdm(range(rounds), desc="signals", unit="signal", disable=None):
                 how, longest, losses = job.hear(0, "round")
                 tally.counts[how] += 1
                 tally.longest_s = max(tally.longest_s, longest)
@@ -84,7 +84,7 @@ def _round(
     how = "the signal came too late"
     state = _state(step, structure)
     try:
-        signal.setitimer(signal.ITIMER_REAL, choice.uniform(1e-5, 0.02))
+        signal.setitimer(signal.ITIMER_REAL, 10 ** choice.uniform(-4.5, -2.0))
         saves.append(checkpointer.save(step, state))
         time.sleep(0.001)
     except (KeyboardInterrupt, _Interrupted):

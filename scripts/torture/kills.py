@@ -24,7 +24,7 @@ def kill_trainers(tally: Tally, folder: Path, kills: int, choice: random.Random,
     """Kill trainers at random instants; each next one has to find the newest step that all had staged."""
     root = str(folder / f"trainers-{world_size}")
     staged = 0
-    for _ in tqdm(range(kills + 1), desc=f"trainer kills, {world_size} rank(s)", unit="kill"):
+    for _ in tqdm(range(kills + 1), desc=f"trainer kills, {world_size} rank(s)", unit="kill", disable=None):
         victim = choice.randrange(world_size)
         with Job(world_size, _train, root, choice.randrange(1 << 30)) as job:
             try:
@@ -63,7 +63,7 @@ def kill_workers(tally: Tally, folder: Path, kills: int, choice: random.Random, 
     root = str(folder / f"workers-{world_size}")
     with Job(world_size, _train_on, root) as job:
         try:
-            for _ in tqdm(range(kills), desc=f"worker kills, {world_size} rank(s)", unit="kill"):
+            for _ in tqdm(range(kills), desc=f"worker kills, {world_size} rank(s)", unit="kill", disable=None):
                 _kill_a_worker(tally, job, choice)
             job.pipes[0].send("stop")
             for rank in range(world_size):

@@ -28,7 +28,7 @@ def time_restarts(folder: Path, rounds: int, nbytes: int) -> dict[str, float]:
     with Job(1, _hold, root, nbytes) as job:
         job.processes[0].join(LIMIT_S)
     took = []
-    for _ in tqdm(range(rounds), desc="restarts from memory", unit="restart"):
+    for _ in tqdm(range(rounds), desc="restarts from memory", unit="restart", disable=None):
         with Job(1, _restart, root, nbytes) as job:
             took.append(job.hear(0, "took"))
     names = ("memcpy_s", "load_s", "load_again_s", "memcpy_attached_s")

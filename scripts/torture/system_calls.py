@@ -91,7 +91,7 @@ def fail_calls(tally: Tally, folder: Path, rounds: int, choice: random.Random) -
     with _preloaded(folder, root) as calls, Checkpointer(root, CONFIG) as checkpointer:
         checkpointer.save(1, state_of(1)).result(LIMIT_S)
         last = 1
-        for _ in tqdm(range(rounds), desc="failing system calls", unit="call"):
+        for _ in tqdm(range(rounds), desc="failing system calls", unit="call", disable=None):
             step, error = last + 1, choice.choice(_ERRORS)
             only = choice.choice(_NAMES)
             calls.fail(choice.randint(1, 5 if only else 60), error, only=only, does=choice.random() < 0.5)

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from multiprocess.connection import Connection
 from support.ranks import alone, say, serve
 from support.workers import FAULTY, Faulty
 
@@ -25,10 +24,9 @@ from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError, StorageError
 from asyncckpt.loading.source import verify
 from asyncckpt.staging import slot_copy as staging
-from asyncckpt.worker import messages, takeover
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint import Endpoint, connect, endpoint_name
+from asyncckpt.worker.endpoint import connect, endpoint_name
 from asyncckpt.worker.storage import complete_steps
 from asyncckpt.worker.takeover import Takeover
 
@@ -340,29 +338,6 @@ def test_without_a_runtime_folder_it_saves_all_the_same(
         checkpointer.save(1, empty()).result(60)
     assert "will not find it" in caplog.text and str(runtime) in caplog.text
     runtime.chmod(0o700)
-
-
-def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its trainer is dead: it is nobody else's, however long it takes to say so."""
-    monkeypatch.setattr(takeover, "_NOTICE_S", 0.0)
-    with subprocess.Popen(["true"]) as trainer:
-        pass
-    answers = iter([messages.TrainerAlive(os.getpid(), trainer.pid)] * 3)
-
-    def answer(connection: Connection) -> None:
-        messages.receive(connection)
-        messages.send(connection, next(answers, None) or messages.Inventory(os.getpid(), False, (), (), ()))
-        messages.receive(connection)
-
-    name = endpoint_name("job", 0)
-    endpoint = Endpoint(name, trainer.pid)
-    endpoint.listen(answer)
-    try:
-        found = Takeover.find(name, 30)
-        assert found is not None and next(answers, None) is None
-        found.close()
-    finally:
-        endpoint.close()
 
 
 def _take_over(root: str, when: str) -> None:
