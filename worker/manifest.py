@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import operator
 import sys
 from array import array
@@ -85,7 +86,11 @@ class Manifest:
             found = json.loads(text)
             _check_format(found, path)
             manifest = cls(**{each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            for name, facts in manifest.files.items():
+                _check_file(name, facts)
+            if not math.isfinite(manifest.created):
+                raise ValueError("it does not say when it was created")
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise DamagedCheckpointError(f"this manifest is damaged ({error})", path=path) from error
         # Byte for byte, so that not even a changed space goes unseen.
         if manifest.encode() != text:
@@ -172,11 +177,26 @@ class Index:
             _check_format(found, path)
             checksums = _little_endian(array("Q", base64.b64decode(found["checksums"], validate=True)))
             index = cls(found["data"], found["bytes"], list(starmap(Item, found["items"])), checksums)
+            # Before anything is made of these numbers: there is a checksum for each span.
+            starts = [item.at for item in index.items]
+            if not 0 <= index.nbytes <= len(checksums) * SPAN_BYTES:
+                raise ValueError("the checksums do not fit the size")
+            if starts and not 0 <= min(starts) <= max(starts) <= index.nbytes:
+                raise ValueError("an item stands outside of the file")
             if len(index.bounds) != len(checksums) + 1:
                 raise ValueError("the checksums do not fit the items")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise DamagedCheckpointError(f"this index of a data file is damaged ({error})", path=path) from error
         return index
+
+
+def _check_file(name: str, facts: Mapping[str, Any]) -> None:
+    """Whoever wrote a manifest may not have meant well: a file is one of its folder. Raises ``ValueError``."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of a file here")
+    nbytes, digest = facts["bytes"], facts["xxh3"]
+    if type(nbytes) is not int or nbytes < 0 or not (digest is None or isinstance(digest, str)):
+        raise ValueError(f"what it says of {name!r}")
 
 
 def _check_format(found: Mapping[str, Any], path: str) -> None:

@@ -67,9 +67,19 @@ class StockReader(FileSystemReader):
         path = str(self.path)
         data = storage_for(path).read(os.path.join(path, METADATA_NAME))
         metadata = load_metadata(data, path, weights_only=self._weights_only)
+        for place in (metadata.storage_data or {}).values():
+            if (name := str(place.relative_path)).startswith("/") or ".." in name.split("/"):
+                raise DamagedCheckpointError(f"{METADATA_NAME} names a file of another folder: {name!r}", path=path)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """DCP would wait for ever where one of its files is a pipe."""
+        path = str(self.path)
+        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            storage_for(path).open(os.path.join(path, name)).close()
+        return super().read_data(plan, planner)
 
 
 class CheckpointReader(StorageReader):

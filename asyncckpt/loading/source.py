@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
@@ -131,14 +131,19 @@ class StorageSource:
         return list(self.manifest.data_files())
 
     def open(self, name: str) -> ChecksummedFile:
-        path = self._checked(name)
-        index = self.index(name)
+        path, index = self._checked(name), self.index(name)
         return StoredFile(self._storage.open(path), index)
 
     def index(self, data: str) -> Index:
         """The index of the data file ``data``, checked."""
-        name = index_name(data)
-        return Index.parse(self.read(name), os.path.join(self.path, name))
+        path = os.path.join(self.path, name := index_name(data))
+        index = Index.parse(self.read(name), path)
+        if (index.data, index.nbytes) != (data, self._facts(data)["bytes"]):
+            raise DamagedCheckpointError(
+                f"this is the index of {index.data!r} with {index.nbytes:,} bytes, which is not the file beside it",
+                path=path,
+            )
+        return index
 
     def indexes(self) -> Iterator[Index]:
         """The indexes of all data files."""
@@ -146,20 +151,24 @@ class StorageSource:
 
     def read(self, name: str) -> bytes:
         """All of the small file ``name``, if its bytes are those that were written."""
-        facts = self.manifest.files.get(name)
-        if facts is None:
-            raise DamagedCheckpointError(f"the manifest knows no {name}", path=self.path)
         data = self._storage.read(path := self._checked(name))
-        if f"{checksum(data):016x}" != facts["xxh3"]:
+        if f"{checksum(data):016x}" != self._facts(name)["xxh3"]:
             raise DamagedCheckpointError("the file is damaged: its checksum does not match", path=path)
         return data
 
+    def _facts(self, name: str) -> Mapping[str, Any]:
+        facts = self.manifest.files.get(name)
+        if facts is None:
+            raise DamagedCheckpointError(f"the manifest knows no {name}", path=self.path)
+        return facts
+
     def _checked(self, name: str) -> str:
         """Where the file ``name`` is, which has the size it was written with."""
+        written = self._facts(name)["bytes"]
         size = self._storage.size(path := os.path.join(self.path, name))
         if size is None:
             raise DamagedCheckpointError("a file of this checkpoint is missing", path=path)
-        if size != (written := self.manifest.files[name]["bytes"]):
+        if size != written:
             raise DamagedCheckpointError(
                 f"the file is damaged: it has {size:,} bytes and was written with {written:,}", path=path
             )

@@ -12,10 +12,11 @@ import errno
 import fcntl
 import itertools
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 
-from asyncckpt.errors import StorageError
+from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.manifest import is_checkpoint_file
 from asyncckpt.worker.storage.storage import InputFile, OutputFile
@@ -116,17 +117,17 @@ class LocalInputFile(InputFile):
     """A file, open. If the process forks during a read, what is read may end up in the child, see open(2)."""
 
     def __init__(self, path: str) -> None:
-        """Raises ``StorageError``."""
+        """Raises ``StorageError``, and ``DamagedCheckpointError`` where it is no file."""
         self.path = path
         self.alignment = 0
         with translated("opening", path):
             try:
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._fd = open_regular(path, os.O_DIRECT)
                 self.alignment = memory_alignment(self._fd)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._fd = open_regular(path)
 
     def read(self, views: Sequence[memoryview], offset: int) -> int:
         with translated("reading", self.path):
@@ -169,6 +170,18 @@ class LocalInputFile(InputFile):
 
 
 # From here on all raise ``OSError``: whoever calls says what was being done.
+
+
+def open_regular(path: str, flags: int = 0) -> int:
+    """A descriptor of a file, for reading. Who opens a pipe or a device might wait for ever, or read without an end.
+
+    Raises ``DamagedCheckpointError`` where it is none.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DamagedCheckpointError("this is no file", path=path)
+    return fd
 
 
 @contextlib.contextmanager

@@ -83,10 +83,10 @@ def newest_step(root: str) -> int | None:
 
 
 def older_step(root: str, step: int) -> int | None:
-    """The step that was created last before ``step``, and has a manifest that can be read. Raises ``StorageError``."""
-    found = history(root)
-    place = next((at for at, each in enumerate(found) if each.step == step), 0)
-    return next((each.step for each in reversed(found[:place]) if each.created is not None), None)
+    """The step that was created last before ``step``, complete or not. Raises ``StorageError``."""
+    steps = [each.step for each in history(root)]
+    place = steps.index(step) if step in steps else 0
+    return steps[place - 1] if place else None
 
 
 def origin_of(root: str, step: int) -> Origin:

@@ -16,7 +16,12 @@ import stat
 import time
 from collections.abc import Iterator
 
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    StorageError,
+)
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
@@ -26,6 +31,7 @@ from asyncckpt.worker.storage.file_system import (
     lock_alone,
     lock_shared,
     make_folder,
+    open_regular,
     opened,
     rename,
     set_aside,
@@ -47,6 +53,8 @@ from asyncckpt.worker.storage.storage import FileStamp, Resolution, Storage
 
 logger = logging.getLogger(__name__)
 
+# What is read at once: the indexes of tens of millions of tensors are smaller.
+_SMALL_BYTES = 8 << 30
 # Where there are no locks, whoever is writing has a day before it counts as dead.
 _NO_LOCKS_S = 86400.0
 
@@ -159,8 +167,12 @@ class LocalStorage(Storage):
         return None
 
     def read(self, path: str) -> bytes:
-        with translated("reading", path), open(path, "rb") as file:
-            return file.read()
+        with translated("reading", path), open(open_regular(path), "rb") as file:
+            if (nbytes := os.fstat(file.fileno()).st_size) > _SMALL_BYTES:
+                raise DamagedCheckpointError(
+                    f"the file has {nbytes:,} bytes, and no such file is that large", path=path
+                )
+            return file.read(nbytes)
 
     def open(self, path: str) -> LocalInputFile:
         return LocalInputFile(path)

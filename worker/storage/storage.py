@@ -237,11 +237,11 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """All bytes of the small file ``path``."""
+        """All bytes of the small file ``path``. Raises ``DamagedCheckpointError`` where it is no file."""
 
     @abstractmethod
     def open(self, path: str) -> InputFile:
-        """The large file ``path``, to be read in ranges, and closed."""
+        """The large file ``path``, to be read in ranges, and closed. Raises as ``read``."""
 
     @abstractmethod
     def reading(self, path: str) -> AbstractContextManager[None]:

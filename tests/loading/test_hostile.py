@@ -1,0 +1,159 @@
+"""Checkpoints that are made to keep a reader busy for ever, or to have it read elsewhere, are refused at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+
+from asyncckpt import cli
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.loading import load as reader
+from asyncckpt.worker.manifest import Index, Manifest, checksum
+
+DATA, INDEX, MANIFEST = "__0_0.distcp", "__0_0.index.json", "asyncckpt.json"
+
+
+@pytest.fixture(autouse=True)
+def limit() -> Iterator[None]:
+    """Whoever hangs is woken up."""
+
+    def wake(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, wake)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from asyncckpt.engine.engine import Engine
+
+    with Engine() as engine:
+        engine.save(folder := tmp_path_factory.mktemp("good") / "it", {"w": torch.arange(5000.0)}, step=1).result(60)
+    return folder
+
+
+@pytest.fixture
+def step(good: Path, root: Path) -> Path:
+    """Of a root of its own, which holds nothing else."""
+    shutil.copytree(good, step := root / "step-00000001")
+    return step
+
+
+def rewrite(step: Path, files: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change what the manifest says of files; it stays whole."""
+    manifest = Manifest.parse((step / MANIFEST).read_bytes(), "")
+    changed = vars(manifest) | {"files": files({name: dict(facts) for name, facts in manifest.files.items()})}
+    (step / MANIFEST).write_bytes(Manifest(**changed).encode())
+
+
+def replace(step: Path, name: str, text: bytes) -> None:
+    (step / name).write_bytes(text)
+    new = {"bytes": len(text), "xxh3": f"{checksum(text):016x}"}
+    rewrite(step, lambda files: files | {name: new})
+
+
+def check(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All who read it say that it is damaged, and none hangs, or raises anything else."""
+    for command in ("verify", "inspect"):
+        assert cli.main([command, str(step)]) == 1
+    cli.main(["ls", str(step.parent)])
+    assert "Traceback" not in (said := capsys.readouterr()).out + said.err
+    with pytest.raises(DamagedCheckpointError):
+        reader.load({"w": torch.zeros(5000)}, str(step))
+    with Checkpointer(step.parent) as checkpointer, pytest.raises(CheckpointError):
+        checkpointer.load({"w": torch.zeros(5000)})
+
+
+@pytest.mark.parametrize("name", [MANIFEST, INDEX, DATA, ".metadata"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_what_is_no_file(step: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str) -> None:
+    size = (step / name).stat().st_size
+    (step / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(step / name)
+    elif kind == "device":
+        (step / name).symlink_to("/dev/zero")
+    else:
+        (step / name).mkdir()
+    assert size
+    if name != MANIFEST:  # of the size that the manifest says
+        rewrite(step, lambda files: files | {name: files[name] | {"bytes": (step / name).stat().st_size}})
+    if name == ".metadata":  # which is not read where our own indexes have everything
+        assert cli.main(["verify", str(step)]) == 1
+    else:
+        check(step, capsys)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 56, 1 << 80, -1, 1.5e300, "many", None])
+def test_an_index_of_any_size(step: Path, capsys: pytest.CaptureFixture[str], nbytes: Any) -> None:
+    found = json.loads((step / INDEX).read_bytes())
+    replace(step, INDEX, json.dumps(found | {"bytes": nbytes}).encode())
+    check(step, capsys)
+
+
+@pytest.mark.parametrize("at", [1 << 56, 1 << 80, -4096, 0.5])
+def test_an_item_anywhere(step: Path, capsys: pytest.CaptureFixture[str], at: Any) -> None:
+    found = json.loads((step / INDEX).read_bytes())
+    place = found["fields"].index("at")
+    found["items"][0][place] = at
+    replace(step, INDEX, json.dumps(found).encode())
+    check(step, capsys)
+
+
+def test_an_index_of_another_file(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads((step / INDEX).read_bytes())
+    replace(step, INDEX, json.dumps(found | {"data": "__1_0.distcp"}).encode())
+    check(step, capsys)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../secret.distcp", "/etc/hostname.distcp", "..", ".", "", "a/b.distcp", "nul\0.distcp"]
+)
+def test_a_manifest_names_files_of_its_folder_alone(step: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    for file in (DATA, INDEX):
+        secret = step.parent.parent / file.replace("__0_0", "secret")
+        secret.write_bytes((step / file).read_bytes().replace(b"__0_0.distcp", b"../../secret.distcp"))
+    index = (step.parent.parent / "secret.index.json").read_bytes()
+    assert Index.parse(index, "").data == "../../secret.distcp"
+    facts = {"bytes": len(index), "xxh3": f"{checksum(index):016x}"}
+    rewrite(step, lambda files: files | {name: files[DATA], name.replace(".distcp", ".index.json"): facts})
+    check(step, capsys)
+
+
+@pytest.mark.parametrize(
+    "facts", [None, [], {}, {"bytes": "1", "xxh3": None}, {"bytes": -1, "xxh3": None}, {"bytes": 1, "xxh3": 7}]
+)
+def test_what_a_manifest_says_of_a_file(step: Path, capsys: pytest.CaptureFixture[str], facts: Any) -> None:
+    rewrite(step, lambda files: files | {DATA: facts})
+    check(step, capsys)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("to", ["../secret.distcp", "/dev/zero", "fifo"])
+def test_dcps_metadata_names_files_of_its_folder_alone(tmp_path: Path, to: str) -> None:
+    """Of a checkpoint that stock DCP wrote."""
+    state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it", no_dist=True)
+    shutil.copy(tmp_path / "it" / DATA, tmp_path / "secret.distcp")
+    os.mkfifo(tmp_path / "it" / "fifo")
+    metadata = pickle.loads((tmp_path / "it" / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = to
+    (tmp_path / "it" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError):
+        reader.load({"w": torch.zeros(5000)}, str(tmp_path / "it"))
