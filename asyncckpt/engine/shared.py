@@ -43,6 +43,10 @@ class Engines:
             self._engines[key] = Engine(config, process_group, alone=alone)
         return self._engines[key]
 
+    def has_worker(self) -> bool:
+        """Whether any of them has a worker that lives."""
+        return any(engine.worker is not None and engine.worker.alive for engine in self._engines.values())
+
     def close(self) -> None:
         """Close them all. What was lost is logged: whoever asked for it has had a handle."""
         while self._engines:

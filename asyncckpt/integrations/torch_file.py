@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from typing import IO, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import serialization
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
+from asyncckpt.engine.engine import Engine
 from asyncckpt.save_handle import Save
 
 
@@ -52,6 +54,25 @@ def torch_save(
     Raises:
         CheckpointError: As ``Engine.save_file`` raises.
     """
+    arguments = (obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
+    return save_by(lambda: engines.shared.get(alone=True, config=config), *arguments)
+
+
+def save_by(
+    engine: Callable[[], Engine],
+    obj: object,
+    f: str | os.PathLike[str] | IO[bytes],
+    pickle_module: Any = pickle,
+    pickle_protocol: int = serialization.DEFAULT_PROTOCOL,
+    _use_new_zipfile_serialization: bool = True,
+    _disable_byteorder_record: bool = False,
+) -> Save:
+    """As ``torch_save``.
+
+    Args:
+        engine: Gives the engine to save by.
+        obj, f, pickle_module, pickle_protocol: As of ``torch_save``, like those with an underscore.
+    """
     if not (
         isinstance(f, (str, os.PathLike))
         and pickle_module is pickle
@@ -63,7 +84,7 @@ def torch_save(
         torch.save(obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
         path = f if isinstance(f, (str, os.PathLike)) else getattr(f, "name", None)
         return Save.finished(path if isinstance(path, (str, os.PathLike)) else repr(f))
-    return engines.shared.get(alone=True, config=config).save_file(f, obj, pickle_protocol=pickle_protocol)
+    return engine().save_file(f, obj, pickle_protocol=pickle_protocol)
 
 
 def _is_special(path: str | os.PathLike[str]) -> bool:

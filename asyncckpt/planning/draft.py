@@ -261,4 +261,5 @@ def _pickle_metadata(metadata: Metadata) -> bytes:
 
 
 def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
-    return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:_PROPERTIES]  # type: ignore[attr-defined, no-untyped-call]
+    state = properties.__getstate__()[:_PROPERTIES]  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,10 +19,12 @@ from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.shared import Engines
 from asyncckpt.errors import CheckpointError
+from asyncckpt.loading.dcp_reader import CheckpointReader
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage.file_system import translated
 
 PlannedSave = tuple["FileSystemWriterAsync", Metadata | None, _DistWrapper]
 """The arguments of ``save_state_dict_async_finalize``."""
@@ -54,9 +57,9 @@ def prioritize(cpu_priority: int | None, io_priority: int | None) -> None:
         _priorities["io_class"] = ("none", "best-effort", "best-effort", "idle")[io_priority]
 
 
-def engine(process_group: dist.ProcessGroup | None = None) -> Engine:
-    """The engine for the ranks of ``process_group`` (None: of the whole job)."""
-    return engines.get(process_group, config=replace(_config or Config.from_env(), **_priorities))
+def engine(process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> Engine:
+    """The engine for the ranks of ``process_group`` (None: of the whole job); ``alone``: of this process."""
+    return engines.get(process_group, alone=alone, config=replace(_config or Config.from_env(), **_priorities))
 
 
 class StagedWrite:
@@ -78,6 +81,11 @@ class FileSystemWriterAsync(FileSystemWriter):
     what is there, ``.metadata`` after all others.
     """
 
+    # For code that clears nvrx's caches. Here the engine keeps what there is to keep.
+    _cached_identifiers: ClassVar[set[str]] = set()
+    _cached_tensor_data_ptrs: ClassVar[dict[str, Any]] = {}
+    _shm_tensor_cache: ClassVar[dict[str, Any]] = {}
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -87,6 +95,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         is_multiproc_io: bool = False,
         use_cached_data_structure: bool = False,
         use_cpu_shm_for_gpu_tensors: bool = False,
+        open_file: Callable[..., Any] = open,
         **kwargs: Any,
     ) -> None:
         """Each rank writes one file, with ``Config.io_threads`` threads, whatever ``thread_count`` says.
@@ -94,6 +103,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Args:
             path, args, kwargs: As of DCP's ``FileSystemWriter``.
             separation_hint, use_msc: Refused with ``ValueError``.
+            open_file: Refused, unless it is ``open``.
             is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Change nothing: all tensors are
                 staged in CPU shared memory, which is kept for the next save.
         """
@@ -101,6 +111,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise ValueError("separation_hint cannot be had with asyncckpt: each rank writes one file; leave it out")
         if use_msc:
             raise ValueError("use_msc cannot be had with asyncckpt, which writes to mounted file systems only")
+        if open_file is not open:
+            raise ValueError(
+                "open_file cannot be had with asyncckpt, whose worker opens its files itself; leave it out"
+            )
         super().__init__(path, *args, **kwargs)
         self.staged: StagedWrite | None = None
 
@@ -133,6 +147,7 @@ def save_state_dict_async_plan(
     planner: SavePlanner | None = None,
     enable_cache: bool = False,
     metadata_cache: CheckpointMetadataCache | None = None,
+    reuse_metadata_obj: Metadata | None = None,
 ) -> PlannedSave:
     """Plan and stage ``state_dict``. Errors are raised when the save is finalized, so that all ranks schedule alike.
 
@@ -141,7 +156,8 @@ def save_state_dict_async_plan(
         storage_writer: Where to write.
         process_group, planner: As of ``dcp.async_save``.
         coordinator_rank: Changes nothing: the first rank of the group coordinates.
-        enable_cache, metadata_cache: Change nothing: the plan is kept as long as all ranks still have that structure.
+        enable_cache, metadata_cache, reuse_metadata_obj: Change nothing: the plan is kept as long as all ranks still
+            have that structure.
 
     Returns:
         The arguments of ``save_state_dict_async_finalize``; the metadata is None.
@@ -158,20 +174,47 @@ def save_state_dict_async_plan(
 
 
 def save_state_dict_async_finalize(
-    storage_writer: FileSystemWriterAsync, global_metadata: Metadata | None, dist_wrapper: _DistWrapper
-) -> None:
+    storage_writer: FileSystemWriterAsync,
+    global_metadata: Metadata | None,
+    dist_wrapper: _DistWrapper,
+    reuse_metadata_obj: Metadata | None = None,
+    create_metadata_path: str | None = None,
+) -> Metadata | None:
     """Wait until the checkpoint is committed by all ranks' workers, ``.metadata`` and all.
 
     Args:
         storage_writer, global_metadata, dist_wrapper: What ``save_state_dict_async_plan`` has returned.
+        reuse_metadata_obj: Changes nothing: no save gathers what is in it, and ``.metadata`` is the save's own.
+        create_metadata_path: A file for the metadata, beside the checkpoint's own; the first rank makes it.
+
+    Returns:
+        DCP's metadata, if there is a ``create_metadata_path``.
 
     Raises:
         CheckpointException: It failed on any rank; DCP's, on all ranks.
+        ValueError: Metadata is to be used again, and to be made.
     """
+    if reuse_metadata_obj is not None and create_metadata_path is not None:
+        raise ValueError("metadata is used again, or made for that, but not both: leave out one of the two")
     try:
         storage_writer.retrieve_write_results()
+        if create_metadata_path is None:
+            return None
+        metadata = CheckpointReader(storage_writer.path).read_metadata()
+        if dist_wrapper.is_coordinator:
+            _copy_file(os.path.join(storage_writer.path, METADATA_NAME), create_metadata_path)
+        return metadata
     except CheckpointError as error:
         raise write_exception({error.rank or 0: error}) from error
+
+
+def _copy_file(path: str, to: str) -> None:
+    """Copy a small file, in one step. Raises ``StorageError``."""
+    partial = f"{to}.{os.getpid()}.tmp"
+    with translated("copying the metadata", to):
+        os.makedirs(os.path.dirname(to) or ".", exist_ok=True)
+        shutil.copyfile(path, partial)
+        os.replace(partial, to)
 
 
 def write_exception(errors: Mapping[int, BaseException]) -> CheckpointException:

@@ -13,16 +13,17 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from asyncckpt.errors import CheckpointError, RankFailedError
+from asyncckpt.errors import RankFailedError
 from asyncckpt.integrations.nvrx.filesystem import StagedWrite, engine, engines, prioritize, write_exception
 from asyncckpt.integrations.nvrx.helper import Helper
-from asyncckpt.integrations.torch_file import torch_save
+from asyncckpt.integrations.torch_file import save_by
 from asyncckpt.ranks import collectives
 from asyncckpt.save_handle import Save
 
@@ -132,6 +133,7 @@ class AsyncCallsQueue:
         io_priority: int | None = None,
         sigterm_timeout: float = 30.0,
         cpu_shm_mode: bool = False,
+        otel_bootstrap: dict[str, Any] | None = None,
     ) -> None:
         """Set the priorities of workers; they are started by the first save, or by ``warmup_persistent_caller``.
 
@@ -140,6 +142,7 @@ class AsyncCallsQueue:
                 ends with the trainer, without a signal, when it has written what is staged.
             cpu_priority, io_priority: As of ``prioritize``.
             cpu_shm_mode: Changes nothing: tensors are always staged in CPU shared memory.
+            otel_bootstrap: Changes nothing: the worker sends no telemetry.
         """
         prioritize(cpu_priority, io_priority)
         self.async_calls: deque[AsyncCall] = deque()
@@ -156,12 +159,13 @@ class AsyncCallsQueue:
         io_priority: int | None = None,
         sigterm_timeout: float = 30.0,
         cpu_shm_mode: bool = False,
+        otel_bootstrap: dict[str, Any] | None = None,
     ) -> None:
         """Start this rank's worker, which takes a tenth of a second, before the first save needs it.
 
         Args:
             rank: Changes nothing.
-            is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode: As for a queue.
+            is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode, otel_bootstrap: As for a queue.
         """
         prioritize(cpu_priority, io_priority)
         engine().start(alone=True)
@@ -186,6 +190,13 @@ class AsyncCallsQueue:
         self.call_idx = request.call_idx
         self.async_calls.append(call)
         return self.call_idx
+
+    def add_save(self, save: Save) -> None:
+        """Have ``save``, which this rank makes alone, finalized in its turn."""
+        save.mark_reported()
+        self.call_idx += 1
+        request = AsyncRequest(None, (), [], is_frozen=True, call_idx=self.call_idx)
+        self.async_calls.append(AsyncCall(request, save.future))
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests that are done on all ranks (``no_dist``: on this one), and return their numbers.
@@ -238,6 +249,17 @@ class AsyncCallsQueue:
             if not any(queue.async_calls for queue in self._instances):
                 engines.close()
 
+    def __del__(self) -> None:
+        """What is under way goes on: no queue is needed for that."""
+
+    def _get_async_caller(self) -> AsyncCallsQueue:
+        """For code that looks into nvrx: what has the process."""
+        return self
+
+    def _debug_is_async_process_running(self) -> bool:
+        """For code that looks into nvrx: whether there is a worker, which the queues share, or a helper."""
+        return engines.has_worker() or (self._helper is not None and self._helper.death is None)
+
     def _submit(self, request: AsyncRequest) -> Future[None]:
         if request.async_fn is None:
             nothing = Future[None]()
@@ -249,35 +271,39 @@ class AsyncCallsQueue:
 
 
 class TorchAsyncCheckpoint:
-    """Saves by ``torch_save``. Each process saves for itself. The worker always stays for the next save."""
+    """Calls of ``torch_save``, finalized by a queue. Each process saves for itself."""
 
     def __init__(self, persistent_queue: bool = True) -> None:
-        self._saves: deque[Save] = deque()
+        self.save = torch.save
+        self._queue = AsyncCallsQueue(persistent=persistent_queue)
 
     def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> Save:
         """Save ``state_dict`` with the arguments of ``torch.save``. The caller may then change the tensors."""
-        save = torch_save(state_dict, *args, **kwargs)
-        self._saves.append(save)
+        save = save_by(partial(engine, alone=True), state_dict, *args, **kwargs)
+        self._queue.add_save(save)
         return save
 
     def finalize_async_save(self, blocking: bool = False, no_dist: bool = True, terminate: bool = False) -> None:
         """Look for saves that have ended. Raises DCP's ``CheckpointException`` if one has failed.
 
         Args:
-            blocking, terminate: Wait for all saves.
-            no_dist: Changes nothing.
+            blocking: Wait for all saves.
+            no_dist: Ask no other rank.
+            terminate: Close in the end.
         """
-        while self._saves and (blocking or terminate or self._saves[0].done()):
-            try:
-                self._saves.popleft().result()
-            except CheckpointError as error:
-                raise write_exception({error.rank or 0: error}) from error
+        self._queue.maybe_finalize_async_calls(blocking, no_dist=no_dist)
+        if terminate:
+            self.close()
 
     def close(self, abort: bool = False) -> None:
-        """Wait for all saves, or with ``abort`` for none: they go on without the trainer."""
-        if abort:
-            self._saves.clear()
-        self.finalize_async_save(blocking=True)
+        """As ``AsyncCallsQueue.close``, but no other rank is asked."""
+        if not abort:
+            self._queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+        self._queue.close(abort=abort)
+
+    def _get_async_calls_queue(self) -> AsyncCallsQueue:
+        """For code that looks into nvrx."""
+        return self._queue
 
 
 def abort_nvrx_checkpoint() -> None:

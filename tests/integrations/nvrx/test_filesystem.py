@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,11 +70,34 @@ def test_it_does_not_overwrite_unless_it_may(queue: nvrx.AsyncCallsQueue, tmp_pa
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
-    for option in ({"separation_hint": "model"}, {"use_msc": True}):
+    for option in ({"separation_hint": "model"}, {"use_msc": True}, {"open_file": os.open}):
         with pytest.raises(ValueError, match=next(iter(option))):
             nvrx.FileSystemWriterAsync(tmp_path, **option)
     with pytest.raises(ValueError, match="io_priority"):
         nvrx.AsyncCallsQueue(io_priority=4)
+
+
+def test_the_newest_keywords(tmp_path: Path) -> None:
+    queue, prepared = nvrx.AsyncCallsQueue(otel_bootstrap={}), tmp_path / "elsewhere/prepared.metadata"
+
+    def save(folder: Path, values: float, reuse: Any = None, create: str | None = None) -> Any:
+        writer = nvrx.FileSystemWriterAsync(folder, open_file=open)
+        state = {"w": torch.full((5,), values)}
+        planned = nvrx.save_state_dict_async_plan(state, writer, reuse_metadata_obj=reuse)
+        function, _, arguments = writer.get_save_function_and_args()
+        said = []
+        finalize = functools.partial(nvrx.save_state_dict_async_finalize, *planned, reuse, create)
+        queue.schedule_async_request(nvrx.AsyncRequest(function, arguments, [lambda: said.append(finalize())]))
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert is_there(state, folder)
+        return said[0]
+
+    metadata = save(tmp_path / "first", 1.0, create=str(prepared))
+    assert metadata.storage_data and prepared.read_bytes() == (tmp_path / "first/.metadata").read_bytes()
+    assert save(tmp_path / "second", 2.0, reuse=metadata) is None
+    with pytest.raises(ValueError, match="not both"):
+        save(tmp_path / "third", 3.0, reuse=metadata, create=str(prepared))
+    queue.close(abort=True)
 
 
 def _some_have_nothing(root: str) -> None:

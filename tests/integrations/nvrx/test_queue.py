@@ -6,6 +6,7 @@ The numbers of the faults (``w1`` ...) are those of a study of nvrx 0.7.0; W6 an
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,31 @@ def test_w7_nothing_is_left_of_what_was_aborted(
     queue.schedule_async_request(plan(state, tmp_path / "b"))
     assert queue.maybe_finalize_async_calls(blocking=True) == [0] and is_there(state, tmp_path / "b")
     assert not (tmp_path / "a/.metadata").exists()
+
+
+def test_an_abort_ends_the_workers_of_all_queues_and_all_go_on(
+    queue: nvrx.AsyncCallsQueue, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = nvrx.TorchAsyncCheckpoint()
+    callers = [queue._get_async_caller(), saved._get_async_calls_queue()._get_async_caller()]
+    state = {"w": torch.ones(5)}
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    for round_, behaviour in enumerate(("finalize:hold", "")):
+        faulty_worker(behaviour)
+        folder = tmp_path / str(round_)
+        queue.schedule_async_request(plan(state, folder / "folder"))
+        file = saved.async_save(state, folder / "file.pt")
+        assert all(caller._debug_is_async_process_running() for caller in callers)
+        if behaviour:
+            nvrx.abort_nvrx_checkpoint()
+            assert isinstance(file.failure, WorkerDiedError)
+            assert not any(caller._debug_is_async_process_running() for caller in callers)
+            shutil.rmtree(folder)  # nobody is writing there any more
+    queue.maybe_finalize_async_calls(blocking=True)
+    saved.finalize_async_save(blocking=True, terminate=True)
+    assert is_there(state, folder / "folder") and torch.load(folder / "file.pt")["w"].all()
+    saved.save(state, tmp_path / "now.pt")
+    assert (tmp_path / "now.pt").exists()
 
 
 def _raise() -> None:
