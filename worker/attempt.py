@@ -22,7 +22,7 @@ import xxhash
 
 from asyncckpt.errors import CheckpointError, StorageError, StructureChangedError
 from asyncckpt.worker import archive
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name, storage_meta
 from asyncckpt.worker.segment_layout import CheckpointLayout, Region, TorchFileLayout
 from asyncckpt.worker.staged_image import ImageFile, StagedImage, write_image
 from asyncckpt.worker.storage.history import time_of_creation
@@ -134,7 +134,8 @@ class CheckpointAttempt(Attempt):
             index: self._write_small(index, self._region(layout.index_head), self._index_tail),
         }
         if self.request.rank == 0:
-            files[METADATA_NAME] = self._write_small(METADATA_NAME, self._region(layout.metadata))
+            tail = storage_meta(self.request.path, self.request.attempt)
+            files[METADATA_NAME] = self._write_small(METADATA_NAME, self._region(layout.metadata)[:-1], tail)
         report = {"files": files, "write_s": round(self.timings["write_s"], 6), "plan": self.request.plan}
         return json.dumps(report).encode()
 

@@ -13,6 +13,7 @@ import base64
 import json
 import math
 import operator
+import pickle
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -217,3 +218,29 @@ def _little_endian(numbers: array[int]) -> array[int]:
         numbers = array("Q", numbers)
         numbers.byteswap()
     return numbers
+
+
+def storage_meta(path: str, save_id: str) -> bytes:
+    """What takes the place of the last byte of DCP's ``.metadata``, of which all else is the same in every save.
+
+    These are the last steps of its pickle: they give the object before them its ``storage_meta``, as DCP's writer does.
+
+    Args:
+        path: Where the checkpoint is to stand.
+        save_id: What no other save has.
+    """
+    fields = {"checkpoint_id": _text(path), "save_id": _text(save_id), "load_id": pickle.NONE}
+    fields["modules"] = pickle.EMPTY_LIST
+    steps = [
+        *(pickle.EMPTY_DICT, _text("storage_meta")),
+        *(pickle.GLOBAL, b"torch.distributed.checkpoint.metadata\nStorageMeta\n", pickle.EMPTY_TUPLE, pickle.NEWOBJ),
+        *(pickle.EMPTY_DICT, pickle.MARK, *(_text(name) + value for name, value in fields.items())),
+        *(pickle.SETITEMS, pickle.BUILD, pickle.SETITEM, pickle.BUILD, pickle.STOP),
+    ]
+    return b"".join(steps)
+
+
+def _text(value: str) -> bytes:
+    """The step of a pickle that makes a ``str``."""
+    data = value.encode("utf-8", "surrogatepass")
+    return pickle.BINUNICODE + len(data).to_bytes(4, "little") + data

@@ -118,7 +118,10 @@ def save(
         return theirs
     with _as_dcp_refuses(storage_writer):
         path = begin_save(state_dict, checkpoint_id, storage_writer, **ranks).result()
-    return dcp_reader.CheckpointReader(path).read_metadata()
+    metadata = dcp_reader.CheckpointReader(path).read_metadata()
+    if isinstance(storage_writer, FileSystemWriter) and metadata.storage_meta is not None:
+        storage_writer.save_id = metadata.storage_meta.save_id or storage_writer.save_id
+    return metadata
 
 
 def begin_save(

@@ -122,8 +122,8 @@ class CheckpointReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             self._metadata = load_metadata(self._source.metadata(), self._path, weights_only=self._weights_only)
-            # Not stored: what is stored is the same in every save, and a checkpoint may be moved.
-            save_id = self._source.manifest.attempt if isinstance(self._source, StorageSource) else None
+            save_id = getattr(self._metadata.storage_meta, "save_id", None)  # in memory there is none yet
+            # Where it is now: a checkpoint may be moved.
             self._metadata.storage_meta = StorageMeta(Path(self._path), save_id=save_id, load_id=str(uuid.uuid4()))
         return self._metadata
 

@@ -254,7 +254,8 @@ def _pickle_metadata(metadata: Metadata) -> bytes:
     five, which all of them know. The strides that torch 2.14 added are not needed to load.
     """
     buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer)
+    # The last protocol without frames: the worker puts other steps in the place of the last one.
+    pickler = pickle.Pickler(buffer, protocol=3)
     pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduce_properties}
     pickler.dump(metadata)
     return buffer.getvalue()

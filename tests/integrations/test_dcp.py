@@ -90,7 +90,9 @@ def test_dcps_writer_and_reader_say_which_folder(tmp_path: Path) -> None:
     assert same(into, state)
 
     assert metadata.storage_meta is not None and metadata.storage_meta.checkpoint_id == tmp_path / "second"
-    assert metadata.storage_meta.save_id
+    stored = FileSystemReader(tmp_path / "second").read_metadata().storage_meta
+    assert stored is not None and str(stored.checkpoint_id) == str(tmp_path / "second")
+    assert stored.save_id and stored.save_id == writer.save_id == metadata.storage_meta.save_id
     stock = stock_save(state, tmp_path / "stock")
     assert metadata.version == stock.version and metadata.planner_data == stock.planner_data
     assert metadata.state_dict_metadata == stock.state_dict_metadata
