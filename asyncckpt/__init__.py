@@ -70,7 +70,10 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> object:
     value: object
     if name == "__version__":
-        value = importlib.metadata.version(__name__)
+        try:
+            value = importlib.metadata.version(__name__)
+        except importlib.metadata.PackageNotFoundError:
+            value = "unknown: it is not installed"
     elif name in _MODULES or name.endswith("Error"):  # an error has to be named to be caught, by whoever meets it
         value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -38,11 +39,12 @@ class _Callbacks:
                 return
             self._runs = True
         try:
-            threading.Thread(target=self._run, name="asyncckpt-callbacks").start()
-        except RuntimeError:  # the interpreter is ending, and starts no thread any more
-            self._run()
+            threading.Thread(target=self.run, name="asyncckpt-callbacks").start()
+        except RuntimeError:  # none can be started; as the interpreter ends, all is called when everything is closed
+            self._runs = False
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Call what waits."""
         while True:
             with self._lock:
                 self._runs = bool(self._waiting)
@@ -56,6 +58,11 @@ class _Callbacks:
 
 
 _callbacks = _Callbacks()
+
+
+@atexit.register  # before the supervisor's, which so comes first
+def _call_what_is_left() -> None:
+    _callbacks.run()
 
 
 def _after_fork_in_child() -> None:

@@ -194,7 +194,7 @@ class WorkerClient:
                 raise SaveTimeoutError(
                     f"the worker {self.pid} is still writing after {timeout:g} s; it goes on, and ends by itself"
                 )
-            self._listener.join()
+            self._listener.join(timeout)
 
     def detach(self) -> None:
         """Leave as one that dies does: the worker writes what was handed over, and lingers. This waits for nothing, as
@@ -231,8 +231,13 @@ class WorkerClient:
 
     def check_owner(self) -> None:
         """Raise ``ClosedError`` in a fork of the process that this was made in."""
-        if self._owner != os.getpid():
+        if self.is_forked:
             raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that this was made in: then the worker is not its own."""
+        return self._owner != os.getpid()
 
     def _may_end(self) -> bool:
         return self._owner == os.getpid() and not self._connection.closed

@@ -260,6 +260,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self.worker is not None and self.worker.is_forked:
+            return
         self._copier.close()
         try:
             self._supervisor.leave(linger=linger)

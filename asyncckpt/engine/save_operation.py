@@ -155,6 +155,8 @@ class SaveOperation(SaveState):
         except BaseException as error:  # an interrupt: nobody else would ever call it off
             if not self.copied.is_set() and (not copier.overlaps or self._may_copy.acquire(blocking=False)):
                 self._call_off(error)
+            else:  # the stager copies: the caller gets no handle, and could not wait for that before it goes on
+                self.copied.wait(self._config.timeout)
             raise
         if failure is not None:
             raise failure

@@ -330,8 +330,8 @@ def _existing(folder: str, *, overwrite: bool = True) -> Existing:
     """What becomes of what is in ``folder``: as DCP has it, but a checkpoint that is alone there goes in one step."""
     storage = storage_for(folder)
     with contextlib.suppress(StorageError):  # the first rank says it, to all
-        if not overwrite and storage.exists(os.path.join(folder, METADATA_NAME)):
-            return "refuse"
+        if not overwrite and (storage.exists(os.path.join(folder, METADATA_NAME)) or storage.may_put(folder, "refuse")):
+            return "refuse"  # also where the place is free yet: what is there by the rename stays
         if not storage.may_put(folder, "replace"):
             return "join"  # other files are there; DCP puts its own beside them
     return "replace"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import os
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +165,24 @@ class CheckpointReader(StorageReader):
         self, file: ChecksummedFile, items: list[tuple[ReadItem, int]], planner: LoadPlanner
     ) -> tuple[ReadRequests, list[tuple[ReadItem, torch.Tensor]]]:
         """What is to be read of ``file`` for ``items``, each with its offset there, and the tensors that this fills."""
-        stored = {item.at: item for item in file.index.items}
+        stored: dict[int, list[Item]] = {}
+        for each in file.index.items:  # what is tied stands at one place, under several names
+            stored.setdefault(each.at, []).append(each)
+        sizes = functools.cache(self._sizes)
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         requests = ReadRequests()
         for item, at in items:
-            self._check_same(file, item.storage_index, stored.get(at), at)
+            index = item.storage_index
+            found = _same(index, sizes(index.fqn), stored.get(at, []))
+            if found is None:
+                there = ", ".join(f"{each.name!r} ({each.kind} of {each.shape})" for each in stored.get(at, []))
+                raise DamagedCheckpointError(
+                    f".metadata has {index.fqn!r} at {at:,} of this file, and its index has {there or 'nothing'}: they"
+                    " are not of one checkpoint",
+                    path=file.path,
+                )
             if item.type == LoadItemType.BYTE_IO:
-                requests.object(stored[at], item)
+                requests.object(found, item)
                 continue
             tensor = planner.resolve_tensor(item).detach()
             if tuple(tensor.shape) != tuple(item.lengths):
@@ -179,33 +191,33 @@ class CheckpointReader(StorageReader):
                     path=file.path,
                 )
             filled.append((item, tensor))
-            requests.box(tensor, stored[at], item.storage_offsets, item.lengths)
+            requests.box(tensor, found, item.storage_offsets, item.lengths)
         return requests, filled
 
-    def _check_same(self, file: ChecksummedFile, index: MetadataIndex, found: Item | None, at: int) -> None:
-        """That the file's own index has the same at ``at`` as DCP's metadata: the name, the chunk and its shape.
-
-        Not the dtype: a user's planner may save another than it says.
-        """
-        known = self._metadata.state_dict_metadata[index.fqn] if self._metadata is not None else None
-        expected: list[object] = [index.fqn, "object", [], []]
-        if isinstance(known, TensorStorageMetadata):
-            offsets = list(index.offset or [0] * len(known.size))
-            sizes = next((list(chunk.sizes) for chunk in known.chunks if list(chunk.offsets) == offsets), [])
-            expected = [index.fqn, "tensor", offsets, sizes]
-        if found is None or [found.name, found.kind, found.offsets, found.shape] != expected:
-            there = (
-                "nothing" if found is None else f"{found.name!r}, {found.kind} of {found.shape} from {found.offsets}"
-            )
-            raise DamagedCheckpointError(
-                f".metadata has {index.fqn!r} at {at:,} of this file, and its index has {there}: they are not of one"
-                " checkpoint",
-                path=file.path,
-            )
+    def _sizes(self, name: str) -> dict[tuple[int, ...], list[int]] | None:
+        """The shapes of the chunks of a tensor, by their offsets, as DCP's metadata has them; None: it is an object."""
+        known = self._metadata.state_dict_metadata[name] if self._metadata is not None else None
+        if not isinstance(known, TensorStorageMetadata):
+            return None
+        return {tuple(chunk.offsets): list(chunk.sizes) for chunk in known.chunks}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _same(
+    index: MetadataIndex, sizes: Mapping[tuple[int, ...], list[int]] | None, found: Sequence[Item]
+) -> Item | None:
+    """Which of ``found`` is what DCP's metadata says: of that name, of that chunk and of its shape.
+
+    Not of that dtype: a user's planner may save another than it says.
+    """
+    expected: list[object] = [index.fqn, "object", [], []]
+    if sizes is not None:
+        offsets = index.offset or (0,) * len(next(iter(sizes), ()))
+        expected = [index.fqn, "tensor", list(offsets), sizes.get(tuple(offsets))]
+    return next((item for item in found if [item.name, item.kind, item.offsets, item.shape] == expected), None)
 
 
 class CheckingPlanner(DefaultLoadPlanner):

@@ -179,7 +179,7 @@ class Fingerprint:
 
 def alias_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Equal for tensors that are the same memory in the same form; None where there are no bytes to share."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or tensor.untyped_storage().data_ptr() == 0:
         return None
     form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), *form)

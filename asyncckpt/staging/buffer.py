@@ -334,6 +334,7 @@ class BufferPool:
                 DetachedBuffer(segment, images[number][0].layout, images[number])
                 for number, segment in predecessor.segments.items()
             ]
+        self.detached = [each for each in self.detached if not each.segment.closed]  # of a call that was interrupted
         for detached in self.detached:
             detached.number = client.adopt(detached.segment, detached.held, self._config.timeout)
 
@@ -342,9 +343,7 @@ class BufferPool:
         for known in self.known:
             if known.buffer is not None:
                 left = known.buffer.leave()
-                if all(
-                    each.segment is not left.segment for each in self.detached
-                ):  # as an interrupted call has left it
+                if all(each.segment is not left.segment for each in self.detached):  # else an interrupted call has
                     self.detached.append(left)
                 known.buffer = None
 

@@ -153,6 +153,8 @@ class WeightPublisher:
             if self._closed:
                 return
             self._closed = True
+            if self.worker is not None and self.worker.is_forked:
+                return
             try:
                 self._supervisor.leave(linger=linger)
             finally:

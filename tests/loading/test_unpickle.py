@@ -70,7 +70,7 @@ def test_metadata_runs_nothing(tmp_path: Path, by_dcp: None) -> None:
         engine.save(folder, state := small_state()).result(60)
     _forge_metadata(folder, pickle.dumps(Attack(proof)))
     assert not verify(str(folder)).damages
-    assert cli.main(["ls", str(tmp_path)]) == 0 and cli.main(["inspect", str(folder)]) == 0
+    assert cli.main(["ls", str(folder)]) == 0 and cli.main(["inspect", str(folder)]) == 0
     with pytest.raises(UntrustedValueError, match=r"metadata.*mkdir"):
         load(zeros_like(state), str(folder))
     assert not proof.exists()

@@ -82,6 +82,20 @@ def test_a_tensor_whose_storage_was_freed_is_refused(root: Path, planned: bool) 
         checkpointer.save(3, state).result(60)
 
 
+def test_views_of_a_storage_that_was_freed_are_refused(root: Path) -> None:
+    """As of a flat buffer of parameters: the address of each is its offset then."""
+    flat = torch.ones(300_000)
+    state = {"small": flat[100:200], "large": flat[1000:200_000], "kept": torch.ones(8)}
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 3):
+            flat.untyped_storage().resize_(0)
+            with pytest.raises(UnsavableStateError, match="'small'|'large'"):
+                checkpointer.save(step, state)
+            flat.untyped_storage().resize_(1_200_000)
+            flat.fill_(step)
+            checkpointer.save(step + 1, state).result(60)
+
+
 def _part(values: torch.Tensor, begins: list[int], of: int) -> torch.Tensor:
     """A plain tensor that holds rows of two from each of ``begins`` on of a tensor of length ``of``."""
     facts: dict[str, Any] = {

@@ -250,7 +250,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             notices.close()
 
     def close(self) -> None:
-        """Give back what this worker holds and has published. verl does not call it, and then that lingers."""
+        """Give back what this worker holds and has published. verl does not call it: the end of a process does, and
+        where it is killed, that lingers."""
         self._leave()
         self.local.close()
         if self._notices is not None:
