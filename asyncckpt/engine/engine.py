@@ -104,10 +104,11 @@ class Engine:
                 buffer, tensors, _ = self._plans.for_state(StateToSave(group, number, state, planner))
             except BaseException as error:
                 group.report_failure(number, error, begun=False)
-                raise
-            ready = ready_events(tensors)
+                if not _is_only_logged(error, self.config):
+                    raise
+                return
             for slot in buffer.unused_slots():
-                buffer.copy(slot, tensors, ready, self._copier.pool)
+                buffer.copy(slot, tensors, ready_events(tensors), self._copier.pool)
 
     def save(
         self,
@@ -285,8 +286,7 @@ class Engine:
         return self._ranks()
 
     def _ranks(self) -> Group:
-        if self._group is None:
-            self._group = self._new_group()
+        self._group = self._group or self._new_group()
         self._group.check_current()
         return self._group
 

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
+from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.segment import PAGE, round_up
 
 # What torch.save aligns a payload to, from the start of its zip; enough for every dtype.
@@ -37,19 +38,24 @@ def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]
         fake = torch.empty(shape, dtype=dtype, device="cpu")
     nbytes = fake.numel() * fake.element_size()
     # A memory file, because torch seeks over the payload: it stays a hole, however many gigabytes it has.
-    with os.fdopen(os.memfd_create("asyncckpt-envelope", os.MFD_CLOEXEC), "w+b") as file:
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(fake, file)
-        file.flush()
-        with zipfile.ZipFile(file) as archive:
-            (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-        # A zip's local header: 30 bytes, of which the last four are the lengths of the name and of the extra field.
-        header = os.pread(file.fileno(), 30, record.header_offset)
-        name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
-        payload_at = record.header_offset + len(header) + name_bytes + extra_bytes
-        end = os.fstat(file.fileno()).st_size
-        before = os.pread(file.fileno(), payload_at, 0)
-        return before, os.pread(file.fileno(), end - payload_at - nbytes, payload_at + nbytes)
+    try:
+        with os.fdopen(os.memfd_create("asyncckpt-envelope", os.MFD_CLOEXEC), "w+b") as file:
+            with skip_data(materialize_fake_tensors=True):
+                torch.save(fake, file)
+            file.flush()
+            with zipfile.ZipFile(file) as archive:
+                (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+            # A zip's local header: 30 bytes, of which the last four are the lengths of the name and of the extra field.
+            header = os.pread(file.fileno(), 30, record.header_offset)
+            name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
+            payload_at = record.header_offset + len(header) + name_bytes + extra_bytes
+            end = os.fstat(file.fileno()).st_size
+            before = os.pread(file.fileno(), payload_at, 0)
+            return before, os.pread(file.fileno(), end - payload_at - nbytes, payload_at + nbytes)
+    except OSError as error:
+        raise OutOfMemoryError(
+            f"no memory file of {nbytes:,} bytes, to see how torch saves a tensor: {error}"
+        ) from error
 
 
 class TensorSpec(NamedTuple):
