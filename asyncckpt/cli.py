@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import io
 import json
 import os
 import sys
@@ -37,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["demo"]:  # which has options of its own, and wants torch
         return demo.main(argv[1:])
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes, and may be no text
     try:
         answers = _Answers(args.json)
         for path in args.paths:

@@ -36,7 +36,7 @@ _CONNECT_S = 10
 
 def endpoint_name(job: str, rank: int) -> str:
     """The name of the endpoint of ``rank`` of ``job``, any text."""
-    return f"{xxhash.xxh3_128_hexdigest(job.encode())}-{rank}"
+    return f"{xxhash.xxh3_128_hexdigest(os.fsencode(job))}-{rank}"
 
 
 def runtime_folder() -> str:

@@ -161,13 +161,27 @@ def detached_workers() -> set[int]:
 
 def same_modules() -> dict[str, str]:
     """The environment for a Python that finds the same modules as this one, whatever this process did to its path."""
-    path = [os.path.abspath(entry) for entry in sys.path if os.path.exists(entry or os.curdir)]
+    path = [entry for entry in _module_folders() if os.pathsep not in entry]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+
+
+def run_module(name: str) -> list[str]:
+    """The command that runs a module, in the environment of ``same_modules``."""
+    path = _module_folders()
+    if not any(os.pathsep in entry for entry in path):
+        return [sys.executable, "-m", name]
+    # A folder with a colon in its name cannot be told by the environment.
+    run = f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import runpy, sys; sys.path[:] = {path!r}; {run}"]
+
+
+def _module_folders() -> list[str]:
+    return [os.path.abspath(entry) for entry in sys.path if os.path.exists(entry or os.curdir)]
 
 
 def command() -> list[str]:
     """What is run as the worker; tests put a faulty one in its place."""
-    return [sys.executable, "-m", "asyncckpt.worker"]
+    return run_module("asyncckpt.worker")
 
 
 _detached: list[subprocess.Popen[bytes]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from array import array
 from collections.abc import Mapping, Sequence, Set
@@ -90,7 +91,10 @@ def choose_in_memory(
         )
         if not (is_here and is_whole):
             continue
-        if storage.is_finalized(request.path, request.attempt):
+        is_finalized = False
+        with contextlib.suppress(DamagedCheckpointError):  # of whatever it is, something is there
+            is_finalized = storage.is_finalized(request.path, request.attempt)
+        if is_finalized:
             return request.attempt if step is not None or (newest and newest.step) == request.step else None
         is_taken = request.existing != "set aside" and storage.exists(request.path)
         if request.attempt in committed or is_taken:

@@ -288,12 +288,9 @@ def lock_shared(fd: int) -> None:
 
 
 def is_locked(path: str) -> bool:
-    """Whether somebody holds the folder ``path``. Raises nothing."""
-    try:
-        with opened(path) as fd:
-            return lock_alone(fd) is False
-    except OSError:
-        return False
+    """Whether somebody holds the folder ``path``."""
+    with opened(path) as fd:
+        return lock_alone(fd) is False
 
 
 def _lock(fd: int, how: int) -> bool | None:

@@ -22,7 +22,7 @@ from asyncckpt.errors import (
     DamagedCheckpointError,
     StorageError,
 )
-from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
     LocalInputFile,
@@ -43,6 +43,7 @@ from asyncckpt.worker.storage.partial import (
     FILE_ATTEMPT,
     OLD_SUFFIX,
     PARTIAL_SUFFIX,
+    SHORTENED,
     TRASH_SUFFIX,
     PartialFile,
     PartialFolder,
@@ -91,7 +92,12 @@ class LocalStorage(Storage):
     def resolve(self, final: str, attempt: str, existing: Existing, inode: int | None = None) -> Resolution:
         leftover = self.revoke(final, attempt)
         # In this order: what it was replacing, or being joined to, may be what has just been revoked.
-        is_finalized = self.is_finalized(final, attempt, inode)
+        try:
+            is_finalized = self.is_finalized(final, attempt, inode)
+        except CheckpointError as error:
+            if leftover is None or not self._is_unfinished(leftover, attempt, existing):
+                raise StorageError(f"it is not known what stands here: {error.message}", path=final) from error
+            is_finalized = False
         with contextlib.suppress(OSError):
             if is_finalized:
                 sync_folder(os.path.dirname(final))  # whoever finalized it may have died before
@@ -123,11 +129,18 @@ class LocalStorage(Storage):
 
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
         manifest = os.path.join(final, MANIFEST_NAME)
+        if inode is not None:
+            return (stamp := self.stamp(final)) is not None and stamp.inode == inode
+        return self.exists(manifest) and Manifest.parse(self.read(manifest), manifest).attempt == attempt
+
+    def _is_unfinished(self, leftover: str, attempt: str, existing: Existing) -> bool:
+        """Whether what was revoked is the attempt, and not what it has changed places with."""
+        if existing in ("refuse", "set aside"):
+            return True
         try:
-            if inode is not None:
-                return os.stat(final).st_ino == inode
-            return Manifest.parse(self.read(manifest), manifest).attempt == attempt
-        except (OSError, CheckpointError):
+            names = self.names_in(leftover)
+            return self.is_finalized(leftover, attempt) if MANIFEST_NAME in names else METADATA_NAME not in names
+        except CheckpointError:
             return False
 
     def may_put(self, path: str, existing: Existing) -> bool:
@@ -190,7 +203,16 @@ class LocalStorage(Storage):
 
     def attempts_under_way(self, folder: str) -> list[str]:
         partial = [os.path.join(folder, name) for name in self.names_in(folder) if name.endswith(PARTIAL_SUFFIX)]
-        return [path for path in partial if is_locked(path)]
+        return [path for path in partial if self._is_under_way(path)]
+
+    def _is_under_way(self, path: str) -> bool:
+        with translated("looking at an attempt", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            try:
+                return is_locked(path)
+            except PermissionError:
+                if os.lstat(path).st_uid == os.geteuid():
+                    raise
+        return False  # or it is of another user, whose attempts are not waited for
 
     def remove_checkpoint(self, path: str) -> bool:
         with translated("removing a checkpoint", path), opened(path) as fd:
@@ -234,6 +256,9 @@ def _sweep_checkpoints(root: str, before: float) -> None:
         if attempt is None and not (name.startswith(".") and name.endswith(TRASH_SUFFIX)):
             continue
         final = os.path.join(root, attempt[1]) if attempt is not None and name.endswith(OLD_SUFFIX) else None
+        if final is not None and os.path.basename(final).startswith(SHORTENED):
+            logger.warning("%s has lost its name: give it back to it, or remove it", os.path.join(root, name))
+            continue
         _sweep(os.path.join(root, name), before, final)
 
 

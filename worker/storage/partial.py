@@ -16,6 +16,8 @@ import shutil
 import stat
 from collections.abc import Sequence
 
+import xxhash
+
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.messages import Existing
@@ -41,6 +43,11 @@ TRASH_SUFFIX = ".asyncckpt-trash"
 OLD_SUFFIX = ".asyncckpt-old"
 """A checkpoint that makes way for another of the same name."""
 
+SHORTENED = "asyncckpt-"
+"""How a name begins that stands for one that is too long for what is added to it."""
+# A name may have 255 bytes; added are two dots, and the longest suffix.
+_LONGEST_NAME = 255 - 2 - len(TRASH_SUFFIX)
+
 CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
 FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
 
@@ -48,6 +55,8 @@ FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
 def attempt_path(final: str, attempt: str) -> str:
     """Where ``final`` is written until the ``attempt`` is finalized."""
     parent, name = os.path.split(final)
+    if len(os.fsencode(name)) + len(attempt) > _LONGEST_NAME:
+        name = SHORTENED + xxhash.xxh3_128_hexdigest(os.fsencode(name))
     return os.path.join(parent, f".{name}.{attempt}{PARTIAL_SUFFIX}")
 
 

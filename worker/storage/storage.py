@@ -206,9 +206,9 @@ class Storage(ABC):
 
     @abstractmethod
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
-        """Whether what is at a final place comes from a certain attempt: False also where it cannot be read.
+        """Whether what is at a final place comes from a certain attempt. Changes nothing.
 
-        Args: as those of ``resolve``. Changes nothing, and raises nothing.
+        Args: as those of ``resolve``. Raises ``DamagedCheckpointError`` where what is there does not say that.
         """
 
     @abstractmethod

@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import traceback
 from collections import deque
@@ -32,7 +31,7 @@ from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedErr
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.worker import messages
-from asyncckpt.worker.process import same_modules
+from asyncckpt.worker.process import run_module, same_modules
 
 _ALIGNMENT = 64
 
@@ -49,7 +48,7 @@ class Helper:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "asyncckpt.integrations.nvrx", str(theirs.fileno())],
+                    [*run_module("asyncckpt.integrations.nvrx"), str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
