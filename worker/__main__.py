@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from functools import partial
@@ -26,6 +28,10 @@ def main(argv: list[str]) -> int:
     # A thread that has written its chunk must get to the next at once, not after 5 ms of another's checksums.
     sys.setswitchinterval(0.0002)
     logging.basicConfig(level=logging.WARNING, format="asyncckpt worker %(process)d: %(levelname)s: %(message)s")
+    # A first rank's worker has some connections of each rank of the job.
+    with contextlib.suppress(ValueError, OSError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     options = json.loads(argv[0])
     _lower_priority(options["nice"], options["io_class"])
     segment_store = SegmentStore()
@@ -61,7 +67,10 @@ def _watch(pid: int) -> int | None:
     """A descriptor that becomes readable when the trainer dies."""
     try:
         return os.pidfd_open(pid)
-    except OSError:  # a kernel without them, or the trainer is dead already: then its socket says so
+    except (
+        OSError,
+        AttributeError,
+    ):  # a kernel, or a Python, without them, or the trainer is dead already: then its socket says so
         return None
 
 

@@ -250,6 +250,8 @@ class WorkerClient:
                 if fd is not None:
                     send_handle(self._connection, fd, self.pid)
         except OSError as error:
+            if fd is not None:
+                self._process.kill()  # it may wait for a descriptor that never comes
             # The listener is about to find out why; it knows more than "broken pipe".
             self._listener.join(timeout=10)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
@@ -270,6 +272,15 @@ class WorkerClient:
                 messages.send(self._connection, messages.Release(answer.segment))
 
     def _listen(self) -> None:
+        try:
+            self._take_messages()
+        except Exception:  # whatever it is: without this thread no save would ever end
+            logger.exception("the messages of the worker %d cannot be taken, so it has to go", self.pid)
+            self._process.kill()
+        finally:
+            self._on_exit()
+
+    def _take_messages(self) -> None:
         killed = False
         while True:
             try:
@@ -284,13 +295,8 @@ class WorkerClient:
             except (EOFError, OSError):
                 break
             segment = None
-            try:
-                if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
-                    segment = Segment.attach(recv_handle(self._connection))
-            except Exception:  # a descriptor that this process has no room for is lost
-                logger.exception("the messages of the worker %d cannot be taken, so it has to go", self.pid)
-                self._process.kill()
-                break
+            if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
+                segment = Segment.attach(recv_handle(self._connection))  # lost, where this process has no room for it
             match message:
                 case messages.Written(save_id, inode):
                     self.saves.on_written(save_id, inode)
@@ -299,12 +305,12 @@ class WorkerClient:
                 case messages.Failed(save_id, error):
                     self.saves.on_end(save_id, error)
                 case messages.Logged(level, text):
-                    logger.log(level, "the worker %d: %s", self.pid, text)
+                    with contextlib.suppress(Exception):  # of the user's own handlers
+                        logger.log(level, "the worker %d: %s", self.pid, text)
                 case messages.Answer(answer=answer):
                     if isinstance(answer, messages.Cancelled) and answer.in_time and answer.slot_free:
                         self.saves.on_written(answer.save_id)  # whoever has asked may not wait any more
                     self._questions.on_answer(message, segment)
-        self._on_exit()
 
     def _on_exit(self) -> None:
         """The worker is gone: everything open fails, and says why."""
@@ -319,18 +325,20 @@ class WorkerClient:
         self._questions.close(death)
         for save in saves:
             if not save.has_ended:
-                save.on_end(self._loss(save, death), heard=self._detaching)  # a worker left behind still writes
+                loss = _loss(save, death, self.pid, self._detaching, self.saves.is_overdue(save))
+                save.on_end(loss, heard=self._detaching)  # a worker left behind still writes
         self._process.close()
 
-    def _loss(self, save: TrackedSave, death: WorkerDiedError) -> CheckpointError:
-        """What to say of a save that is open when there is no worker any more."""
-        request = save.request
-        error: CheckpointError = death
-        if self._detaching:
-            error = SaveTimeoutError(f"this process has left; its worker {self.pid} is still writing, and goes on")
-        elif self.saves.is_overdue(save):
-            error = SaveTimeoutError(
-                f"the worker {self.pid} did not say within {request.timeout:g} s how it went, and was killed; it may"
-                " have been stopped, or the storage be stalled"
-            )
-        return located(error, path=request.path, rank=request.rank, step=request.step)
+
+def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, left: bool, overdue: bool) -> CheckpointError:
+    """What to say of a ``save`` that is open when there is no ``worker`` any more."""
+    request = save.request
+    error: CheckpointError = death
+    if left:
+        error = SaveTimeoutError(f"this process has left; its worker {worker} is still writing, and goes on")
+    elif overdue:
+        error = SaveTimeoutError(
+            f"the worker {worker} did not say within {request.timeout:g} s how it went, and was killed; it may have"
+            " been stopped, or the storage be stalled"
+        )
+    return located(error, path=request.path, rank=request.rank, step=request.step)

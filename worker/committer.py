@@ -76,7 +76,7 @@ class _SoloRounds:
 
     def conclude_failed(self, name: str, error: CheckpointError) -> None: ...
 
-    def gone(self, error: CheckpointError) -> None: ...
+    def gone_soon(self, error: CheckpointError, timeout: float) -> None: ...
 
     def wait_left(self, timeout: float) -> None: ...
 
@@ -185,8 +185,7 @@ class Committer:
 
     def gone(self, why: str) -> None:
         """This rank begins no more saves."""
-        with _logged("telling the other ranks of the end"), self._probe() as rounds:
-            rounds.gone(RankFailedError(why, rank=self._rank))
+        self._rounds.gone_soon(RankFailedError(why, rank=self._rank), _TELL_S)
 
     def close(self) -> None:
         """Wait until all saves have ended, then leave the other ranks."""

@@ -28,6 +28,7 @@ from asyncckpt.errors import JobTakenError
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 
 _BACKLOG = 64
+_MEMORY = ".memory"
 _LOG_BYTES = 10_000
 _PAUSE_S = 0.1
 # How long a worker may take to accept a connection.
@@ -158,6 +159,44 @@ def host_lock(timeout: float) -> Iterator[bool]:
         yield has
 
 
+@contextlib.contextmanager
+def announce_memory(fd: int) -> Iterator[None]:
+    """While this lasts, the memory file ``fd`` of this process counts for ``announced_bytes``."""
+    name = f"{os.getpid()}-{fd}{_MEMORY}"
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            folder = held.enter_context(_opened_folder(make=True))
+            file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            held.callback(os.close, file)
+            _flock(file)  # which ends with this process
+            held.callback(_unlink, name, folder)
+        yield
+
+
+def announced_bytes() -> int:
+    """How many bytes workers of this user on this host are about to take, and have not yet."""
+    total = 0
+    with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                if name.endswith(_MEMORY) and not _is_stale(name, folder):
+                    facts = os.stat("/proc/{}/fd/{}".format(*name.removesuffix(_MEMORY).split("-")))
+                    total += max(0, facts.st_size - facts.st_blocks * 512)
+    return total
+
+
+def _is_stale(name: str, folder: int) -> bool:
+    """Whether nobody holds the lock of that file, which is removed then. Raises ``OSError``."""
+    fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        is_stale = _flock(fd)
+        if is_stale:
+            os.unlink(name, dir_fd=folder)
+        return is_stale
+    finally:
+        os.close(fd)
+
+
 def endpoint_names() -> list[str]:
     """The names that workers of this user have on this host."""
     with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
@@ -261,6 +300,10 @@ def _is_at(fd: int, folder: int, name: str) -> bool:
 
 def _sweep(folder: int) -> None:
     """Remove what workers left that were killed."""
+    for entry in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            if entry.endswith(_MEMORY):
+                _is_stale(entry, folder)
     for entry in _locks(folder):
         with contextlib.suppress(OSError):
             fd = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -274,6 +317,11 @@ def _sweep(folder: int) -> None:
 
 def _locks(folder: int) -> Iterator[str]:
     return (entry for entry in os.listdir(folder) if entry.endswith(".lock"))
+
+
+def _unlink(name: str, folder: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=folder)
 
 
 def _remove(folder: int, name: str) -> None:

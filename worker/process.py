@@ -95,7 +95,7 @@ class WorkerProcess:
     def _watched(self) -> Iterator[list[int]]:
         """A descriptor that becomes readable when it ends; none on a kernel that has none."""
         fds: list[int] = []
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # a Python without them
             fds.append(os.pidfd_open(self.pid))
         try:
             yield fds

@@ -79,8 +79,10 @@ class RootLock:
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # no space: who is refused is told less
-            # In one call: it is read at any moment.
-            os.pwrite(self._fd, json.dumps(asdict(self._holder)).ljust(1000).encode(), 0)
+            # In one call: it is read at any moment, on other hosts too.
+            os.pwrite(self._fd, text := json.dumps(asdict(self._holder)).ljust(1000).encode(), 0)
+            os.ftruncate(self._fd, len(text))
+            os.fsync(self._fd)
 
 
 def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str | None:

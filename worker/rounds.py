@@ -146,6 +146,12 @@ class Rounds:
 
         self._call(send)
 
+    def conclude_soon(self, name: str, outcome: bytes, timeout: float) -> Future[None]:
+        """As ``conclude``, unless it is concluded, as soon as the store can be reached; see ``report_soon``."""
+        key = f"{self._keys(name)}/outcome"
+        text = self._sealed(key, b"+" + outcome)
+        return self._behind.start(lambda store: store.offer(key, 0, text), timeout)
+
     def conclude_failed(self, name: str, error: CheckpointError) -> None:
         """First rank: tell all that the round has failed, unless it is concluded already."""
         key = f"{self._keys(name)}/outcome"
@@ -215,10 +221,16 @@ class Rounds:
         flag = self._get(key)
         return flag is not None and self._opened(key, flag) == b"1"
 
-    def gone(self, error: CheckpointError) -> None:
-        """Tell the first rank that this one will take part in no round any more."""
+    def gone_soon(self, error: CheckpointError, timeout: float) -> Future[None]:
+        """Tell the first rank that this one takes part in no round any more, after all that it has said before.
+
+        Args:
+            error: Why.
+            timeout: Seconds for which to try.
+        """
         key = self._keys("gone")
-        self._call(lambda store: store.put(key, self.rendezvous.rank, self._sealed(key, encode(error))))
+        text = self._sealed(key, encode(error))
+        return self._behind.start(lambda store: store.put(key, self.rendezvous.rank, text), timeout)
 
     def leave(self) -> None:
         """Tell the first rank that this one needs the store no more."""
@@ -257,8 +269,10 @@ class Rounds:
 
     def _check_missing(self, keys: str, timed_out: float | None) -> None:
         """Raise what is known of ranks that have not reported: one has said that it is gone, or the time is up."""
+        # In this order: a rank that is gone has reported before.
+        gone = self._call(lambda store: store.get(self._keys("gone")))
         reported = self._call(lambda store: store.fields(f"{keys}/reports"))
-        for text in self._call(lambda store: store.get(self._keys("gone"))).values():
+        for text in gone.values():
             error = decode(self._opened(self._keys("gone"), text))
             if error.rank not in reported:
                 raise error

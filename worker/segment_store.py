@@ -21,7 +21,7 @@ from asyncckpt.shm.published_slots import reopen
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker import messages
-from asyncckpt.worker.endpoint import host_lock
+from asyncckpt.worker.endpoint import announce_memory, announced_bytes, host_lock
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.segment_layout import CheckpointLayout, Region, SegmentLayout, WeightsLayout
 from asyncckpt.worker.takeover import retire_idle_workers
@@ -110,19 +110,27 @@ class SegmentStore:
 
     def allocate(self, nbytes: int) -> tuple[int, Segment]:
         """Make a segment, touched. Returns its number, and itself. Raises ``OutOfMemoryError``."""
-        # One worker at a time looks how much there is and takes it: two would take the same.
-        with host_lock(_TURN_S) as alone:
-            if not alone:
-                logger.warning("%d bytes are taken without looking whether other workers take as much", nbytes)
+        with contextlib.ExitStack() as announced:
+            # One worker at a time looks how much there is, and says how much it takes: two would take the same. The
+            # taking itself, a second for each two GiB or so, is done side by side.
+            with host_lock(_TURN_S) as alone:
+                if not alone:
+                    logger.warning("%d bytes are taken without looking whether other workers take as much", nbytes)
+                try:
+                    budget.require(nbytes + announced_bytes(), "staging", _HINT)
+                except OutOfMemoryError:
+                    # Something may have been released that is free in a moment. Nor must what is held for trainers that
+                    # may never come back deny memory to one that is here.
+                    if not (self._wait_released(_GIVE_BACK_S) or retire_idle_workers(_GIVE_BACK_S)):
+                        raise
+                    budget.require(nbytes + announced_bytes(), "staging", _HINT)
+                segment = Segment.create("asyncckpt", nbytes)
+                announced.enter_context(announce_memory(segment.fileno()))
             try:
-                budget.require(nbytes, "staging", _HINT)
-            except OutOfMemoryError:
-                # Something may have been released that is free in a moment. Nor must what is held for trainers that may
-                # never come back deny memory to one that is here.
-                if not (self._wait_released(_GIVE_BACK_S) or retire_idle_workers(_GIVE_BACK_S)):
-                    raise
-                budget.require(nbytes, "staging", _HINT)
-            segment = Segment.create("asyncckpt", nbytes, touch=True)
+                segment.touch()
+            except BaseException:
+                segment.close()
+                raise
         return self._add(segment), segment
 
     def adopt(self, segment: Segment, held: tuple[messages.HeldImage, ...]) -> int:

@@ -50,7 +50,14 @@ _STRANGERS = 128
 _BACKLOG = 4096
 _PIECE_BYTES = 256 << 10
 # No process has more descriptors than it may; how long to wait for one to be closed.
-_PAUSE_S = 0.05
+_PAUSE_S = 1.0
+# Between two saves nothing is said for a long time, and what is on the way forgets connections.
+_KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 60,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 15_000,
+}
 
 
 class Operation(IntEnum):
@@ -67,6 +74,14 @@ class Operation(IntEnum):
 def proof(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
     """What only those can say who know the ``secret``; ``who``: the side that says it."""
     return hashlib.blake2b(b"".join((who, *nonces)), key=secret, digest_size=_PROOF_BYTES).digest()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel see whether the other end is there, and send all at once. Raises ``OSError``."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class _Peer:
@@ -106,6 +121,7 @@ class Store:
         self._due: list[tuple[float, int, _Peer]] = []  # when which waits are over
         self._strangers: dict[_Peer, None] = {}  # in the order in which they came
         self._closed = False
+        self._listen_at: float | None = None  # when to look again whether somebody connects; None: now
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -137,11 +153,14 @@ class Store:
         finally:
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
+            self._listener.close()
             self._selector.close()
 
     def _pause(self) -> float | None:
         """Seconds until there is something to do by itself."""
         times = [due for due, *_ in self._due[:1]]
+        if self._listen_at is not None:
+            times.append(self._listen_at)
         if self._strangers:
             times.append(next(iter(self._strangers)).since + _STRANGER_S)
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -151,13 +170,15 @@ class Store:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:
-            if not self._closed:
-                time.sleep(_PAUSE_S)  # too many open files, perhaps
+        except OSError as error:
+            if not self._closed:  # too many open files, perhaps: those who are connected do not wait for that
+                logger.warning("no rank can connect to the store, for now: %s (see ulimit -n)", error)
+                self._selector.unregister(self._listener)
+                self._listen_at = time.monotonic() + _PAUSE_S
             return
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # it has left already
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection)
         peer = _Peer(connection)
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._strangers[peer] = None
@@ -254,6 +275,9 @@ class Store:
     def _end_waits(self) -> None:
         """Answer those whose time is up, and drop strangers whose is."""
         now = time.monotonic()
+        if self._listen_at is not None and self._listen_at <= now:
+            self._listen_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
         while self._due and self._due[0][0] <= now:
             _, wait, peer = heapq.heappop(self._due)
             if peer.wait is not None and peer.wait[2] == wait:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import secrets
 import select
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 from asyncckpt.errors import SaveTimeoutError, WorkerDiedError
 from asyncckpt.worker.messages import Rendezvous
-from asyncckpt.worker.store import ANSWER, FIELD, ID_BYTES, NONCE_BYTES, REQUEST, Operation, proof
+from asyncckpt.worker.store import ANSWER, FIELD, ID_BYTES, NONCE_BYTES, REQUEST, Operation, keep_alive, proof
 
 T = TypeVar("T")
 
@@ -37,10 +38,10 @@ class Patience:
 
     def left(self) -> float:
         """Seconds."""
-        now = time.monotonic()
-        if self._until is None:
-            self._until = now + self._seconds
-        return self._until - now
+        now, until = time.monotonic(), self._until
+        if until is None:
+            until = self._until = now + self._seconds
+        return until - now
 
     def renew(self) -> None:
         """It was reached, or somebody may be bringing it back: once it is missed again, the time begins anew."""
@@ -69,7 +70,7 @@ class StoreClient:
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {reach_s:g} s") from error
         try:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(self._socket)
             nonces = self._receive(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
             self._send(nonces[1] + proof(rendezvous.secret, b"rank", *nonces))
             said = self._receive(len(proof(b"", b"")))
@@ -191,11 +192,10 @@ class StoreConnection:
             client = self._connected(patience, deadline, silence)
             client.deadline, client.silence = deadline, silence
             return what(client)
-        except TimeoutError as error:
-            self._drop()
-            raise self._silent(limit if silence is None else min(limit, silence)) from error
         except OSError as error:
             self._drop()
+            if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:  # which says that its host is gone
+                raise self._silent(limit if silence is None else min(limit, silence)) from error
             raise WorkerDiedError(
                 "the worker of rank 0, which brings the ranks together at"
                 f" {self._rendezvous.address}:{self._rendezvous.port}, is gone or cannot be reached"
@@ -217,8 +217,12 @@ class StoreConnection:
         with self._changed:
             self._tasks.append((what, time.monotonic() + limit, future))
             if not self._is_busy:
-                self._is_busy = True
-                threading.Thread(target=self._work, name="asyncckpt-store", daemon=True).start()
+                try:
+                    threading.Thread(target=self._work, name="asyncckpt-store", daemon=True).start()
+                    self._is_busy = True
+                except RuntimeError as error:
+                    self._tasks.pop()
+                    future.set_exception(WorkerDiedError(f"no thread can be started to tell rank 0: {error}", rank=0))
         return future
 
     def close(self, timeout: float = 0.0) -> None:

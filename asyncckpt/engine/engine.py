@@ -258,11 +258,9 @@ class Engine:
                 logger.error("given up: %s", str(error))
 
     def _close(self, *, linger: bool) -> None:
-        if self._closed:
+        if self._closed or (self.worker is not None and self.worker.is_forked):
             return
         self._closed = True
-        if self.worker is not None and self.worker.is_forked:
-            return
         self._copier.close()
         try:
             self._supervisor.leave(linger=linger)

@@ -205,6 +205,8 @@ class Group:
             return self._follow_first(rounds, "any", number, lambda: mine or rounds.is_flag_set(_YES))
         except CheckpointError as error:
             logger.warning("the ranks could not be asked: %s", str(error))
+            if self.rank == 0:  # the others may be answered again, and wait for this
+                self._rounds.conclude_soon(round_name("any", number), pack(False), self._config.timeout)
             return False
 
     def report_failure(self, number: int, error: BaseException, *, begun: bool) -> None:

@@ -94,8 +94,10 @@ def test_who_is_missing_is_named(ranks: list[Rounds]) -> None:
 def test_who_has_left_is_not_waited_for(ranks: list[Rounds]) -> None:
     ranks[0].report("round-1", b"")
     ranks[1].report("round-1", b"")
-    ranks[1].gone(RankFailedError("its trainer has died", rank=1))  # after it had reported: no matter
-    ranks[2].gone(RankFailedError("its trainer has died", rank=2))
+    ranks[1].gone_soon(RankFailedError("its trainer has died", rank=1), 30).result(
+        30
+    )  # after it had reported: no matter
+    ranks[2].gone_soon(RankFailedError("its trainer has died", rank=2), 30).result(30)
     begun = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
         ranks[0].collect("round-1", 60)

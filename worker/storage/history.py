@@ -58,13 +58,14 @@ class Origin:
         return found is not None and (found.created is None or found.created <= self.newest)
 
 
-def history(root: str) -> list[StoredStep]:
+def history(root: str, *, strict: bool = True) -> list[StoredStep]:
     """All steps under ``root`` with anything in their folders, in the order in which they were created.
 
     One whose manifest says nothing counts as the newest if it may be that: by its number, or because its files are
-    newer; else as the oldest. Whoever takes the newest then learns what is wrong with it. Raises ``StorageError``.
+    newer; else as the oldest. Whoever takes the newest then learns what is wrong with it. Raises ``StorageError``, also
+    where one step cannot be looked at, unless it is not ``strict``: then that is left out, with a warning.
     """
-    found = [each for step in named_steps(root) if (each := _look(root, step)) is not None]
+    found = [each for step in named_steps(root) if (each := _look(root, step, strict)) is not None]
     known = sorted((each for each in found if each.created is not None), key=lambda each: (each.created, each.step))
     unknown = [each for each in found if each.created is None]
     newest = known[-1] if known else None
@@ -91,7 +92,7 @@ def older_step(root: str, step: int) -> int | None:
 
 def origin_of(root: str, step: int) -> Origin:
     """Where a run goes on that has loaded ``step``. Raises ``StorageError``."""
-    found = history(root)
+    found = history(root, strict=False)
     newest = max((each.created for each in found if each.created is not None), default=0.0)
     places = {each.step: at for at, each in enumerate(found)}
     newer = sorted(each.step for each in found[places.get(step, len(found)) + 1 :] if each.step > step)
@@ -109,7 +110,7 @@ def time_of_creation(root: str) -> float:
     """Now, in seconds since the epoch, and later than what any checkpoint under ``root`` says of itself: the clocks of
     hosts differ. Raises ``StorageError``.
     """
-    newest = max((each.created for each in history(root) if each.created is not None), default=0.0)
+    newest = max((each.created for each in history(root, strict=False) if each.created is not None), default=0.0)
     return max(time.time(), math.nextafter(newest, math.inf))
 
 
@@ -143,8 +144,18 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
             logger.warning("an old checkpoint could not be removed: %s", error)
 
 
-def _look(root: str, step: int) -> StoredStep | None:
-    """What stands in the folder of ``step``; None: nothing. Raises ``StorageError``."""
+def _look(root: str, step: int, strict: bool = True) -> StoredStep | None:
+    """What stands in the folder of ``step``; None: nothing. Raises ``StorageError``, if that is ``strict``."""
+    try:
+        return _look_closely(root, step)
+    except StorageError as error:
+        if strict:
+            raise
+        logger.warning("a step that cannot be looked at is left out: %s", error)
+        return None
+
+
+def _look_closely(root: str, step: int) -> StoredStep | None:
     storage, folder = storage_for(root), step_folder(root, step)
     stamp = storage.stamp(path := os.path.join(folder, MANIFEST_NAME))
     if stamp is not None:

@@ -182,10 +182,10 @@ class PartialFolder(_Partial):
         name = f".{secrets.token_hex(6)}"
         probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
-            os.unlink(name, dir_fd=self._fd)
             return os.fstat(probe).st_uid == owner
         finally:
             os.close(probe)
+            os.unlink(name, dir_fd=self._fd)
 
     def _set_aside(self) -> None:
         """Take the place of what has the final name, which gets another. Raises ``OSError``."""
