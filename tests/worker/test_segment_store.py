@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import segment_store
-from asyncckpt.worker.endpoint import host_lock
+from asyncckpt.worker.endpoint import announced_bytes, host_lock
 from asyncckpt.worker.segment_store import SegmentStore
 
 
@@ -22,26 +23,32 @@ def _store() -> Any:
     store.close()
 
 
-def test_one_worker_at_a_time_looks_what_there_is_and_takes_it(
+def test_one_worker_at_a_time_looks_what_there_is(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, store: SegmentStore
 ) -> None:
     """Ranks of one host ask at the same moment, and what is there for one of them is not there for each."""
-    others_may: list[bool] = []
+    seen_by_others: list[tuple[bool, int]] = []
 
     def seen(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **options: Any) -> Any:
             with host_lock(0) as alone:
-                others_may.append(alone)
+                seen_by_others.append((alone, announced_bytes()))
             return call(*args, **options)
 
         return wrapper
 
     monkeypatch.setattr(budget, "require", seen(budget.require))
     monkeypatch.setattr(Segment, "touch", seen(Segment.touch))
-    store.allocate(PAGE)
-    assert others_may == [False, False]
-    with host_lock(0) as alone:
-        assert alone
+    store.allocate(3 * PAGE)
+    # While it looks nobody else does; while it takes others may, and count what it has still to take.
+    assert seen_by_others == [(False, 0), (True, 3 * PAGE)]
+    assert announced_bytes() == 0
+
+
+def test_what_a_killed_worker_was_taking_counts_no_more(runtime: Path) -> None:
+    runtime.mkdir(mode=0o700)
+    (runtime / f"{os.getpid()}-0.memory").touch()
+    assert announced_bytes() == 0 and not list(runtime.iterdir())
 
 
 def test_a_worker_that_is_stopped_meanwhile_does_not_keep_the_others(
