@@ -27,10 +27,10 @@ from asyncckpt.errors import DamagedCheckpointError, MismatchError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.direct_load import left_out, some, warn_left_out
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.read_requests import ReadRequests
+from asyncckpt.loading.read_requests import ReadRequests, has_room
 from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.unpickle import load_metadata, load_object
-from asyncckpt.planning.structure import has_shards, leaf_keys, put_leaf
+from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, has_shards, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import many
 from asyncckpt.worker.manifest import METADATA_NAME, Item
 from asyncckpt.worker.storage import storage_for
@@ -164,13 +164,15 @@ class CheckpointReader(StorageReader):
         self, file: ChecksummedFile, items: list[tuple[ReadItem, int]], planner: LoadPlanner
     ) -> tuple[ReadRequests, list[tuple[ReadItem, torch.Tensor]]]:
         """What is to be read of ``file`` for ``items``, each with its offset there, and the tensors that this fills."""
-        stored = {item.at: item for item in file.index.items}
+        stored: dict[Any, Item] = {item.at: item for item in file.index.items}
+        stored |= {(item.at, item.name): item for item in file.index.items}  # tied ones are at one place
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         requests = ReadRequests()
         for item, at in items:
-            self._check_same(file, item.storage_index, stored.get(at), at)
+            found = stored.get((at, item.storage_index.fqn), stored.get(at))
+            found = self._checked(file, item.storage_index, found, at)
             if item.type == LoadItemType.BYTE_IO:
-                requests.object(stored[at], item)
+                requests.object(found, item)
                 continue
             tensor = planner.resolve_tensor(item).detach()
             if tuple(tensor.shape) != tuple(item.lengths):
@@ -179,11 +181,11 @@ class CheckpointReader(StorageReader):
                     path=file.path,
                 )
             filled.append((item, tensor))
-            requests.box(tensor, stored[at], item.storage_offsets, item.lengths)
+            requests.box(tensor, found, item.storage_offsets, item.lengths)
         return requests, filled
 
-    def _check_same(self, file: ChecksummedFile, index: MetadataIndex, found: Item | None, at: int) -> None:
-        """That the file's own index has the same at ``at`` as DCP's metadata: the name, the chunk and its shape.
+    def _checked(self, file: ChecksummedFile, index: MetadataIndex, found: Item | None, at: int) -> Item:
+        """What the file's own index has at ``at``: the same as DCP's metadata, the name, the chunk and its shape.
 
         Not the dtype: a user's planner may save another than it says.
         """
@@ -202,6 +204,7 @@ class CheckpointReader(StorageReader):
                 " checkpoint",
                 path=file.path,
             )
+        return found
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -225,9 +228,11 @@ class CheckingPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[name], loaded)
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
         # DCP puts what it loads under keys of text, beside the caller's own where those are numbers.
         self._keys = {".".join(map(str, keys)): keys for keys in leaf_keys(state_dict)}
+        if not dist.is_initialized():  # else DCP makes tensors on the device of the process group
+            self._refuse_meta(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         known: Mapping[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}
@@ -239,13 +244,41 @@ class CheckingPlanner(DefaultLoadPlanner):
             )
         warn_left_out(left_out(self.state_dict, known), self._path)
         wrong = [
-            f"{name!r} is {tuple(value.size())} and {tuple(stored.size)} is stored"
+            f"{name!r} {why}"
             for name, value in self.state_dict.items()
-            if isinstance(value, torch.Tensor)
-            and isinstance(stored := known[name], TensorStorageMetadata)
-            and stored.size != value.size()
-            and not has_shards(value)  # then DCP compares
+            if isinstance(stored := known[name], TensorStorageMetadata) and (why := _why_not(value, stored))
         ]
         if wrong:
-            raise MismatchError(f"shapes do not fit: {'; '.join(wrong[:5])}", path=self._path)
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise MismatchError(f"the state dict does not fit: {'; '.join(wrong[:5])}{more}", path=self._path)
         return super().create_local_plan()
+
+    def _refuse_meta(self, state_dict: Any) -> None:
+        on_meta = [name for name, keys in self._keys.items() if getattr(_leaf(state_dict, keys), "is_meta", False)]
+        if on_meta:
+            raise MismatchError(
+                f"on the meta device, without memory to fill: {some(on_meta)}; make them on a device first"
+                " (torch.nn.Module.to_empty does)",
+                path=self._path,
+            )
+
+
+def _leaf(state_dict: Any, keys: Keys) -> Any:
+    for key in keys:
+        state_dict = state_dict[key]
+    return state_dict
+
+
+def _why_not(value: Any, stored: TensorStorageMetadata) -> str | None:
+    """Why a stored tensor cannot be loaded into ``value``; None: it can, or DCP has to say."""
+    if not isinstance(value, torch.Tensor):
+        if hasattr(value, "__create_chunk_list__"):
+            return None
+        return f"is a {type(value).__name__} and a tensor of {tuple(stored.size)} is stored: give a tensor to fill"
+    if has_shards(value):
+        return None
+    if stored.size != value.size():
+        return f"is {tuple(value.size())} and {tuple(stored.size)} is stored"
+    if type(value) in PLAIN and (has_no_bytes(value) or not has_room(value)):
+        return "has no memory of its own for each element (it is sparse, quantised, expanded or freed)"
+    return None
