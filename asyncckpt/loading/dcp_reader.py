@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import logging
 import os
 import uuid
 import warnings
@@ -27,13 +28,15 @@ from asyncckpt.errors import DamagedCheckpointError, MismatchError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.direct_load import left_out, some, warn_left_out
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.read_requests import ReadRequests, has_room
+from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room, is_lossy
 from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, has_shards, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import many
 from asyncckpt.worker.manifest import METADATA_NAME, Item
 from asyncckpt.worker.storage import storage_for
+
+logger = logging.getLogger(__name__)
 
 
 def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool, **options: Any) -> None:
@@ -180,6 +183,8 @@ class CheckpointReader(StorageReader):
                     f"{item.dest_index.fqn!r} has the shape {tuple(tensor.shape)} and {tuple(item.lengths)} is stored",
                     path=file.path,
                 )
+            if is_lossy(dtype := dtype_named(found.dtype), tensor.dtype):  # for planners of others; ours has looked
+                raise MismatchError(f"{item.dest_index.fqn!r} {_lost(tensor.dtype, dtype)}", path=file.path)
             filled.append((item, tensor))
             requests.box(tensor, found, item.storage_offsets, item.lengths)
         return requests, filled
@@ -251,6 +256,17 @@ class CheckingPlanner(DefaultLoadPlanner):
         if wrong:
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise MismatchError(f"the state dict does not fit: {'; '.join(wrong[:5])}{more}", path=self._path)
+        converted = [
+            name
+            for name, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor)
+            and isinstance(stored := known[name], TensorStorageMetadata)
+            and stored.properties.dtype != value.dtype
+        ]
+        if converted:
+            logger.info(
+                "%d tensors of %s are converted to another dtype: %s", len(converted), self._path, some(converted)
+            )
         return super().create_local_plan()
 
     def _refuse_meta(self, state_dict: Any) -> None:
@@ -269,12 +285,18 @@ def _leaf(state_dict: Any, keys: Keys) -> Any:
     return state_dict
 
 
+def _lost(wanted: torch.dtype, stored: torch.dtype) -> str:
+    return f"is {wanted} and {stored} is stored, which would lose: load into {stored}, and convert that"
+
+
 def _why_not(value: Any, stored: TensorStorageMetadata) -> str | None:
     """Why a stored tensor cannot be loaded into ``value``; None: it can, or DCP has to say."""
     if not isinstance(value, torch.Tensor):
         if hasattr(value, "__create_chunk_list__"):
             return None
         return f"is a {type(value).__name__} and a tensor of {tuple(stored.size)} is stored: give a tensor to fill"
+    if is_lossy(stored.properties.dtype, value.dtype):
+        return _lost(value.dtype, stored.properties.dtype)
     if has_shards(value):
         return None
     if stored.size != value.size():

@@ -57,7 +57,7 @@ def load(
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         DamagedCheckpointError: Bytes are missing, or are not those that were written.
-        MismatchError: The checkpoint lacks a key, or has another shape.
+        MismatchError: The checkpoint lacks a key, or has another shape, or a dtype that the tensor's cannot hold.
         UntrustedValueError: A value could run code, and ``weights_only`` forbids that.
         StorageError: Storage cannot be read.
         CheckpointError: A value fails to unpickle, or ``planner`` raises.

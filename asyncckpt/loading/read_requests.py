@@ -197,6 +197,19 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+_INTEGERS = frozenset(
+    {*(torch.int8, torch.int16, torch.int32, torch.int64), *(torch.uint8, torch.uint16, torch.uint32, torch.uint64)}
+)
+
+
+def is_lossy(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a conversion loses more than digits: floats to integers, complex to real, integers out of range."""
+    if stored in _INTEGERS and wanted in _INTEGERS:
+        has, takes = torch.iinfo(stored), torch.iinfo(wanted)
+        return has.min < takes.min or has.max > takes.max
+    return not torch.can_cast(stored, wanted)
+
+
 def has_room(tensor: torch.Tensor) -> bool:
     """Whether each element of a plain tensor has memory of its own: it is neither expanded nor freed."""
     if tensor.numel() == 0:

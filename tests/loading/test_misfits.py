@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +17,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from asyncckpt import Checkpointer
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, MismatchError
+from asyncckpt.integrations.dcp import load as load_as_dcp
 from asyncckpt.loading import load as reader
 
 
@@ -87,3 +92,67 @@ def test_ctrl_c_is_still_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reader, "load_by_dcp", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reader.load({"step": 0}, str(folder / "stock"))
+
+
+NUMBERS = {
+    name: torch.arange(6).to(getattr(torch, name))
+    for name in ("float32", "float64", "bfloat16", "complex64", "int32", "int64", "uint8", "bool")
+}
+LOSSY = [
+    *(("float32", "int64"), ("bfloat16", "bool"), ("complex64", "float32"), ("complex64", "int32")),
+    *(("int64", "int32"), ("int32", "uint8"), ("uint8", "int8"), ("int32", "bool")),
+]
+FINE = [
+    *(("float32", "bfloat16"), ("float64", "float16"), ("float32", "complex64"), ("int64", "float32")),
+    *(("int32", "int64"), ("uint8", "int16"), ("bool", "uint8")),
+]
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("numbers")
+    with Engine() as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.save(folder / "ours", NUMBERS).result(60)
+        state_dict_saver.save(dict(NUMBERS), checkpoint_id=folder / "stock")
+    return folder
+
+
+@pytest.mark.parametrize("written", ["ours", "stock"])
+def test_conversions_that_lose_are_refused(written: str, numbers: Path) -> None:
+    for stored, wanted in LOSSY:
+        into = torch.zeros(6, dtype=getattr(torch, wanted))
+        for load in (reader.load, lambda state, path: load_as_dcp(state, checkpoint_id=path)):
+            with pytest.raises(MismatchError, match=f"'{stored}' is torch.{wanted} and torch.{stored} is stored"):
+                load({stored: into}, str(numbers / written))
+        if written == "ours":
+            with pytest.raises(MismatchError, match=f"'{stored}' is torch.{wanted}"):
+                reader.load({stored: into}, str(numbers / written), planner=DefaultLoadPlanner())
+        assert not into.any()
+
+
+@pytest.mark.parametrize("written", ["ours", "stock"])
+def test_other_conversions_are_made_and_counted(written: str, numbers: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "asyncckpt")
+    for stored, wanted in FINE:
+        into = {stored: torch.zeros(6, dtype=getattr(torch, wanted))}
+        reader.load(into, str(numbers / written))
+        assert torch.equal(into[stored], NUMBERS[stored].to(into[stored].dtype))
+    lines = [record.getMessage() for record in caplog.records if "converted" in record.getMessage()]
+    assert len(lines) == len(FINE) and all(line.startswith("1 tensors") for line in lines)
+    caplog.clear()
+    reader.load({"int32": torch.zeros(6, dtype=torch.int32)}, str(numbers / written))
+    assert "converted" not in caplog.text
+
+
+def test_what_is_loaded_from_memory_is_no_different(root: Path) -> None:
+    code = "import os, sys, torch; from asyncckpt import Checkpointer, Config; c = Checkpointer(sys.argv[1], Config("
+    code += "linger=60)); c.save(1, {'w': torch.ones(3)}).result(60); os._exit(1)"
+    subprocess.run([sys.executable, "-c", code, str(root)], timeout=100, check=False)
+    into = torch.zeros(3, dtype=torch.int64)
+    with Checkpointer(root) as checkpointer:
+        with pytest.raises(MismatchError, match=r"'w' is torch.int64 and torch.float32 is stored"):
+            checkpointer.load({"w": into})
+        checkpointer.load({"w": torch.zeros(3)})
+        assert checkpointer.loaded is not None and checkpointer.loaded.source == "memory"
+    assert not into.any()
