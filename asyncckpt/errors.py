@@ -57,7 +57,7 @@ class UnsavableStateError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """The state dict to load into does not fit the checkpoint: a missing key, or another shape."""
+    """The state dict to load into does not fit: a missing key, another shape or kind of number, no memory."""
 
 
 class CheckpointExistsError(CheckpointError):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import io
+import logging
 import os
 import uuid
 import warnings
@@ -28,13 +29,15 @@ from asyncckpt.errors import DamagedCheckpointError, MismatchError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.direct_load import left_out, some, warn_left_out
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.read_requests import ReadRequests
+from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room, is_lossy
 from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.unpickle import load_metadata, load_object
-from asyncckpt.planning.structure import has_shards, leaf_keys, put_leaf
+from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, has_shards, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import many
 from asyncckpt.worker.manifest import METADATA_NAME, Item
 from asyncckpt.worker.storage import storage_for
+
+logger = logging.getLogger(__name__)
 
 
 def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool, **options: Any) -> None:
@@ -190,6 +193,8 @@ class CheckpointReader(StorageReader):
                     f"{item.dest_index.fqn!r} has the shape {tuple(tensor.shape)} and {tuple(item.lengths)} is stored",
                     path=file.path,
                 )
+            if is_lossy(dtype := dtype_named(found.dtype), tensor.dtype):  # for planners of others; ours has looked
+                raise MismatchError(f"{item.dest_index.fqn!r} {_lost(tensor.dtype, dtype)}", path=file.path)
             filled.append((item, tensor))
             requests.box(tensor, found, item.storage_offsets, item.lengths)
         return requests, filled
@@ -237,9 +242,11 @@ class CheckingPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[name], loaded)
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
         # DCP puts what it loads under keys of text, beside the caller's own where those are numbers.
         self._keys = {".".join(map(str, keys)): keys for keys in leaf_keys(state_dict)}
+        if not dist.is_initialized():  # else DCP makes tensors on the device of the process group
+            self._refuse_meta(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         known: Mapping[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}
@@ -251,13 +258,58 @@ class CheckingPlanner(DefaultLoadPlanner):
             )
         warn_left_out(left_out(self.state_dict, known), self._path)
         wrong = [
-            f"{name!r} is {tuple(value.size())} and {tuple(stored.size)} is stored"
+            f"{name!r} {why}"
+            for name, value in self.state_dict.items()
+            if isinstance(stored := known[name], TensorStorageMetadata) and (why := _why_not(value, stored))
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise MismatchError(f"the state dict does not fit: {'; '.join(wrong[:5])}{more}", path=self._path)
+        converted = [
+            name
             for name, value in self.state_dict.items()
             if isinstance(value, torch.Tensor)
             and isinstance(stored := known[name], TensorStorageMetadata)
-            and stored.size != value.size()
-            and not has_shards(value)  # then DCP compares
+            and stored.properties.dtype != value.dtype
         ]
-        if wrong:
-            raise MismatchError(f"shapes do not fit: {'; '.join(wrong[:5])}", path=self._path)
+        if converted:
+            logger.info(
+                "%d tensors of %s are converted to another dtype: %s", len(converted), self._path, some(converted)
+            )
         return super().create_local_plan()
+
+    def _refuse_meta(self, state_dict: Any) -> None:
+        on_meta = [name for name, keys in self._keys.items() if getattr(_leaf(state_dict, keys), "is_meta", False)]
+        if on_meta:
+            raise MismatchError(
+                f"on the meta device, without memory to fill: {some(on_meta)}; make them on a device first"
+                " (torch.nn.Module.to_empty does)",
+                path=self._path,
+            )
+
+
+def _leaf(state_dict: Any, keys: Keys) -> Any:
+    for key in keys:
+        state_dict = state_dict[key]
+    return state_dict
+
+
+def _lost(wanted: torch.dtype, stored: torch.dtype) -> str:
+    return f"is {wanted} and {stored} is stored, which would lose: load into {stored}, and convert that"
+
+
+def _why_not(value: Any, stored: TensorStorageMetadata) -> str | None:
+    """Why a stored tensor cannot be loaded into ``value``; None: it can, or DCP has to say."""
+    if not isinstance(value, torch.Tensor):
+        if hasattr(value, "__create_chunk_list__"):
+            return None
+        return f"is a {type(value).__name__} and a tensor of {tuple(stored.size)} is stored: give a tensor to fill"
+    if is_lossy(stored.properties.dtype, value.dtype):
+        return _lost(value.dtype, stored.properties.dtype)
+    if has_shards(value):
+        return None
+    if stored.size != value.size():
+        return f"is {tuple(value.size())} and {tuple(stored.size)} is stored"
+    if type(value) in PLAIN and (has_no_bytes(value) or not has_room(value)):
+        return "has no memory of its own for each element (it is sparse, quantised, expanded or freed)"
+    return None

@@ -20,7 +20,7 @@ import torch
 from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.read_requests import ReadRequests, dtype_named
+from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.structure import PLAIN, Keys, any_has_shards, is_leaf, put_leaf
@@ -187,8 +187,8 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
         file, item = found
         # The size says the same, unless whoever wrote the index means harm.
         same = tensor.dtype == dtype_named(item.dtype) and [*tensor.shape] == item.shape
-        if not same or tensor.nbytes != item.payload_bytes:
-            raise _NotPlain(f"{name} is stored in another form")
+        if not same or tensor.nbytes != item.payload_bytes or not has_room(tensor):
+            raise _NotPlain(f"{name} is stored in another form, or has no memory to fill")
         requests[file].whole(tensor, item)
     for name, keys in leaves.others.items():
         found = stored.get(name)

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, located
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import draft
 from asyncckpt.loading.progress import Progress
@@ -57,19 +57,19 @@ def load(
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         DamagedCheckpointError: Bytes are missing, or are not those that were written.
-        MismatchError: The checkpoint lacks a key, or has another shape.
+        MismatchError: The checkpoint lacks a key, or has another shape, or a dtype that the tensor's cannot hold.
         UntrustedValueError: A value could run code, and ``weights_only`` forbids that.
         StorageError: Storage cannot be read.
+        CheckpointError: A value fails to unpickle, or ``planner`` raises.
     """
     path = absolute(path)
     ranks = False if no_dist else process_group
-    with _states(state_dict) as states, contextlib.ExitStack() as held, _without_gc(), _without_dcps_wrapping():
+    with _states(state_dict) as states, contextlib.ExitStack() as held, _without_gc(), _as_ours(path, ranks):
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
         found = on_all(lambda: source or _open(path, held), ranks)
         direct = on_all(lambda: draft(states, found, path, held) if planner is None and found else None, ranks)
         if all(gather(direct is not None, ranks)) and direct is not None:
-            with _as_dcp_raises():
-                on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
+            on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
         else:
             reader = on_all(lambda: _open_reader(path, found, bar, verify, weights_only), ranks)
             planner = planner or CheckingPlanner(path, weights_only=weights_only)
@@ -125,24 +125,21 @@ def _without_gc() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_dcp_raises() -> Iterator[None]:
-    """Raise what a value's own code raises as DCP would."""
+def _as_ours(path: str, ranks: Any) -> Iterator[None]:
+    """Raise every failure as one of ours: DCP makes one that is no ``Exception`` of what the ranks raised."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:
-        raise CheckpointException("read", {0: _wrap_exception(error)}) from error
-
-
-@contextlib.contextmanager
-def _without_dcps_wrapping() -> Iterator[None]:
-    """Raise our errors as they are: DCP wraps what each rank raised."""
-    try:
-        yield
     except CheckpointException as error:
-        for failure in error.failures.values():
-            cause = failure[0] if isinstance(failure, tuple) else failure
+        me = dist.get_rank(ranks) if many(ranks) else 0
+        causes = {rank: each[0] if isinstance(each, tuple) else each for rank, each in error.failures.items()}
+        for cause in causes.values():
             if isinstance(cause, CheckpointError):
                 raise cause from None
-        raise
+        if me in causes and not isinstance(causes[me], Exception):
+            raise causes[me] from None  # Ctrl-C
+        rank, cause = next(iter(causes.items()))
+        raise located(cause, path=path, rank=rank if many(ranks) else None) from error
+    except Exception as error:
+        raise located(error, path=path) from error

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncckpt.errors import MismatchError
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
@@ -27,11 +28,14 @@ class BoxCopy(NamedTuple):
     lengths: Sequence[int]
 
     def fill(self, data: memoryview) -> None:
-        """Copy ``data``, the bytes of the box, into the tensor."""
+        """Copy ``data``, the bytes of the box, into the tensor. Raises ``MismatchError`` if it cannot hold them."""
         if data:
             source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_named(self.item.dtype))
-            with torch.no_grad():
-                self.tensor.copy_(source.as_strided(tuple(self.lengths), _strides(self.item.shape)))
+            try:
+                with torch.no_grad():
+                    self.tensor.copy_(source.as_strided(tuple(self.lengths), _strides(self.item.shape)))
+            except RuntimeError as error:
+                raise MismatchError(f"{self.item.name!r} cannot be filled: {error}") from error
 
 
 class ReadRequests:
@@ -191,6 +195,30 @@ def dtype_named(name: str) -> torch.dtype:
     """The dtype that an index calls ``name``."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+_INTEGERS = frozenset(
+    {*(torch.int8, torch.int16, torch.int32, torch.int64), *(torch.uint8, torch.uint16, torch.uint32, torch.uint64)}
+)
+
+
+def is_lossy(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a conversion loses more than digits: floats to integers, complex to real, integers out of range."""
+    if stored in _INTEGERS and wanted in _INTEGERS:
+        has, takes = torch.iinfo(stored), torch.iinfo(wanted)
+        return has.min < takes.min or has.max > takes.max
+    return not torch.can_cast(stored, wanted)
+
+
+def has_room(tensor: torch.Tensor) -> bool:
+    """Whether each element of a plain tensor has memory of its own: it is neither expanded nor freed."""
+    if tensor.numel() == 0:
+        return True
+    if (tensor.is_cpu or tensor.is_cuda) and tensor.data_ptr() == 0:
+        return False
+    return tensor.is_contiguous() or all(
+        stride or length == 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _is_filled_by_bytes(tensor: torch.Tensor) -> bool:

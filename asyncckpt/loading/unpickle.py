@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from asyncckpt.errors import DamagedCheckpointError, UntrustedValueError
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError, UntrustedValueError
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _CLASSES = (
@@ -83,12 +83,15 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -
 
     Raises:
         UntrustedValueError: It names something that could run code.
+        CheckpointError: It fails to unpickle: what it names is not there any more, or its own code raises.
     """
     try:
         with torch.serialization.safe_globals(_HARMLESS):
             return torch.load(file, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise _untrusted(repr(name), error, path) from error
+    except Exception as error:  # the value's own code runs
+        raise CheckpointError(f"{name!r} fails to unpickle: {type(error).__name__}: {error}", path=path) from error
 
 
 def _restore(classes: list[type], before: list[dict[str, Any]]) -> None:

@@ -1,0 +1,158 @@
+"""What cannot be loaded as it is asked for is refused by an error of ours, an ``Exception`` that names it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from asyncckpt import Checkpointer
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import CheckpointError, MismatchError
+from asyncckpt.integrations.dcp import load as load_as_dcp
+from asyncckpt.loading import load as reader
+
+
+class Gone:
+    pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint ``ours``, and the same by DCP, ``stock``."""
+    folder = tmp_path_factory.mktemp("misfits")
+    state = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3), "gone": Gone(), "step": 7}
+    with Engine() as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.save(folder / "ours", state).result(60)
+        state_dict_saver.save(state, checkpoint_id=folder / "stock")
+    return folder
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.zeros(3, 4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+UNFIT: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "int": lambda: 3,
+    "meta": lambda: torch.empty(3, 4, device="meta"),
+    "expanded": lambda: torch.zeros(3, 1).expand(3, 4),
+    "sparse": lambda: torch.eye(3, 4).to_sparse(),
+    "freed": _freed,
+}
+
+
+@pytest.mark.parametrize("written", ["ours", "stock"])
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_a_tensor_cannot_be_loaded_into_is_named(case: str, written: str, folder: Path) -> None:
+    rest = torch.zeros(3)
+    with pytest.raises(MismatchError, match=r"'w'"):
+        reader.load({"b": rest, "w": UNFIT[case]()}, str(folder / written))
+    assert not rest.any()  # nothing was loaded
+
+
+@pytest.mark.parametrize("written", ["ours", "stock"])
+def test_a_value_that_fails_to_unpickle_is_named(written: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(globals(), "Gone")
+    with pytest.raises(CheckpointError, match="'gone'.*AttributeError"):
+        reader.load({"gone": None}, str(folder / written), weights_only=False)
+
+
+class _Broken(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        raise ValueError("of the planner")
+
+
+def test_what_a_planner_raises_is_an_exception_of_ours(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"ValueError: of the planner.*ours") as raised:
+        reader.load({"step": 0}, str(folder / "ours"), planner=_Broken())
+    assert isinstance(raised.value.__cause__, CheckpointException)
+    with pytest.raises(MismatchError, match="'w' cannot be filled"):
+        reader.load({"w": UNFIT["expanded"]()}, str(folder / "ours"), planner=DefaultLoadPlanner())
+
+
+def test_ctrl_c_is_still_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise CheckpointException("read", {0: _wrap_exception(KeyboardInterrupt())})
+
+    monkeypatch.setattr(reader, "load_by_dcp", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reader.load({"step": 0}, str(folder / "stock"))
+
+
+NUMBERS = {
+    name: torch.arange(6).to(getattr(torch, name))
+    for name in ("float32", "float64", "bfloat16", "complex64", "int32", "int64", "uint8", "bool")
+}
+LOSSY = [
+    *(("float32", "int64"), ("bfloat16", "bool"), ("complex64", "float32"), ("complex64", "int32")),
+    *(("int64", "int32"), ("int32", "uint8"), ("uint8", "int8"), ("int32", "bool")),
+]
+FINE = [
+    *(("float32", "bfloat16"), ("float64", "float16"), ("float32", "complex64"), ("int64", "float32")),
+    *(("int32", "int64"), ("uint8", "int16"), ("bool", "uint8")),
+]
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("numbers")
+    with Engine() as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.save(folder / "ours", NUMBERS).result(60)
+        state_dict_saver.save(dict(NUMBERS), checkpoint_id=folder / "stock")
+    return folder
+
+
+@pytest.mark.parametrize("written", ["ours", "stock"])
+def test_conversions_that_lose_are_refused(written: str, numbers: Path) -> None:
+    for stored, wanted in LOSSY:
+        into = torch.zeros(6, dtype=getattr(torch, wanted))
+        for load in (reader.load, lambda state, path: load_as_dcp(state, checkpoint_id=path)):
+            with pytest.raises(MismatchError, match=f"'{stored}' is torch.{wanted} and torch.{stored} is stored"):
+                load({stored: into}, str(numbers / written))
+        if written == "ours":
+            with pytest.raises(MismatchError, match=f"'{stored}' is torch.{wanted}"):
+                reader.load({stored: into}, str(numbers / written), planner=DefaultLoadPlanner())
+        assert not into.any()
+
+
+@pytest.mark.parametrize("written", ["ours", "stock"])
+def test_other_conversions_are_made_and_counted(written: str, numbers: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "asyncckpt")
+    for stored, wanted in FINE:
+        into = {stored: torch.zeros(6, dtype=getattr(torch, wanted))}
+        reader.load(into, str(numbers / written))
+        assert torch.equal(into[stored], NUMBERS[stored].to(into[stored].dtype))
+    lines = [record.getMessage() for record in caplog.records if "converted" in record.getMessage()]
+    assert len(lines) == len(FINE) and all(line.startswith("1 tensors") for line in lines)
+    caplog.clear()
+    reader.load({"int32": torch.zeros(6, dtype=torch.int32)}, str(numbers / written))
+    assert "converted" not in caplog.text
+
+
+def test_what_is_loaded_from_memory_is_no_different(root: Path) -> None:
+    code = "import os, sys, torch; from asyncckpt import Checkpointer, Config; c = Checkpointer(sys.argv[1], Config("
+    code += "linger=60)); c.save(1, {'w': torch.ones(3)}).result(60); os._exit(1)"
+    subprocess.run([sys.executable, "-c", code, str(root)], timeout=100, check=False)
+    into = torch.zeros(3, dtype=torch.int64)
+    with Checkpointer(root) as checkpointer:
+        with pytest.raises(MismatchError, match=r"'w' is torch.int64 and torch.float32 is stored"):
+            checkpointer.load({"w": into})
+        checkpointer.load({"w": torch.zeros(3)})
+        assert checkpointer.loaded is not None and checkpointer.loaded.source == "memory"
+    assert not into.any()
