@@ -187,4 +187,6 @@ def test_metadata_is_of_one_save_alone(tmp_path: Path) -> None:
     before = pickle.dumps(first)
     second = asyncckpt.save(replicas(2), checkpoint_id=tmp_path / "b")
     assert first is not second and pickle.dumps(first) == before
-    assert (tmp_path / "a/.metadata").read_bytes() == (tmp_path / "b/.metadata").read_bytes()
+    read, other = (FileSystemReader(tmp_path / name).read_metadata() for name in ("a", "b"))
+    assert read.state_dict_metadata == other.state_dict_metadata and read.storage_data == other.storage_data
+    assert read.storage_meta != other.storage_meta
