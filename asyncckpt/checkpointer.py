@@ -58,7 +58,7 @@ class Checkpointer:
 
     Make one at the start of a run and close it at the end, or use it as a context manager. The methods are for one
     thread at a time. A state dict is what ``torch.distributed.checkpoint`` takes: nested dicts and lists with tensors,
-    and whatever pickles; values with ``state_dict()`` and ``load_state_dict()`` are asked for their state.
+    and whatever pickles; values with ``state_dict()`` and ``load_state_dict()``, however deep, are asked for theirs.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from asyncckpt.errors import CheckpointError, located
+from asyncckpt.errors import CheckpointError, MismatchError, located
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import draft
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Source, StorageSource, is_stock
-from asyncckpt.planning.structure import stateful_types
+from asyncckpt.planning.structure import has_stateful, state_of, stateful_types
 from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.worker.storage import absolute, storage_for
 
@@ -40,8 +40,8 @@ def load(
 ) -> None:
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
-    Tensors are filled where they are, other values are replaced, ``Stateful`` values are given their state. Keys that
-    only the checkpoint has are left alone. Checkpoints that stock DCP wrote are read, too.
+    Tensors are filled where they are, other values are replaced, ``Stateful`` values at any depth are given their
+    state. Keys that only the checkpoint has are left alone. Checkpoints that stock DCP wrote are read, too.
 
     Args:
         state_dict: What to load; its tensors have the shapes to fill.
@@ -78,16 +78,36 @@ def load(
 
 @contextlib.contextmanager
 def _states(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The values to fill, with the states of ``Stateful`` ones; ``state_dict`` is given what they are in the end."""
-    kinds = stateful_types(state_dict)
+    """The values to fill, with states for ``Stateful`` ones; ``state_dict`` is given what they are in the end."""
+    top, deep = stateful_types(state_dict)
     keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
-    states = {key: state_dict[key].state_dict() if type(state_dict[key]) in kinds else state_dict[key] for key in keys}
+    states = {key: state_of(state_dict[key], top | deep, deep) for key in keys}
     yield states
-    for key in keys:
-        if type(state_dict[key]) in kinds:
-            state_dict[key].load_state_dict(states[key])
+    _put(state_dict, states, top | deep, deep)
+
+
+def _put(container: Any, states: Any, kinds: Set[type], deep: Set[type]) -> None:
+    """Give each ``Stateful`` value of a container its state, and put the other values in their places.
+
+    Args:
+        container: The caller's, which stays what it is.
+        states: As ``state_of`` made them of it, and loaded.
+        kinds: The ``Stateful`` types of its values.
+        deep: Those of the values in these.
+
+    Raises ``MismatchError`` where a list has another length.
+    """
+    is_list = isinstance(container, list)
+    if is_list and len(states) != len(container):
+        raise MismatchError(f"a list of {len(container)} values with states is stored with {len(states)}")
+    for key in range(len(container)) if is_list else sorted(container, key=str):
+        value = container[key]
+        if type(value) in kinds:
+            value.load_state_dict(states[key])
+        elif has_stateful(value, deep):
+            _put(value, states[key], deep, deep)
         else:
-            state_dict[key] = states[key]
+            container[key] = states[key]
 
 
 def _open(path: str, held: contextlib.ExitStack) -> Source | None:

@@ -6,10 +6,11 @@ for a flat dict of any size are two lists, and the forms of the tensors, in one 
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import compress, repeat
-from operator import attrgetter, eq, itemgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import chain, compress, repeat
+from operator import attrgetter, eq, itemgetter, methodcaller
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 # Of these types, a strided tensor is nothing but its bytes. A subclass may be anything.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-# The types of most values at the top of a state dict: no need to ask whether they are ``Stateful``.
+# The types of most values of a state dict: no need to ask whether they are ``Stateful``.
 _STATELESS = PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool, str, bytes, type(None)}
 
 _SHARD_ATTRIBUTES = ("global_offsets", "global_shape", "local_offsets", "local_sizes")
@@ -93,28 +94,79 @@ def put_leaf(state_dict: Any, keys: Keys, value: Any) -> None:
     state_dict[keys[-1]] = value
 
 
-def stateful_types(state_dict: Mapping[str, Any]) -> set[type]:
-    """The types of those values at the top of ``state_dict`` that are ``Stateful``. Raises ``TypeError``."""
+def stateful_types(state_dict: Mapping[str, Any]) -> tuple[set[type], set[type]]:
+    """The types of ``Stateful`` values at the top of ``state_dict``, and of those deeper in its dicts and lists.
+
+    Raises ``TypeError`` where it is no state dict, ``RecursionError`` where a container is within itself.
+    """
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"a state dict maps names to values, and this is a {type(state_dict).__name__}: {{'model': model}} is one"
         )
-    if set(map(type, state_dict.values())) <= _STATELESS:
+    top: set[type] = set()
+    deep: set[type] = set()
+    # A level at a time, in C: 0.1 us a value.
+    values = list(state_dict.values())
+    for depth in range(sys.getrecursionlimit()):
+        types = list(map(type, values))
+        kinds = set(types)
+        found = _stateful(kinds - _STATELESS, values)
+        (deep if depth else top).update(found)
+        mappings = {kind for kind in kinds - found if issubclass(kind, Mapping)}
+        lists = {kind for kind in kinds - found if issubclass(kind, list)}
+        if not mappings and not lists:
+            return top, deep
+        entries = map(methodcaller("values"), compress(values, map(mappings.__contains__, types)))
+        values = list(chain.from_iterable(chain(entries, compress(values, map(lists.__contains__, types)))))
+    raise RecursionError("a container of the state dict is within itself")
+
+
+def _stateful(kinds: set[type], values: Sequence[Any]) -> set[type]:
+    """Those of ``kinds``, of ``values``, that are ``Stateful``. A class has those methods, too, but no state."""
+    if not kinds:
         return set()
     # A protocol's isinstance takes microseconds: one value of each type speaks for all.
-    examples = dict(zip(map(type, state_dict.values()), state_dict.values(), strict=True))
-    return {kind for kind, example in examples.items() if isinstance(example, Stateful)}
+    examples = dict(zip(map(type, values), values, strict=True))
+    return {kind for kind in kinds if not issubclass(kind, type) and isinstance(examples[kind], Stateful)}
 
 
 def stateful_to_dict(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``state_dict`` with what each ``Stateful`` value at its top says its state is, as DCP does it.
+    """``state_dict`` with what each ``Stateful`` value in it says its state is, at its top as DCP does it, and deeper.
 
     Raises ``TypeError`` where it is no state dict.
     """
-    kinds = stateful_types(state_dict)
-    if not kinds:
+    top, deep = stateful_types(state_dict)
+    if not top and not deep:
         return state_dict
-    return {key: value.state_dict() if type(value) in kinds else value for key, value in state_dict.items()}
+    return {key: state_of(value, top | deep, deep) for key, value in state_dict.items()}
+
+
+def state_of(value: Any, kinds: Set[type], deep: Set[type]) -> Any:
+    """The state of a value.
+
+    Args:
+        value: One that a state dict has.
+        kinds: The ``Stateful`` types that it may be of.
+        deep: Those that may be in it.
+
+    Returns:
+        Its state, if it is ``Stateful``; a copy, if it is a container with such values; else the value itself.
+    """
+    if type(value) in kinds:
+        return value.state_dict()
+    if not has_stateful(value, deep):
+        return value
+    if isinstance(value, list):
+        return [state_of(entry, deep, deep) for entry in value]
+    return {key: state_of(entry, deep, deep) for key, entry in value.items()}
+
+
+def has_stateful(value: Any, kinds: Set[type]) -> bool:
+    """Whether ``value`` is a container with a value of one of ``kinds`` in it, at any depth."""
+    if not kinds or type(value) in PLAIN or not isinstance(value, (Mapping, list)):
+        return False
+    values = value if isinstance(value, list) else value.values()
+    return any(type(entry) in kinds or has_stateful(entry, kinds) for entry in values)
 
 
 class Structure:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from support.states import same, small_state, zeros_like
+from torch.distributed.checkpoint import state_dict_loader
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.draft import make_plan
 from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.structure import stateful_types
 
 
 @pytest.fixture
@@ -97,6 +101,56 @@ def test_stateful_values(checkpointer: Checkpointer) -> None:
     counter.count = 0
     checkpointer.load({"counter": counter, "model": model})
     assert counter.count == 20 and torch.equal(model.weight, weight)
+
+
+def _nested(value: float) -> tuple[dict[str, Any], list[Any]]:
+    """A state with ``Stateful`` values in it, and those."""
+    first, second = (torch.nn.Linear(3, 2) for _ in range(2))
+    optimizer, counter = torch.optim.SGD(first.parameters(), momentum=0.9), Counter()
+    with torch.no_grad():
+        for parameter in (*first.parameters(), *second.parameters()):
+            parameter.fill_(value)
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    counter.count = int(value)
+    state = {
+        "train": UserDict(model=first, optimizers=[optimizer], step=value, kind=torch.nn.Linear),
+        "models": [second, 5 * value, [{"counter": counter}]],
+        "plain": {0: torch.full((3,), value)},
+    }
+    return state, [first, optimizer, second, counter]
+
+
+def test_stateful_values_at_any_depth(checkpointer: Checkpointer, root: Path) -> None:
+    for step in (1, 2):
+        state, saved = _nested(float(step))
+        checkpointer.save(step, state)
+    checkpointer.wait(60)
+    into, values = _nested(7.0)
+    train, models = into["train"], into["models"]
+    into["train"]["kind"] = None
+    checkpointer.load(into, weights_only=False)
+    for one, other in zip(values, saved, strict=True):
+        assert same(dict(one.state_dict()), dict(other.state_dict()))
+    assert into["train"] is train and train["model"] is values[0] and train["optimizers"] == [values[1]]
+    assert into["models"] is models and models == [values[2], 10.0, [{"counter": values[3]}]]
+    assert train["step"] == 2.0 and train["kind"] is torch.nn.Linear and into["plain"][0][0] == 2.0
+    stock: dict[str, Any] = {
+        "train": {"model": torch.nn.Linear(3, 2).state_dict()},
+        "models": [torch.nn.Linear(3, 2).state_dict()],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state_dict_loader.load(stock, checkpoint_id=root / "step-00000002")
+    assert same(dict(stock["train"]["model"]), dict(saved[0].state_dict()))
+    assert same(dict(stock["models"][0]), dict(saved[2].state_dict()))
+
+
+def test_a_state_dict_within_itself_is_no_endless_one() -> None:
+    state: dict[str, Any] = {}
+    state["self"] = state
+    with pytest.raises(RecursionError):
+        stateful_types(state)
 
 
 def test_a_state_that_cannot_be_saved(checkpointer: Checkpointer) -> None:
