@@ -135,7 +135,7 @@ def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]
             for rank in ranks:
                 mine = data_name(rank.rendezvous.rank)
                 files = {mine: first["files"][data_name(0)], index_name(mine): first["files"][index_name(data_name(0))]}
-                rank.report(name, json.dumps({"files": files, "write_s": first["write_s"]}).encode())
+                rank.report(name, json.dumps(first | {"files": files}).encode())
             conclude_s, _ = ours.recv()
             for rank in ranks:
                 rank.outcome(name, 300)

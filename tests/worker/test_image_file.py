@@ -34,11 +34,11 @@ def test_where_direct_io_is_refused_it_writes_through_the_cache(
     real_open, real_pwrite = os.open, os.pwrite
     written: set[int] = set()
 
-    def open_(path: str, flags: int, *args: Any) -> int:
+    def open_(path: str, flags: int, *args: Any, **options: Any) -> int:
         if refused == "at open" and flags & os.O_DIRECT:
-            os.close(real_open(path, flags & ~os.O_DIRECT, *args))  # some make the file, then say no
+            os.close(real_open(path, flags & ~os.O_DIRECT, *args, **options))  # some make the file, then say no
             raise OSError(errno.EINVAL, "no direct I/O here")
-        return real_open(path, flags, *args)
+        return real_open(path, flags, *args, **options)
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
         import fcntl
