@@ -47,7 +47,9 @@ def fill_disks(tally: Tally, folder: Path, fulls: int, choice: random.Random) ->
                 step = last + 1
                 real = mounted and number % 2 == 0
                 if real:
-                    while len(list(root.iterdir())) > 3:  # what is old is just being removed, and frees space
+                    while (
+                        len(list(root.glob("step-*"))) + len(list(root.glob(".*"))) > 3
+                    ):  # what is old is just being removed, and frees space
                         time.sleep(0.01)
                     free = shutil.disk_usage(root).free
                     ballast.write_bytes(bytes(free - choice.randrange(need)))
