@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -173,3 +174,23 @@ def test_another_default_device(root: Path) -> None:
     finally:
         torch.set_default_device(None)
     assert torch.equal(into["w"], state["w"]) and into["number"] == 3 and into["scalar"] == 2
+
+
+def test_a_fork_closes_nothing(root: Path) -> None:
+    with Checkpointer(root, Config(overlap=True)) as checkpointer:
+        checkpointer.save(1, _state(1)).result(60)
+        child = os.fork()
+        if child == 0:
+            checkpointer.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        checkpointer.save(2, _state(2)).result(60)
+
+
+def test_callbacks_are_called_at_the_end_of_the_process(root: Path, tmp_path: Path) -> None:
+    called = tmp_path / "called"
+    script = _SAVE + (
+        f"checkpointer.save(2, {{'w': torch.ones(3)}}).future.add_done_callback(lambda _: open({str(called)!r}, 'w'))"
+    )
+    ended, worker = _run(root, script)
+    assert ended.returncode == 0 and worker is None and called.exists()

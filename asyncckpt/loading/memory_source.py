@@ -82,7 +82,7 @@ def choose_in_memory(
         The attempt; None: there is none to load from memory.
     """
     storage = storage_for(root)
-    newest = next(reversed(history(root)), None)
+    newest = next(reversed(history(root)), None) if step is None else None
     for request in reversed(offers[0]):
         is_wanted = request.step is not None and step in (None, request.step)
         is_here = is_wanted and request.path == step_folder(root, request.step or 0)

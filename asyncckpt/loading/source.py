@@ -61,8 +61,8 @@ def find_step(root: str, step: int | None, timeout: float) -> int:
         step = settled_step(root, timeout)
         if step is None:
             raise CheckpointNotFoundError("there is no checkpoint here yet", path=root)
-    elif step not in (steps := complete_steps(root)):
-        known = ", ".join(map(str, steps[-5:])) or "none"
+    elif not storage_for(root).exists(os.path.join(step_folder(root, step), MANIFEST_NAME)):
+        known = ", ".join(map(str, complete_steps(root)[-5:])) or "none"
         raise CheckpointNotFoundError(
             f"there is no such checkpoint; the newest are: {known}", path=step_folder(root, step), step=step
         )

@@ -154,3 +154,11 @@ def test_the_newest_in_memory_is_the_one_staged_last(root: Path, fault: str) -> 
     with Checkpointer(root) as checkpointer:
         assert checkpointer.load(into := state()) == 910 and into["w"][0] == 910
         assert checkpointer.loaded is not None and checkpointer.loaded.source == "memory"
+
+
+def test_a_step_that_cannot_be_looked_at_holds_up_no_other(root: Path) -> None:
+    root.mkdir(parents=True)
+    (root / "step-00000000").symlink_to("step-00000000")
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)}).result(60)
+        assert checkpointer.load({"w": torch.zeros(3)}, 1) == 1

@@ -110,6 +110,16 @@ def test_dcps_writer_says_whether_to_overwrite(tmp_path: Path) -> None:
     assert into["a"].all()
 
 
+def test_nor_is_what_is_being_saved_overwritten(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path / "it", overwrite=False)
+    first = asyncckpt.async_save({"a": torch.ones(2)}, storage_writer=writer)
+    with pytest.raises(CheckpointException, match="overwrite=False"):
+        asyncckpt.async_save({"a": torch.zeros(2)}, storage_writer=writer)
+    first.result(60)
+    asyncckpt.load(into := {"a": torch.zeros(2)}, checkpoint_id=tmp_path / "it")
+    assert into["a"].all()
+
+
 class _FaultyWriter(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         raise ValueError("the metadata cannot be written")

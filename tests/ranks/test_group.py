@@ -18,10 +18,11 @@ from support.states import equal, replicas
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError, SaveDroppedError
+from asyncckpt.errors import CheckpointError, SaveDroppedError, SaveTimeoutError
 from asyncckpt.loading.source import verify
 from asyncckpt.ranks import group
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
+from asyncckpt.worker.rounds import Rounds
 from asyncckpt.worker.store_connection import StoreConnection
 
 
@@ -169,6 +170,26 @@ def test_equal_names_are_no_scope(monkeypatch: pytest.MonkeyPatch) -> None:
     other = SimpleNamespace(st_dev=1, st_ino=2)  # a container's own network
     monkeypatch.setattr(os, "stat", lambda path, **how: other if path == "/proc/self/ns/net" else real(path, **how))
     assert loopback_scope() != mine
+
+
+def _ask_a_slow_first(root: str) -> tuple[bool, float]:
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.save(1, replicas()).result(60)
+        if dist.get_rank() == 0:
+            Rounds.is_flag_set = _say_nothing  # type: ignore[method-assign]
+        begun = time.monotonic()
+        return checkpointer._engine.any_says(False), time.monotonic() - begun
+
+
+def _say_nothing(*_: Any) -> bool:
+    raise SaveTimeoutError("the store says nothing (as the test wants)")
+
+
+def test_a_question_that_the_first_rank_gives_up_is_answered(tmp_path: Path) -> None:
+    """By then the others may be answered again, and would wait for that."""
+    answers = run(2, _ask_a_slow_first, str(tmp_path / "root"), folder=tmp_path)
+    assert [answer for answer, _ in answers] == [False, False]
+    assert max(took for _, took in answers) < QUICK.timeout / 2
 
 
 # When all slots are busy.

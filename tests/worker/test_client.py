@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.saves import Saves
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
-from asyncckpt.worker import client
+from asyncckpt.worker import client, messages
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.process import WorkerOptions
@@ -307,3 +308,30 @@ def test_a_message_that_cannot_be_taken_ends_the_worker(root: Path, monkeypatch:
             checkpointer.save(1, {"w": torch.ones(10)})
         checkpointer.save(2, {"w": torch.ones(10)}).result(60)
         assert checkpointer.steps() == [2]
+
+
+def test_it_may_have_as_many_descriptors_as_the_host_allows() -> None:
+    """A first rank's worker has some connections of each rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        worker = WorkerClient(WorkerOptions())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert psutil.Process(worker.pid).rlimit(psutil.RLIMIT_NOFILE)[0] == hard
+    worker.close(30)
+
+
+def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(10)}).result(60)
+        real = messages.receive
+
+        def fail(connection: Any) -> Any:
+            real(connection)
+            raise AttributeError("no such class")
+
+        with monkeypatch.context() as patched, pytest.raises(WorkerDiedError):
+            patched.setattr(messages, "receive", fail)
+            checkpointer.save(2, {"w": torch.ones(10)}).result(60)
+        checkpointer.save(3, {"w": torch.ones(10)}).result(60)

@@ -244,3 +244,17 @@ def test_a_store_that_is_stopped_is_noticed_and_goes_on() -> None:
         rounds.close()
         host.kill()
         host.communicate()
+
+
+def test_what_is_said_soon_is_said_in_order(ranks: list[Rounds]) -> None:
+    """A rank that closes is not gone before it has reported."""
+    reported = ranks[1].report_soon("round-1", b"", 30)
+    ranks[1].gone_soon(RankFailedError("it has closed", rank=1), 30).result(30)
+    assert reported.done() and reported.exception() is None
+
+
+def test_an_outcome_that_comes_soon_is_not_the_last_word(ranks: list[Rounds]) -> None:
+    ranks[0].conclude("round-1", b"yes")
+    for name in ("round-1", "round-2"):
+        ranks[0].conclude_soon(name, b"no", 30).result(30)
+    assert [ranks[1].outcome(name, 30) for name in ("round-1", "round-2")] == [b"yes", b"no"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -112,3 +113,24 @@ def test_it_listens_where_it_is_told_to() -> None:
     with socket.create_connection(("127.0.0.2", everywhere.port), timeout=5) as connection:
         assert connection.recv(1)
     everywhere.close()
+
+
+def test_where_no_descriptor_is_left_those_who_are_connected_go_on(
+    store: Store, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with more ranks than this process may have descriptors: the store waits for one, and answers meanwhile."""
+    rounds.report("round-0", b"")
+    refused = []
+
+    def accept(_: socket.socket) -> object:
+        refused.append(1)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", accept)
+        late = _stranger(store)
+        for number in range(1, 50):
+            rounds.report(f"round-{number}", b"")
+        assert 1 <= len(refused) < 10
+    with late:
+        assert late.recv(1)
