@@ -111,19 +111,19 @@ class CheckpointAttempt(Attempt):
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The image is written as it arrives."""
-        begun = 0.0
+        begun: float | None = None  # where there is nothing to write, never
 
         def wait_beyond(nbytes: int, whole: int) -> int:
             nonlocal begun
             arrived = self.staged_image.wait_beyond(nbytes, whole)
-            begun = begun or time.perf_counter()  # when there is something to write
+            begun = begun or time.perf_counter()
             return arrived
 
         image, bounds = self._image(), self._region(self.layout.spans).cast("Q")
         file = self.opened.create(self.layout.data_name, large=True)
         checksums, self.direct = write_image(file, pool, image, bounds, wait_beyond)
         self._index_tail = Index.tail(checksums)
-        self.timings["write_s"] = time.perf_counter() - begun
+        self.timings["write_s"] = 0.0 if begun is None else time.perf_counter() - begun
         return checksums
 
     def seal(self) -> bytes:

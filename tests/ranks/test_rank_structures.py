@@ -21,6 +21,7 @@ from asyncckpt import Checkpointer, Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StructureChangedError
 from asyncckpt.integrations import dcp
+from asyncckpt.loading.source import read_manifest
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -190,3 +191,13 @@ def test_metadata_is_of_one_save_alone(tmp_path: Path) -> None:
     read, other = (FileSystemReader(tmp_path / name).read_metadata() for name in ("a", "b"))
     assert read.state_dict_metadata == other.state_dict_metadata and read.storage_data == other.storage_data
     assert read.storage_meta != other.storage_meta
+
+
+def _save_on_one_rank(root: str) -> None:
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.save(1, replicas(1) if dist.get_rank() == 0 else {}).result(60)
+
+
+def test_a_rank_that_writes_nothing_takes_no_time(tmp_path: Path) -> None:
+    run(2, _save_on_one_rank, str(tmp_path / "root"), folder=tmp_path)
+    assert read_manifest(str(tmp_path / "root/step-00000001")).timings["slowest_write_s"] < 60
