@@ -154,7 +154,7 @@ def _replace_it(root: str) -> tuple[list[str], float]:
     """The first rank's worker dies with two saves, and another takes its place in the next."""
     real = worker_process.command
     if dist.get_rank() == 0:
-        faulty("write:hold:6")  # the first save is good
+        faulty("write:hold:7")  # the first save is good
     checkpointer = Checkpointer(root, _config())
     checkpointer.save(1, replicas(1)).result(30)
     worker_process.command = real

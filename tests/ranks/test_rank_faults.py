@@ -68,7 +68,7 @@ def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str
     mine = dist.get_rank() == bad
     if mine and phase not in TRAINERS:
         # The first save is good; counted are writes of the data alone, and on the first rank there are small files too.
-        nth = {"write": 6 if bad == 0 else 4, "report": 2, "finalize": 2}[phase]
+        nth = {"write": 7 if bad == 0 else 4, "report": 2, "finalize": 2}[phase]
         lost = fault == "exception" and (phase == "report" or (phase == "finalize" and bad == 1))
         faulty(f"{phase}:{'lose' if lost else WORKERS[fault]}:{nth}")
     limit = SHORT_S if fault == "stall" else LONG_S
