@@ -37,7 +37,7 @@ _COPYABLE = frozenset(
 _BATCH_TENSORS = 1000
 _BATCH_BYTES = 16 << 20
 _MEMCPY_BYTES = 4 << 20
-# Of a host's memory, on every machine that has 64 bits.
+# Below most of a host's memory. What lies lower (a heap at a fixed address, say) is only looked at more closely.
 _LOWEST_ADDRESS = 1 << 40
 _THREADS = max(1, min(4, os.cpu_count() or 1))
 
@@ -83,7 +83,7 @@ def check_memory(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -
     Done just before the copy, which touches the same memory: there it costs next to nothing, and 0.2 us a tensor where
     it is a pass over all.
     """
-    # A view's address is its offset then. No memory is that low, but for some of devices, whose storages are looked at.
+    # A view's address is its offset then. What is that low may be memory all the same: its storage says so.
     if min(map(torch.Tensor.data_ptr, tensors)) >= _LOWEST_ADDRESS:
         return
     for tensor, spec in zip(tensors, specs, strict=True):

@@ -11,12 +11,10 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tqdm import tqdm
-
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError, ClosedError
-from torture.jobs import Job
-from torture.tally import CONFIG, LIMIT_S, PATIENCE_S, Tally, check_root, is_of, state_of
+from torture.jobs import count_rounds
+from torture.tally import CONFIG, LIMIT_S, PATIENCE_S, Tally, is_of, state_of
 
 _HOLDS, _SAVED, _FAILED = 3, 4, 5
 _TROUBLES = {
@@ -28,19 +26,7 @@ _TROUBLES = {
 
 def fork(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None:
     """Fork ``rounds`` times."""
-    root = str(folder / "forks")
-    with Job(1, _train, root, rounds, choice.randrange(1 << 30)) as job:
-        try:
-            for _ in tqdm(range(rounds), desc="forks", unit="fork", disable=None):
-                took, losses = job.hear(0, "round")
-                tally.counts["forks"] += 1
-                tally.longest_s = max(tally.longest_s, took)
-                for loss in losses:
-                    tally.lose(loss)
-            job.hear(0, "ended")
-        except (TimeoutError, RuntimeError) as error:
-            tally.lose(f"{root}: {error}")
-    check_root(tally, root)
+    count_rounds(tally, str(folder / "forks"), rounds, _train, choice)
 
 
 def _train(pipe: Connection, rank: int, root: str, rounds: int, seed: int) -> None:
@@ -74,7 +60,7 @@ def _train(pipe: Connection, rank: int, root: str, rounds: int, seed: int) -> No
                     losses.append(_TROUBLES.get(code, f"a fork ended with {code}"))
             if took > PATIENCE_S:
                 losses.append(f"beside a fork a save took {took:.1f} s")
-            pipe.send(("round", took, losses))
+            pipe.send(("round", "forks", took, losses))
     pipe.send(("ended",))
 
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tqdm import tqdm
 
 from asyncckpt import Checkpointer, Save
 from asyncckpt.errors import CheckpointError
-from torture.jobs import Job
-from torture.tally import CONFIG, LIMIT_S, PATIENCE_S, Tally, check_root, is_of, state_of
+from torture.jobs import count_rounds
+from torture.tally import CONFIG, LIMIT_S, PATIENCE_S, Tally, is_of, state_of
 
 # A structure of its own now and then, so that planning and the taking of memory are hit too.
 _STRUCTURES = 3
@@ -34,19 +33,7 @@ class _Interrupted(Exception):
 
 def interrupt(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None:
     """Interrupt ``rounds`` saves."""
-    root = str(folder / "interruptions")
-    with Job(1, _train, root, rounds, choice.randrange(1 << 30)) as job:
-        try:
-            for _ in tqdm(range(rounds), desc="signals", unit="signal", disable=None):
-                how, longest, losses = job.hear(0, "round")
-                tally.counts[how] += 1
-                tally.longest_s = max(tally.longest_s, longest)
-                for loss in losses:
-                    tally.lose(loss)
-            job.hear(0, "ended")
-        except (TimeoutError, RuntimeError) as error:
-            tally.lose(f"{root}: {error}")
-    check_root(tally, root)
+    count_rounds(tally, str(folder / "interruptions"), rounds, _train, choice)
 
 
 def _train(pipe: Connection, rank: int, root: str, rounds: int, seed: int) -> None:

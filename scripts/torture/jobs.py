@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -15,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from asyncckpt import Checkpointer
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
-from torture.tally import LIMIT_S
+from torture.tally import LIMIT_S, Tally, check_root
 
 MARK = "ASYNCCKPT_TORTURE"
 
@@ -115,3 +117,19 @@ def worker_of(checkpointer: Checkpointer) -> int:
     if client is None:
         raise RuntimeError("there is no worker")
     return client.pid
+
+
+def count_rounds(tally: Tally, root: str, rounds: int, train: Callable[..., None], choice: random.Random) -> None:
+    """Have one trainer go through ``rounds``, each of which says what it was, how long it took, and what was lost."""
+    with Job(1, train, root, rounds, choice.randrange(1 << 30)) as job:
+        try:
+            for _ in tqdm(range(rounds), desc=os.path.basename(root), unit="round", disable=None):
+                what, took, losses = job.hear(0, "round")
+                tally.counts[what] += 1
+                tally.longest_s = max(tally.longest_s, took)
+                for loss in losses:
+                    tally.lose(loss)
+            job.hear(0, "ended")
+        except (TimeoutError, RuntimeError) as error:
+            tally.lose(f"{root}: {error}")
+    check_root(tally, root)
