@@ -11,22 +11,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
 
 from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.flag import Flag
 
 logger = logging.getLogger(__name__)
 
 
-class _Callbacks:
-    """Calls what is to be called when saves end, one after the other, on a thread that is there while there is any.
+class _Calls:
+    """Makes calls at the ends of saves, one after the other, on a thread that is there while there are any.
 
     Not on the thread that learns of the ends of saves: while that is kept, all saves are, and the training with them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._lock = threading.RLock()
         self._waiting: deque[Callable[[], object]] = deque()
         self._runs = False
@@ -39,7 +40,7 @@ class _Callbacks:
                 return
             self._runs = True
         try:
-            threading.Thread(target=self.run, name="asyncckpt-callbacks").start()
+            threading.Thread(target=self.run, name=self._name).start()
         except RuntimeError:  # none can be started; as the interpreter ends, all is called when everything is closed
             self._runs = False
 
@@ -57,17 +58,19 @@ class _Callbacks:
                 logger.exception("a callback at the end of a save has failed")
 
 
-_callbacks = _Callbacks()
+# One for futures and one for their callbacks, which may wait for other futures.
+_completions, _callbacks = _Calls("asyncckpt-futures"), _Calls("asyncckpt-callbacks")
 
 
 @atexit.register  # before the supervisor's, which so comes first
 def _call_what_is_left() -> None:
+    _completions.run()
     _callbacks.run()
 
 
 def _after_fork_in_child() -> None:
-    global _callbacks
-    _callbacks = _Callbacks()  # the thread of the other one is not here
+    global _completions, _callbacks  # the threads of the other process are not here
+    _completions, _callbacks = _Calls("asyncckpt-futures"), _Calls("asyncckpt-callbacks")
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -81,8 +84,8 @@ class _SaveFuture(Future[Path]):
 class SaveState:
     """What is known of one save, from the call until it has ended.
 
-    Its tensors are first *queued* for copying (those of the host are copied then), then *staged*; in the end ``future``
-    is done.
+    Its tensors are first *queued* for copying (those of the host are copied then), then *staged*; in the end it is
+    *done*, well or badly.
     """
 
     def __init__(self, path: str | os.PathLike[str], step: int | None) -> None:
@@ -90,16 +93,14 @@ class SaveState:
         self.step = step
         self.begun = time.perf_counter()
         self.timings: dict[str, float] = {}
-        self.future: Future[Path] = _SaveFuture()
-        self.future.set_running_or_notify_cancel()  # nobody can cancel it
-        self.is_done = False
-        """It has ended. Beside the future, whose lock an exception out of a signal handler can keep from being left."""
         self.failure: BaseException | None = None
         """What went wrong, if it has ended badly."""
         self.is_reported = False
         """Somebody was told of its failure, or will be."""
-        self.queued, self.staged = threading.Event(), threading.Event()
+        self.queued, self.staged, self.done = Flag(), Flag(), Flag()
         self.fences: Sequence[Callable[[], None]] = ()
+        self._future: Future[Path] | None = None
+        self._making_future = threading.Lock()
 
     def copies_queued(self, fences: Sequence[Callable[[], None]]) -> None:
         """The host's tensors are copied; those of devices are, beyond ``fences``."""
@@ -111,16 +112,32 @@ class SaveState:
         if error is None:
             self.timings.update(timings or {})
             self.timings["durable_s"] = time.perf_counter() - self.begun
-        for event in (self.staged, self.queued):
-            if not event.is_set():  # which takes no lock
-                event.set()
-        if not self.is_done:
-            self.failure, self.is_done = error, True
-        with contextlib.suppress(InvalidStateError):  # it may fail in the call and, a moment later, in the worker
-            if error is None:
-                self.future.set_result(self.path)
+        if not self.done.is_set():  # it may fail in the call and, a moment later, in the worker
+            self.failure = error
+        for flag in (self.queued, self.staged, self.done):
+            flag.set()
+        # Not here: whoever waits for the future may have been interrupted, and have left it locked.
+        if (future := self._future) is not None:
+            _completions.add(partial(self._complete, future))
+
+    @property
+    def future(self) -> Future[Path]:
+        """A future with its outcome, the same one for all who ask."""
+        if self._future is None:
+            future = _SaveFuture()
+            future.set_running_or_notify_cancel()  # nobody can cancel it
+            with self._making_future:
+                self._future = self._future or future
+            if self.done.is_set():
+                self._complete(self._future)
+        return self._future
+
+    def _complete(self, future: Future[Path]) -> None:
+        with contextlib.suppress(InvalidStateError):  # two have seen that it has ended
+            if self.failure is None:
+                future.set_result(self.path)
             else:
-                self.future.set_exception(error)
+                future.set_exception(self.failure)
 
 
 class Save:
@@ -169,22 +186,21 @@ class Save:
         Raises what went wrong with it, or ``SaveTimeoutError`` after ``timeout`` seconds (None: as long as it takes;
         the death of the worker ends the wait in any case); then the save is still under way.
         """
-        try:
-            return self.future.result(timeout)
-        except (TimeoutError, FutureTimeoutError) as error:
-            if self.future.done():  # it was the save itself that ran out of time
-                self._state.is_reported = True
-                raise
+        if not self._state.done.wait(timeout):
             raise SaveTimeoutError(
                 f"not committed after {timeout:g} s; it is still under way", path=self.path, step=self.step
-            ) from error
-        except BaseException:
-            self._state.is_reported = True
-            raise
+            )
+        self._state.is_reported = True
+        if self._state.failure is not None:
+            try:
+                raise self._state.failure
+            finally:
+                del self  # or the error would hold on to this, and so to itself
+        return self.path
 
     def done(self) -> bool:
         """Whether it has ended: committed or failed."""
-        return self.future.done()
+        return self._state.done.is_set()
 
     def staged(self) -> bool:
         """Whether the tensors are copied, so that the caller may change them (or the save has failed)."""

@@ -7,6 +7,7 @@ import time
 from typing import Protocol
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.flag import Flag
 from asyncckpt.worker import messages
 from asyncckpt.worker.rounds import grace
 
@@ -21,7 +22,7 @@ class TrackedSave(Protocol):
 
     request: messages.WriteRequest
     begun_at: float  # when the worker was told, by time.monotonic
-    copied: threading.Event  # nobody copies into its slot (any more)
+    copied: Flag  # nobody copies into its slot (any more)
     is_whole: bool  # its image is complete
     is_written: bool  # the worker has no more to do with its slot
     is_withdrawn: bool  # it will fail, on all ranks, for a newer one
@@ -72,8 +73,7 @@ class OpenSaves:
     def on_copied(self, save: TrackedSave) -> None:
         """Nobody copies into its slot any more."""
         with self.lock:
-            if not save.copied.is_set():  # which may be so without its lock having been left, by an exception
-                save.copied.set()
+            save.copied.set()
             self.changed.notify_all()
 
     def on_written(self, save_id: int, inode: int | None = None) -> None:

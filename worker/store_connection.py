@@ -166,7 +166,8 @@ class StoreConnection:
         self._rendezvous = rendezvous
         self._calling = threading.Lock()
         self._client: StoreClient | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # taken by itself: see OpenSaves
+        self._changed = threading.Condition(self._lock)
         self._tasks: deque[tuple[Callable[[StoreClient], Any], float, Future[Any]]] = deque()
         self._is_busy = self._closed = False
 
@@ -214,7 +215,7 @@ class StoreConnection:
         ``limit``: seconds for which to try. The future gets what ``call`` raises.
         """
         future: Future[T] = Future()
-        with self._changed:
+        with self._lock:
             self._tasks.append((what, time.monotonic() + limit, future))
             if not self._is_busy:
                 try:
@@ -227,14 +228,14 @@ class StoreConnection:
 
     def close(self, timeout: float = 0.0) -> None:
         """Drop the connection, once all that was started is done or ``timeout`` seconds have passed."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._is_busy, timeout)
             self._closed = True
         self._drop()
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._tasks or self._closed:
                     self._is_busy = False
                     self._changed.notify_all()

@@ -108,7 +108,7 @@ class Engine:
                     raise
                 return
             for slot in buffer.unused_slots():
-                buffer.copy(slot, tensors, ready_events(tensors), self._copier.pool)
+                buffer.copy(slot, tensors, ready_events(tensors), self._copier.threads)
 
     def save(
         self,

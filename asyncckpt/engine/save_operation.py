@@ -1,6 +1,6 @@
 """One save, from the call until it has ended on all ranks.
 
-The thread that calls copies, with the help of a pool; with overlap one thread of the engine does in its place.
+The thread that calls copies, and a few threads help it; with overlap one of the engine's copies in its place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,12 +19,14 @@ import torch
 from asyncckpt.config import Config
 from asyncckpt.engine.plan_selection import Captured
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.flag import Flag
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import SaveState
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
+from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.devices import ReadyEvents, ready_events
-from asyncckpt.staging.host_copy import copy_pool, started_pool
+from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.worker.messages import Committed, Existing, WriteRequest
 
 logger = logging.getLogger(__name__)
@@ -46,36 +47,34 @@ class Retention:
 
 
 class Copier:
-    """The threads of an engine that copy tensors into slots: the caller's own and those of ``pool``; with ``overlaps``
-    one of ours in the place of the caller's, which does not wait.
+    """The threads of an engine that copy tensors into slots: the caller's own and ``threads``; with ``overlaps`` one of
+    ours in the place of the caller's, which does not wait.
     """
 
     def __init__(self, *, overlaps: bool) -> None:
-        self.pool = copy_pool()
+        self.threads = copy_threads()
         self.overlaps = overlaps
-        self._behind = started_pool(1, "asyncckpt-stager") if overlaps else None
-        self._last: Future[CheckpointError | None] | None = None
+        self._behind = CopyThreads(1, "asyncckpt-stager") if overlaps else None
 
     def run(self, copy: Callable[[], CheckpointError | None]) -> CheckpointError | None:
         """Have ``copy`` called. Returns its failure, as far as it is known."""
         if self._behind is None:
             return copy()
-        try:
-            self._last = self._behind.submit(copy)
-        except RuntimeError:  # the interpreter is ending, and its pools take nothing any more
-            return copy()
+        self._behind.run(copy)
         return None
 
     def wait(self) -> None:
         """Return when nothing is being copied."""
-        if self._last is not None:
-            wait([self._last])
+        if self._behind is not None:
+            self._behind.run((done := Flag()).set)  # which it does after all that it was given
+            done.wait()
 
     def close(self) -> None:
         """Wait for all copies, and end the threads."""
         if self._behind is not None:
-            self._behind.shutdown()
-        self.pool.shutdown()
+            self._behind.close()
+            self._behind = None
+        self.threads.close()
 
 
 class SaveOperation(SaveState):
@@ -124,7 +123,7 @@ class SaveOperation(SaveState):
         """
         super().__init__(path, step)
         self.group, self.number = group, number
-        self.copied = threading.Event()
+        self.copied = Flag()
         self._config = config
         self._on_outcome = on_outcome
         self._beginning = threading.Lock()
@@ -151,7 +150,7 @@ class SaveOperation(SaveState):
         try:
             self.buffer.begin(slot, self)
             self._begin()
-            failure = copier.run(partial(self._copy, captured.tensors, ready, copier.pool))
+            failure = copier.run(partial(self._copy, captured.tensors, ready, copier.threads))
         except BaseException as error:  # an interrupt: nobody else would ever call it off
             if not self.copied.is_set() and (not copier.overlaps or self._may_copy.acquire(blocking=False)):
                 self._call_off(error)
@@ -191,7 +190,7 @@ class SaveOperation(SaveState):
             self._finish(*early)
 
     def _copy(
-        self, tensors: Sequence[torch.Tensor], ready: ReadyEvents, pool: ThreadPoolExecutor
+        self, tensors: Sequence[torch.Tensor], ready: ReadyEvents, threads: CopyThreads
     ) -> CheckpointError | None:
         """Copy, and hand the slot over. What goes wrong is returned, and is the outcome of the save."""
         begun = time.perf_counter()
@@ -199,7 +198,7 @@ class SaveOperation(SaveState):
         if not self._may_copy.acquire(blocking=False):
             return None  # the call was interrupted, and has called it off
         try:
-            buffer.copy(slot, tensors, ready, pool, self.copies_queued)
+            buffer.copy(slot, tensors, ready, threads, self.copies_queued)
             self.timings["copy_s"] = time.perf_counter() - begun
             buffer.slots.set(slot, State.STAGED)
             buffer.client.saves.on_copied(self)

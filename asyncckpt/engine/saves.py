@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from concurrent.futures import wait
+import time
 
 from asyncckpt.config import Config
 from asyncckpt.engine.save_operation import SaveOperation
@@ -34,7 +34,7 @@ class Saves:
 
     def add(self, save: SaveOperation) -> None:
         """It is under way from now on, until it has ended."""
-        self._saves = [each for each in self._saves if not each.is_done or _is_untold(each)] + [save]
+        self._saves = [each for each in self._saves if not each.done.is_set() or _is_untold(each)] + [save]
 
     def on_failure(self, failure: BaseException) -> None:
         """One of them is about to fail with ``failure``."""
@@ -91,8 +91,10 @@ class Saves:
 
     def wait(self, timeout: float | None) -> None:
         """Wait until all have ended. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
-        if wait([save.future for save in self._under_way()], timeout).not_done:
-            raise SaveTimeoutError(f"saves are still under way after {timeout:g} s")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for save in self._under_way():
+            if not save.done.wait(None if deadline is None else deadline - time.monotonic()):
+                raise SaveTimeoutError(f"saves are still under way after {timeout:g} s")
 
     def raise_failure(self) -> None:
         """Raise the first failure nobody was told of, unless a line in the log is enough."""
@@ -103,7 +105,7 @@ class Saves:
             raise untold[0].failure
 
     def _under_way(self) -> list[SaveOperation]:
-        return [save for save in self._saves if not save.is_done]
+        return [save for save in self._saves if not save.done.is_set()]
 
     def _is_dropped(self, save: SaveOperation, buffer: StagingBuffer) -> bool:
         """Make room as ``when_busy`` says. The first rank decides for all. Returns whether ``save`` was skipped."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,6 +20,7 @@ from asyncckpt.save_handle import Save
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
+from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.devices import ReadyEvents
 from asyncckpt.staging.pinned import PinnedMemory
@@ -189,7 +189,7 @@ class StagingBuffer:
         slot: int,
         tensors: Sequence[torch.Tensor],
         ready: ReadyEvents,
-        pool: ThreadPoolExecutor,
+        threads: CopyThreads,
         queued: Callable[[Sequence[Fence]], None] = lambda _: None,
     ) -> None:
         """Copy the tensors of a state, and return when that is done. The first from a device has the memory pinned.
@@ -198,7 +198,7 @@ class StagingBuffer:
             slot: Where to.
             tensors: All of the plan, in the order of the layout.
             ready: What the copies from each device wait for.
-            pool: Threads that take part.
+            threads: Those that take part.
             queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
         """
         if ready and self._pinned is None:
@@ -206,7 +206,7 @@ class StagingBuffer:
             large = [each.payload_at for each in self.plan.layout.tensors if _is_on_pages(each)]
             cuts = [offset + place for offset in self._offsets for place in (0, *large)]
             self._pinned = PinnedMemory(self.segment, cuts, next(iter(ready)))
-        self._stagers[slot].copy(tensors, ready, pool, partial(self.slots.set_arrived, slot), queued)
+        self._stagers[slot].copy(tensors, ready, threads, partial(self.slots.set_arrived, slot), queued)
 
     def write_objects(self, slot: int) -> None:
         """Bring the objects in ``slot`` up to what the plan last captured."""

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.memcpy import memcpy
 from asyncckpt.shm.segment import Segment
+from asyncckpt.staging.copy_threads import CopyThreads
 
 # Tensors of fewer elements are copied in batches, 0.6 us each. From here on each copy would start threads of torch's
 # own (at::internal::GRAIN_SIZE), ours and those would fight, and a call of memcpy is the cheaper anyway.
@@ -40,6 +41,7 @@ _MEMCPY_BYTES = 4 << 20
 # Below most of a host's memory. What lies lower (a heap at a fixed address, say) is only looked at more closely.
 _LOWEST_ADDRESS = 1 << 40
 _THREADS = max(1, min(4, os.cpu_count() or 1))
+_LOOK_AGAIN_S = 0.1  # for an end whose message an interrupted wait has taken
 
 
 class SlotViews:
@@ -193,73 +195,65 @@ def batches(numbers: Sequence[int], places: Sequence[Place], most_bytes: int) ->
 def copy_units(
     units: Sequence[CopyUnit],
     tensors: Sequence[torch.Tensor],
-    pool: ThreadPoolExecutor,
+    threads: CopyThreads,
     done: Callable[[CopyUnit], object],
 ) -> None:
-    """Copy all ``units``, on this thread and on those of ``pool``, in about their order.
+    """Copy all ``units``, on this thread and on ``threads``, in about their order.
 
     Args:
         units: What is to be copied.
         tensors: Those of the plan. No thread reads them any more when this returns or raises.
-        pool: Threads that take part.
+        threads: Those that take part.
         done: Told of each unit when it is copied, by the thread that copied it.
     """
     left = deque(units)
-    lock = threading.Lock()
-    one_has_ended = threading.Condition(lock)
     copying: set[int] = set()
+    one_has_ended: SimpleQueue[None] = SimpleQueue()
+    errors: list[BaseException] = []
 
-    def work() -> None:
+    def copy() -> None:
+        while True:
+            try:
+                unit = left.popleft()
+            except IndexError:
+                return
+            unit.copy(tensors)
+            done(unit)
+
+    def help_copying() -> None:
         me = threading.get_ident()
+        copying.add(me)
         try:
-            copying.add(me)
-            while True:
-                try:
-                    unit = left.popleft()
-                except IndexError:
-                    return
-                unit.copy(tensors)
-                done(unit)
+            copy()
+        except BaseException as error:
+            left.clear()
+            errors.append(error)
         finally:
-            with lock:
-                copying.discard(me)
-                one_has_ended.notify_all()
+            copying.discard(me)
+            one_has_ended.put(None)
 
-    others: list[Future[None]] = []
+    def settle() -> None:
+        left.clear()  # for a thread that begins later
+        while copying:
+            with contextlib.suppress(Empty):
+                one_has_ended.get(timeout=_LOOK_AGAIN_S)
+
     try:
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending, and its pools take nothing any more
-            others += (pool.submit(work) for _ in range(min(_THREADS, len(units)) - 1))
-        work()
+        try:
+            for _ in range(min(_THREADS, len(units)) - 1):
+                threads.run(help_copying)
+            copy()
+        finally:
+            settle()
     finally:
-        # Nobody may be left copying from tensors that are the caller's again: not even a thread whose future an
-        # exception out of a signal handler has kept from being noted. One that begins later finds nothing left.
-        left.clear()
-        with lock:
-            one_has_ended.wait_for(lambda: not copying)
-    for other in others:
-        other.result()
+        settle()  # an exception out of a signal handler may have cut the first short
+    if errors:
+        raise errors.pop()
 
 
-def copy_pool() -> ThreadPoolExecutor:
-    """The threads that copy beside the caller's own."""
-    return started_pool(max(1, _THREADS - 1), "asyncckpt-copy")
-
-
-def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads run already. Raises ``RuntimeError`` where the process may have no more threads.
-
-    A pool queues its work before it starts a thread: where that fails in a save, the copy would be made later.
-    """
-    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-    all_run = threading.Barrier(threads)
-    try:
-        for _ in range(threads):
-            pool.submit(all_run.wait)
-    except RuntimeError:
-        all_run.abort()
-        pool.shutdown(wait=False)
-        raise
-    return pool
+def copy_threads() -> CopyThreads:
+    """The threads that copy beside the caller's own. Raises ``CheckpointError`` where there may be no more."""
+    return CopyThreads(max(1, _THREADS - 1), "asyncckpt-copy")
 
 
 def _is_small(spec: TensorSpec) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import compress
 from operator import attrgetter
@@ -14,6 +13,7 @@ import torch
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import devices
+from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import DeviceCopy, Fence
 from asyncckpt.staging.devices import DeviceEvent, ReadyEvents
 from asyncckpt.staging.host_copy import CopyUnit, SlotViews, batch_units, copy_units, host_units
@@ -52,7 +52,7 @@ class SlotStager:
         self,
         tensors: Sequence[torch.Tensor],
         ready: ReadyEvents,
-        pool: ThreadPoolExecutor,
+        threads: CopyThreads,
         arrived: Callable[[int], None],
         queued: Callable[[Sequence[Fence]], None],
     ) -> None:
@@ -61,7 +61,7 @@ class SlotStager:
         Args:
             tensors: All of the plan, in the order of the layout. They stay as they are until this returns or raises.
             ready: What the copies from each device wait for.
-            pool: Threads that take part.
+            threads: Those that take part.
             arrived: Told by any thread, again and again, how many bytes are there, from the first of the image on; but
                 not if all tensors are the host's.
             queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
@@ -80,7 +80,7 @@ class SlotStager:
         try:
             for each in self._device_copies:
                 under_way.append((each, each.queue(mine, ready)))
-            copy_units(self._host, mine, pool, done)
+            copy_units(self._host, mine, threads, done)
             queued([each.fence(copied) for each, copied in under_way])
         finally:
             with ExitStack() as all_of_them:

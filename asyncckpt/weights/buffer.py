@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -12,6 +11,7 @@ from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
+from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.devices import kind_of, ready_events
 from asyncckpt.staging.host_copy import SlotViews
 from asyncckpt.staging.pinned import PinnedMemory
@@ -88,14 +88,14 @@ class WeightBuffer:
         while (slot := self._grow(plan, most)) is not None:
             self._published.offer(slot)
 
-    def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], pool: ThreadPoolExecutor) -> None:
+    def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> None:
         """Copy into a claimed slot, and return when that is done.
 
         Args:
             slot: A claimed slot.
             plan: How they are laid out.
             tensors: All of the plan, in its order. They must not change meanwhile.
-            pool: Its threads take part.
+            threads: Those that take part.
         """
         ready = ready_events(tensors)
         if ready and any(plan.converted):
@@ -105,7 +105,7 @@ class WeightBuffer:
             return
         for device in ready:
             self._slots[slot].pin(device)
-        self._slots[slot].stager_of(plan).copy(tensors, ready, pool, lambda _: None, lambda _: None)
+        self._slots[slot].stager_of(plan).copy(tensors, ready, threads, lambda _: None, lambda _: None)
 
     def views(self, slot: int, plan: WeightPlan, source: torch.device | None = None) -> Sequence[torch.Tensor]:
         """The places of all tensors in a claimed slot, to be written to.

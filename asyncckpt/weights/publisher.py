@@ -16,7 +16,7 @@ from asyncckpt.errors import ClosedError, JobTakenError, UnsavableStateError, Ve
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.publication import Publication, Versions, job_of_weights
 from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
-from asyncckpt.staging.host_copy import copy_pool
+from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.plan import WeightPlan
@@ -83,7 +83,7 @@ class WeightPublisher:
         # The last one is published in; those before it, of other structures, are left until that has a version.
         self._buffers: list[WeightBuffer] = []
         self._versions = Versions()
-        self._pool = copy_pool()
+        self._threads = copy_threads()
         self._timings: dict[str, float] = {}
         self._skips = False
         self._closed = False
@@ -161,7 +161,7 @@ class WeightPublisher:
                 self._supervisor.close()
                 while self._buffers:
                     self._buffers.pop().close()
-                self._pool.shutdown()
+                self._threads.close()
 
     def __enter__(self) -> WeightPublisher:
         return self
@@ -258,7 +258,7 @@ class WeightPublisher:
             slot = self._claim(plan)
         if slot is not None:
             with self._timed("stage_s"):
-                self._buffers[-1].copy(slot, plan, tensors, self._pool)
+                self._buffers[-1].copy(slot, plan, tensors, self._threads)
         return slot
 
     def _copy_each(self, stream: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> int | None:

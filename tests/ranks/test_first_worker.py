@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from support.ranks import Job, faulty, gated, run, say, serve
 from support.states import equal, replicas
+from support.workers import stop
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.config import WhenBusy
@@ -51,7 +52,7 @@ def _save_while_it_is_stopped(root: str, when_busy: WhenBusy, count: int) -> tup
     worker = checkpointer._engine.worker
     assert worker is not None
     if dist.get_rank() == 0:
-        os.kill(worker.pid, signal.SIGSTOP)
+        stop(worker.pid)
     dist.barrier()
     if dist.get_rank() == 0:
         dist.barrier()  # the other rank has made its calls
@@ -92,7 +93,7 @@ def _lose_its_own_too(root: str) -> float:
     worker = checkpointer._engine.worker
     assert worker is not None
     if dist.get_rank() == 0:
-        os.kill(worker.pid, signal.SIGSTOP)
+        stop(worker.pid)
     dist.barrier()
     took = 0.0
     if dist.get_rank() == 1:

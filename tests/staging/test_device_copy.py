@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from support.images import Slot, any_bits, tensors_of_all_kinds
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging import coalesce, device_copy
 from asyncckpt.staging.coalesce import Slab
+from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import DeviceCopy
 from asyncckpt.staging.host_copy import BatchCopy
 from asyncckpt.staging.slot_copy import SlotStager
@@ -45,9 +46,9 @@ def test_any_order_the_streams_allow_is_right(kind: MadeUpDevices, monkeypatch: 
     monkeypatch.setattr(SlotStager, "_divide", _dividing_by([where[number] for number in numbers]))
     stager = SlotStager(slot.layout, slot.segment, PAGE)
     try:
-        with ThreadPoolExecutor(2) as pool:
+        with closing(CopyThreads(2, "test-copy")) as threads:
             for _ in range(3):
-                _save(slot, stager, tensors, where, kind, pool)
+                _save(slot, stager, tensors, where, kind, threads)
                 for tensor in tensors:
                     if not tensor.is_conj() and not tensor.is_neg():
                         tensor.copy_(any_bits(tensor.dtype, tuple(tensor.shape)))
@@ -62,7 +63,7 @@ def _save(
     tensors: list[torch.Tensor],
     where: list[torch.device],
     kind: MadeUpDevices,
-    pool: ThreadPoolExecutor,
+    threads: CopyThreads,
 ) -> None:
     late = [tensor if each == CPU else torch.zeros_like(tensor) for tensor, each in zip(tensors, where, strict=True)]
     late[60] = late[50]
@@ -85,7 +86,7 @@ def _save(
         assert bytes(slot.segment.view[PAGE + told[-1] : PAGE + nbytes]) == expected[told[-1] : nbytes]
         told.append(nbytes)
 
-    stager.copy(late, ready, pool, arrived, fences.extend)
+    stager.copy(late, ready, threads, arrived, fences.extend)
     assert told == sorted(told) and told[-1] == slot.layout.nbytes and len(set(told)) > 10
     assert len(fences) == len(ready)
     assert slot.image_bytes() == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,19 @@ FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 """The script, for ``worker_process.command``."""
 
 Faulty = Callable[[str], None]
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and return when it is: the signal alone lets its threads run on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 30
+    while any(_state(task) not in "Tt" for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def send_away(runtime: Path) -> None:

@@ -203,7 +203,7 @@ def _publish_and(death: str, *versions: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _half_a_copy(self: WeightBuffer, slot: int, plan: Any, tensors: Any, pool: Any) -> None:
+def _half_a_copy(self: WeightBuffer, slot: int, plan: Any, tensors: Any, threads: Any) -> None:
     self.views(slot, plan)[0].fill_(99.0)
     os.kill(os.getpid(), signal.SIGKILL)
 

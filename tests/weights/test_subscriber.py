@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from support.weights import model, version_in
+from support.workers import stop
 
 from asyncckpt.errors import (
     ClosedError,
@@ -118,7 +119,7 @@ def test_a_stopped_worker_holds_nobody_up_at_its_endpoint(
     monkeypatch.setattr("asyncckpt.worker.endpoint._CONNECT_S", 1)
     client = publisher.worker
     assert client is not None
-    os.kill(client.pid, signal.SIGSTOP)
+    stop(client.pid)
     ended: list[int] = []
 
     def ask() -> None:
@@ -174,7 +175,7 @@ def test_a_stopped_worker_is_not_waited_for_for_ever(
     client = publisher.worker
     assert client is not None
     with WeightSubscriber("policy") as subscriber:
-        os.kill(client.pid, signal.SIGSTOP)
+        stop(client.pid)
         try:
             with pytest.raises(TimeoutError, match="did not answer at its endpoint within 0.2 s"):
                 subscriber.acquire(timeout=0.1)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.workers import stop
 
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError, decode, encode
 from asyncckpt.worker.messages import Rendezvous
@@ -230,7 +231,7 @@ def test_a_store_that_is_stopped_is_noticed_and_goes_on() -> None:
     rounds = Rounds(Rendezvous("127.0.0.1", int(host.stdout.readline()), "token", b"secret", 1, 2), 30, silence=0.5)
     try:
         rounds.report("round-1", b"")
-        host.send_signal(signal.SIGSTOP)
+        stop(host.pid)
         soon = rounds.report_soon("round-2", b"", 60)
         for ask_it in (rounds.ping, lambda: rounds.outcome("round-1", 60), lambda: rounds.report("round-1", b"")):
             begun = time.monotonic()

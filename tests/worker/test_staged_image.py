@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from asyncckpt.engine.save_operation import SaveOperation
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StorageError
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
+from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.devices import ReadyEvents
 from asyncckpt.staging.slot_copy import SlotStager
@@ -45,11 +45,11 @@ def half_copy(root: Path, middle: Callable[[], None]) -> Callable[..., None]:
         self: SlotStager,
         tensors: Sequence[torch.Tensor],
         ready: ReadyEvents,
-        pool: ThreadPoolExecutor,
+        threads: CopyThreads,
         arrived: Callable[[int], None],
         queued: Callable[[Sequence[Fence]], None],
     ) -> None:
-        real_copy(self, tensors, ready, pool, arrived, queued)
+        real_copy(self, tensors, ready, threads, arrived, queued)
         assert self._views is not None
         begin = self._views._offset
         image = self._views._view[begin : begin + self._nbytes]

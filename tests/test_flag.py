@@ -1,0 +1,59 @@
+"""Flags, and exceptions out of signal handlers in any call of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from queue import SimpleQueue
+
+from support.interrupts import interrupted_everywhere
+
+from asyncckpt.flag import Flag
+
+
+def test_it_is_waited_for() -> None:
+    flag, woken = Flag(), SimpleQueue[bool]()
+    assert not flag.is_set() and not flag.wait(0) and not flag.wait(0.01)
+    waiters = [threading.Thread(target=lambda: woken.put(flag.wait(30))) for _ in range(3)]
+    for each in waiters:
+        each.start()
+    begun = time.monotonic()
+    flag.set()
+    assert all(woken.get(timeout=20) for _ in waiters) and time.monotonic() - begun < 10
+    flag.set()
+    assert flag.is_set() and flag.wait(0) and flag.wait()
+    for each in waiters:
+        each.join()
+
+
+def test_an_interrupt_leaves_it_usable() -> None:
+    """Wherever it comes: whoever comes later neither waits in vain nor misses that it is set."""
+    flags = [Flag()]
+    rounds = 0
+    for _ in interrupted_everywhere(lambda: flags[-1].set(), "asyncckpt/flag.py"):
+        flags[-1].set()
+        assert flags[-1].wait(0) and flags[-1].wait()
+        flags.append(Flag())
+        rounds += 1
+    assert rounds > 5
+    rounds = 0
+    for _ in interrupted_everywhere(lambda: flags[-1].wait(0.001), "asyncckpt/flag.py"):
+        flags[-1].set()
+        assert flags[-1].wait(0)
+        flags.append(Flag())
+        rounds += 1
+    assert rounds > 10
+    flags[-1].set()
+    for _ in interrupted_everywhere(flags[-1].wait, "asyncckpt/flag.py"):
+        assert flags[-1].wait(0)
+
+
+def test_a_waiter_that_is_interrupted_as_it_is_let_in_holds_up_no_other() -> None:
+    flag, woken = Flag(), SimpleQueue[bool]()
+    other = threading.Thread(target=lambda: woken.put(flag.wait(30)))
+    other.start()
+    while other.is_alive() and not flag._gate.locked():
+        time.sleep(0.001)
+    flag._is_set = True  # the state in between, as it is when the one who was let in has raised
+    assert woken.get(timeout=20)
+    other.join()
