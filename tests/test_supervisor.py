@@ -139,10 +139,12 @@ def test_warnings_of_the_worker_are_logged(
     assert not list(runtime.glob("*.log"))
 
 
-def test_what_it_says_to_a_dead_trainer_is_kept(root: Path, caplog: pytest.LogCaptureFixture, runtime: Path) -> None:
+def test_what_it_says_to_a_dead_trainer_is_kept(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = (
         "from asyncckpt.worker import process; real = process.command();"
-        f"process.command = lambda: [real[0], {FAULTY!r}, 'write:orphan'];" + _SAVE
+        f"process.command = lambda: [real[0], {FAULTY!r}, 'write:orphan'];"
+        + _SAVE
+        + "import time; time.sleep(60)"  # not closing
     )
     ended = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=120)
     assert ended.returncode < 0

@@ -192,6 +192,49 @@ def batches(numbers: Sequence[int], places: Sequence[Place], most_bytes: int) ->
         yield batch
 
 
+class _SharedUnits:
+    """Units that several threads copy, each the next one that is left."""
+
+    def __init__(
+        self, units: Sequence[CopyUnit], tensors: Sequence[torch.Tensor], done: Callable[[CopyUnit], object]
+    ) -> None:
+        self._left = deque(units)
+        self._tensors, self._done = tensors, done
+        self._helping: set[int] = set()
+        self._one_has_ended: SimpleQueue[None] = SimpleQueue()
+        self.errors: list[BaseException] = []
+
+    def copy(self) -> None:
+        """Copy until none is left."""
+        while True:
+            try:
+                unit = self._left.popleft()
+            except IndexError:
+                return
+            unit.copy(self._tensors)
+            self._done(unit)
+
+    def help_copying(self) -> None:
+        """As ``copy``, on another thread than the caller's."""
+        me = threading.get_ident()
+        self._helping.add(me)
+        try:
+            self.copy()
+        except BaseException as error:
+            self._left.clear()
+            self.errors.append(error)
+        finally:
+            self._helping.discard(me)
+            self._one_has_ended.put(None)
+
+    def settle(self) -> None:
+        """Have no unit begun any more, and wait until none is being copied."""
+        self._left.clear()
+        while self._helping:
+            with contextlib.suppress(Empty):
+                self._one_has_ended.get(timeout=_LOOK_AGAIN_S)
+
+
 def copy_units(
     units: Sequence[CopyUnit],
     tensors: Sequence[torch.Tensor],
@@ -206,49 +249,18 @@ def copy_units(
         threads: Those that take part.
         done: Told of each unit when it is copied, by the thread that copied it.
     """
-    left = deque(units)
-    copying: set[int] = set()
-    one_has_ended: SimpleQueue[None] = SimpleQueue()
-    errors: list[BaseException] = []
-
-    def copy() -> None:
-        while True:
-            try:
-                unit = left.popleft()
-            except IndexError:
-                return
-            unit.copy(tensors)
-            done(unit)
-
-    def help_copying() -> None:
-        me = threading.get_ident()
-        copying.add(me)
-        try:
-            copy()
-        except BaseException as error:
-            left.clear()
-            errors.append(error)
-        finally:
-            copying.discard(me)
-            one_has_ended.put(None)
-
-    def settle() -> None:
-        left.clear()  # for a thread that begins later
-        while copying:
-            with contextlib.suppress(Empty):
-                one_has_ended.get(timeout=_LOOK_AGAIN_S)
-
+    shared = _SharedUnits(units, tensors, done)
     try:
         try:
             for _ in range(min(_THREADS, len(units)) - 1):
-                threads.run(help_copying)
-            copy()
+                threads.run(shared.help_copying)
+            shared.copy()
         finally:
-            settle()
+            shared.settle()
     finally:
-        settle()  # an exception out of a signal handler may have cut the first short
-    if errors:
-        raise errors.pop()
+        shared.settle()  # an exception out of a signal handler may have cut the first short
+    if shared.errors:
+        raise shared.errors.pop()
 
 
 def copy_threads() -> CopyThreads:
