@@ -144,7 +144,7 @@ def test_what_it_says_to_a_dead_trainer_is_kept(root: Path, caplog: pytest.LogCa
         "from asyncckpt.worker import process; real = process.command();"
         f"process.command = lambda: [real[0], {FAULTY!r}, 'write:orphan'];"
         + _SAVE
-        + "import time; time.sleep(60)"  # not closing
+        + "import time; time.sleep(60)"
     )
     ended = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=120)
     assert ended.returncode < 0
