@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver as server
 from pathlib import Path
 
 import psutil
@@ -44,6 +45,14 @@ def _open_files() -> set[str]:
 
 def _maps() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:asyncckpt")
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Iterator[None]:
+    """The process that ranks and trainers are forked from, so that each need not import torch."""
+    server.ensure_running()
+    yield
+    server._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture

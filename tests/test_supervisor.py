@@ -8,14 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from support.ranks import Job, serve
+from support.ranks import Job
 from support.workers import FAULTY, Faulty
 
 from asyncckpt import Checkpointer, Config
@@ -32,9 +31,7 @@ print(checkpointer._engine.worker.pid)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -142,9 +139,7 @@ def test_warnings_of_the_worker_are_logged(
 def test_what_it_says_to_a_dead_trainer_is_kept(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = (
         "from asyncckpt.worker import process; real = process.command();"
-        f"process.command = lambda: [real[0], {FAULTY!r}, 'write:orphan'];"
-        + _SAVE
-        + "import time; time.sleep(60)"
+        f"process.command = lambda: [real[0], {FAULTY!r}, 'write:orphan'];" + _SAVE + "import time; time.sleep(60)"
     )
     ended = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=120)
     assert ended.returncode < 0

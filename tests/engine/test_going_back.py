@@ -6,23 +6,19 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.ranks import alone, faulty, serve
+from support.ranks import alone, faulty
 from support.workers import Faulty
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointExistsError, DamagedCheckpointError, StorageError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def trainers() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def state(value: float = 0.0) -> dict[str, Any]:

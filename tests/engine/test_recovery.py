@@ -9,14 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from support.ranks import alone, say, serve
+from support.ranks import alone, say
 from support.workers import FAULTY, Faulty
 
 from asyncckpt.checkpointer import Checkpointer
@@ -33,9 +32,7 @@ from asyncckpt.worker.takeover import Takeover
 NUMBERS = 3_000_000
 
 
-@pytest.fixture(scope="module", autouse=True)
-def trainers() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _train(root: str, last: int, death: str, fault: str, linger: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import alone, faulty, serve
+from support.ranks import alone, faulty
 from support.workers import send_away
 
 from asyncckpt import cli
@@ -24,10 +24,7 @@ from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.root_lock import LOCK_NAME, RootLock
 from asyncckpt.worker.storage.file_system import lock_alone
 
-
-@pytest.fixture(scope="module", autouse=True)
-def trainers() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @pytest.fixture

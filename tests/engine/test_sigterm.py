@@ -7,21 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Job, say, serve
+from support.ranks import Job, say
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.loading.source import verify
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 TRAINER = """

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.ranks import run, serve
+from support.ranks import run
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,10 +18,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.worker.manifest import METADATA_NAME
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Pair(torch.Tensor):

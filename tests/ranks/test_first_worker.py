@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
-from support.ranks import Job, faulty, gated, run, say, serve
+from support.ranks import Job, faulty, gated, run, say
 from support.states import equal, replicas
 from support.workers import stop
 
@@ -25,9 +24,7 @@ from asyncckpt.worker import process as worker_process
 LONG_S = 90.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _config(when_busy: WhenBusy = "wait") -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.ranks import CONSTANT, QUICK, Job, faulty, gated, run, say, serve
+from support.ranks import CONSTANT, QUICK, Job, faulty, gated, run, say
 from support.states import equal, replicas
 
 from asyncckpt import Checkpointer, Config
@@ -25,10 +25,7 @@ from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
 from asyncckpt.worker.rounds import Rounds
 from asyncckpt.worker.store_connection import StoreConnection
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Counter:

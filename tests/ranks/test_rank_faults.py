@@ -6,14 +6,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
-from support.ranks import LIMIT_S, Job, faulty, say, serve
+from support.ranks import LIMIT_S, Job, faulty, say
 from support.states import equal, replicas
 
 from asyncckpt import Checkpointer, Config
@@ -24,10 +23,7 @@ from asyncckpt.ranks import group
 from asyncckpt.staging import slot_copy as staging
 from asyncckpt.worker import process as worker_process
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 # Short for what stalls, as it has to run into them. Nothing else may need them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import QUICK, run, serve
+from support.ranks import QUICK, run
 from support.states import equal, replicas
 
 import asyncckpt
@@ -22,10 +21,7 @@ from asyncckpt.loading import load as reader
 from asyncckpt.loading import progress
 from asyncckpt.loading.source import StorageSource
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _loads_nothing(root: str) -> str:

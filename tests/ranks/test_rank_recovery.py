@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Job, run, say, serve
+from support.ranks import Job, run, say
 from support.states import equal, replicas
 
 from asyncckpt.checkpointer import Checkpointer
@@ -20,10 +19,7 @@ from asyncckpt.config import Config
 from asyncckpt.worker import takeover as takeover
 from asyncckpt.worker.storage import complete_steps
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _state(step: int) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import QUICK, fsdp2_on_cpu, run, serve
+from support.ranks import QUICK, fsdp2_on_cpu, run
 from support.states import equal, replicas, stock_load
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
@@ -25,10 +24,7 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import dcp
 from asyncckpt.loading.source import StorageSource, read_manifest, verify
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Net(torch.nn.Module):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import CONSTANT, QUICK, run, serve
+from support.ranks import CONSTANT, QUICK, run
 from support.states import equal, replicas, stock_load
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -23,10 +22,7 @@ from asyncckpt.errors import StructureChangedError
 from asyncckpt.integrations import dcp
 from asyncckpt.loading.source import read_manifest
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _changing(root: str, config: Config, rank_that_changes: int) -> list[int]:

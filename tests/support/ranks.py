@@ -9,10 +9,9 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ fsdp2_on_cpu = pytest.mark.skipif(
 )
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.fsdp", "asyncckpt.checkpointer", "asyncckpt.integrations.dcp"])
+_context.set_forkserver_preload(["torch.distributed.fsdp", "asyncckpt.integrations.dcp", "asyncckpt.weights"])
 
 
 @dataclass
@@ -173,13 +172,6 @@ def _main(
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
-
-
-def serve() -> Iterator[None]:
-    """The body of a fixture: the process that the ranks are forked from, so that each need not import torch."""
-    forkserver.ensure_running()
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def faulty(fault: str) -> None:

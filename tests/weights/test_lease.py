@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.ranks import alone, say, serve
+from support.ranks import alone, say
 from support.weights import model, version_in
 
 from asyncckpt.config import Config
@@ -23,10 +22,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def test_nothing_is_copied_and_nothing_can_be_written(publisher: WeightPublisher) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ranks import fsdp2_on_cpu, run, serve
+from support.ranks import fsdp2_on_cpu, run
 from support.states import same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,10 +29,7 @@ from asyncckpt.shm import budget
 from asyncckpt.weights import offload as offload_module
 from asyncckpt.weights.offload import OffloadedParameters
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]

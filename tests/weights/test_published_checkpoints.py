@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import alone, run, say, serve
+from support.ranks import alone, run, say
 from support.states import same, small_state, zeros_like
 from support.weights import reads, sharded, whole
 from support.workers import Faulty
@@ -29,10 +28,7 @@ from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.lease import RankPublications
 from asyncckpt.worker.endpoint import endpoint_name
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def numbered(step: int) -> dict[str, Any]:

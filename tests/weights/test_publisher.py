@@ -11,7 +11,7 @@ import numpy
 import psutil
 import pytest
 import torch
-from support.ranks import alone, serve
+from support.ranks import alone
 from support.states import same
 from support.weights import model, version_in
 
@@ -26,10 +26,7 @@ from asyncckpt.errors import (
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.buffer import WeightBuffer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def test_versions_grow(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run, serve
+from support.ranks import run
 from support.weights import reads, sharded, whole
 from torch.distributed.tensor import DTensor
 
@@ -22,10 +21,7 @@ from asyncckpt.errors import (
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _publish_together(address: str) -> list[bool]:

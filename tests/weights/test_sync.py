@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 
 import pytest
 import torch
-from support.ranks import alone, say, serve
+from support.ranks import alone, say
 from torch import nn
 
 from asyncckpt.weights.offload import OffloadedParameters
 from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.sync import SyncMetrics, loaded, sync_with_offload
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def test_a_phase_that_did_not_take_place_is_zero() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nvrx_saves import is_there, plan
-from support.ranks import alone, run, say, serve
+from support.ranks import alone, run, say
 from support.segments import mapped_segments
 from support.states import small_state, stock_load
 from support.workers import Faulty
@@ -24,10 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncckpt.integrations import nvrx
 from asyncckpt.loading.source import verify
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def test_a_save_joins_what_is_in_its_folder(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nvrx_saves import OtherRequest, processes
-from support.ranks import alone, run, serve
+from support.ranks import alone, run
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.integrations import nvrx
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def test_any_function_runs_in_a_helper(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:

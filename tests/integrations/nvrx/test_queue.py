@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nvrx_saves import OtherRequest, is_there, plan, processes
-from support.ranks import alone, faulty, run, serve
+from support.ranks import alone, faulty, run
 from support.states import small_state, stock_load
 from support.workers import Faulty
 from torch.distributed.checkpoint.api import CheckpointException
@@ -27,10 +26,7 @@ from asyncckpt.integrations.nvrx import filesystem
 from asyncckpt.loading.source import verify
 from asyncckpt.worker import process as worker_process
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def test_several_under_way_are_finalized_in_order(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from support import ranks
 from support.broadcasts import BUCKET, SOON_S, Taken, both_ways, odd_weights, plain, share, told
-from support.ranks import serve
 from support.states import same
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -27,10 +26,7 @@ from asyncckpt.weights.broadcast.buckets import (
 from asyncckpt.weights.broadcast.sender import Broadcast
 from asyncckpt.weights.broadcast.transport import Buffers
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def arrives(local: bool) -> tuple[list[Broadcast], bool]:

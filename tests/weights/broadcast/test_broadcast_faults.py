@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from support import ranks
 from support.broadcasts import SOON_S, Taken, both_ways, odd_weights, plain, share, told
-from support.ranks import serve
 from support.states import same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,10 +19,7 @@ from asyncckpt.errors import CheckpointError, DamagedCheckpointError, RankFailed
 from asyncckpt.weights.broadcast import buckets, sender, transport
 from asyncckpt.weights.broadcast.broadcast import broadcast_weights, close_broadcasts, receive_weights
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def without_the_other_half() -> tuple[str, str, int | None]:

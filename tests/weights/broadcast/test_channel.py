@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from support import ranks
 from support.broadcasts import SOON_S, Taken, both_ways, odd_weights, share, told
-from support.ranks import serve
 from support.states import same
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError, RankFailedError
@@ -23,10 +22,7 @@ from asyncckpt.weights.broadcast import broadcast as broadcast_module
 from asyncckpt.weights.broadcast.broadcast import close_broadcasts
 from asyncckpt.weights.broadcast.channel import pack, unpack
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield from serve()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def is_killed(victim: int, local: bool, at: str) -> tuple[str, str, int | None]:
