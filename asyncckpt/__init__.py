@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from asyncckpt.integrations.dcp import save as save
     from asyncckpt.integrations.torch_file import torch_save as torch_save
     from asyncckpt.integrations.wrap import wrap_save as wrap_save
+    from asyncckpt.planning.per_rank import PerRank as PerRank
     from asyncckpt.publication import Publication as Publication
     from asyncckpt.save_handle import Save as Save
 
@@ -54,6 +55,7 @@ _MODULES = {
     "Checkpointer": "checkpointer",
     "Config": "config",
     "Loaded": "checkpointer",
+    "PerRank": "planning.per_rank",
     "Publication": "publication",
     "Save": "save_handle",
     "add_arguments": "config",

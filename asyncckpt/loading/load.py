@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from asyncckpt.errors import CheckpointError, MismatchError, located
+from asyncckpt.errors import CheckpointError, located
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import draft
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Source, StorageSource, is_stock
-from asyncckpt.planning.structure import has_stateful, state_of, stateful_types
+from asyncckpt.planning.per_rank import all_loaded_from
+from asyncckpt.planning.structure import give_states, stateful_to_dict
 from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.worker.storage import absolute, storage_for
 
@@ -64,9 +65,17 @@ def load(
     """
     path = absolute(path)
     ranks = False if no_dist else process_group
-    with _states(state_dict) as states, contextlib.ExitStack() as held, _without_gc(), _as_ours(path, ranks):
+    with contextlib.ExitStack() as held, _without_gc(), _as_ours(path, ranks):
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
-        found = on_all(lambda: source or _open(path, held), ranks)
+
+        def open_() -> Source | None:
+            found = source or _open(path, held)
+            metadata = lambda: _open_reader(path, found, bar, verify, weights_only).read_metadata()  # noqa: E731
+            held.enter_context(all_loaded_from(metadata, state_dict))
+            return found
+
+        found = on_all(open_, ranks)
+        states = held.enter_context(_states(state_dict))
         direct = on_all(lambda: draft(states, found, path, held) if planner is None and found else None, ranks)
         if all(gather(direct is not None, ranks)) and direct is not None:
             on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
@@ -79,35 +88,10 @@ def load(
 @contextlib.contextmanager
 def _states(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The values to fill, with states for ``Stateful`` ones; ``state_dict`` is given what they are in the end."""
-    top, deep = stateful_types(state_dict)
     keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
-    states = {key: state_of(state_dict[key], top | deep, deep) for key in keys}
+    states = dict(stateful_to_dict({key: state_dict[key] for key in keys}))
     yield states
-    _put(state_dict, states, top | deep, deep)
-
-
-def _put(container: Any, states: Any, kinds: Set[type], deep: Set[type]) -> None:
-    """Give each ``Stateful`` value of a container its state, and put the other values in their places.
-
-    Args:
-        container: The caller's, which stays what it is.
-        states: As ``state_of`` made them of it, and loaded.
-        kinds: The ``Stateful`` types of its values.
-        deep: Those of the values in these.
-
-    Raises ``MismatchError`` where a list has another length.
-    """
-    is_list = isinstance(container, list)
-    if is_list and len(states) != len(container):
-        raise MismatchError(f"a list of {len(container)} values with states is stored with {len(states)}")
-    for key in range(len(container)) if is_list else sorted(container, key=str):
-        value = container[key]
-        if type(value) in kinds:
-            value.load_state_dict(states[key])
-        elif has_stateful(value, deep):
-            _put(value, states[key], deep, deep)
-        else:
-            container[key] = states[key]
+    give_states(state_dict, states)
 
 
 def _open(path: str, held: contextlib.ExitStack) -> Source | None:

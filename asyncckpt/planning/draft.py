@@ -25,6 +25,7 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout, TensorSpec
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import CheckpointPlan, FlatCapture, PlannerCapture, StateDict, is_opaque, split_items
+from asyncckpt.planning.replicas import digests, warn_differing
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key, has_shards
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
@@ -100,8 +101,8 @@ class Draft:
         self._finals: list[SavePlan] = []
         self._metadata = Metadata({})
 
-    def local_plan(self) -> SavePlan:
-        """What this rank has."""
+    def local_plan(self) -> tuple[SavePlan, array[int]]:
+        """What this rank has, with digests of the values."""
         planner = self._planner
         with _planning():
             planner.set_up_planner(dict(self._state_dict), StorageMeta(), self._rank == 0)
@@ -114,11 +115,14 @@ class Draft:
                     name: _Opaque(name, value) if is_opaque(value) else value for name, value in self._flat.items()
                 }
             self._local = planner.create_local_plan()
-        return self._local
+            values = getattr(planner, "state_dict", {}) if self._flat is None else self._flat
+            return self._local, digests(self._local.items, values)
 
-    def global_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[SavePlan]:
         """First rank: who writes what."""
+        plans = [plan for plan, _ in found]
         with _planning():
+            warn_differing(plans, [its for _, its in found])
             self._finals, self._metadata = self._planner.create_global_plan(plans)
         return self._finals
 

@@ -17,6 +17,8 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from asyncckpt.errors import MismatchError
+
 # Of these types, a strided tensor is nothing but its bytes. A subclass may be anything.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 # The types of most values of a state dict: no need to ask whether they are ``Stateful``.
@@ -138,10 +140,10 @@ def stateful_to_dict(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     top, deep = stateful_types(state_dict)
     if not top and not deep:
         return state_dict
-    return {key: state_of(value, top | deep, deep) for key, value in state_dict.items()}
+    return {key: _state_of(value, top | deep, deep) for key, value in state_dict.items()}
 
 
-def state_of(value: Any, kinds: Set[type], deep: Set[type]) -> Any:
+def _state_of(value: Any, kinds: Set[type], deep: Set[type]) -> Any:
     """The state of a value.
 
     Args:
@@ -154,19 +156,48 @@ def state_of(value: Any, kinds: Set[type], deep: Set[type]) -> Any:
     """
     if type(value) in kinds:
         return value.state_dict()
-    if not has_stateful(value, deep):
+    if not _has_stateful(value, deep):
         return value
     if isinstance(value, list):
-        return [state_of(entry, deep, deep) for entry in value]
-    return {key: state_of(entry, deep, deep) for key, entry in value.items()}
+        return [_state_of(entry, deep, deep) for entry in value]
+    return {key: _state_of(entry, deep, deep) for key, entry in value.items()}
 
 
-def has_stateful(value: Any, kinds: Set[type]) -> bool:
+def _has_stateful(value: Any, kinds: Set[type]) -> bool:
     """Whether ``value`` is a container with a value of one of ``kinds`` in it, at any depth."""
     if not kinds or type(value) in PLAIN or not isinstance(value, (Mapping, list)):
         return False
     values = value if isinstance(value, list) else value.values()
-    return any(type(entry) in kinds or has_stateful(entry, kinds) for entry in values)
+    return any(type(entry) in kinds or _has_stateful(entry, kinds) for entry in values)
+
+
+def give_states(container: Any, states: Any) -> None:
+    """Give each ``Stateful`` value of a container its state, and put the other values in their places.
+
+    Args:
+        container: The caller's, which stays what it is.
+        states: As ``stateful_to_dict`` made them of it, and loaded.
+
+    Raises:
+        MismatchError: A list has another length.
+    """
+    top, deep = stateful_types(container)
+    _give_states(container, states, top | deep, deep)
+
+
+def _give_states(container: Any, states: Any, kinds: Set[type], deep: Set[type]) -> None:
+    """The same. ``kinds``: the ``Stateful`` types of its values; ``deep``: those of the values in these."""
+    is_list = isinstance(container, list)
+    if is_list and len(states) != len(container):
+        raise MismatchError(f"a list of {len(container)} values with states is stored with {len(states)}")
+    for key in range(len(container)) if is_list else sorted(container, key=str):
+        value = container[key]
+        if type(value) in kinds:
+            value.load_state_dict(states[key])
+        elif _has_stateful(value, deep):
+            _give_states(value, states[key], deep, deep)
+        else:
+            container[key] = states[key]
 
 
 class Structure:
