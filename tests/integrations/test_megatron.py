@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.peers import MEGATRON, NVRX, python
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 # The ranks of a job, each with megatron-core's own save and load.
 _RANKS = """
 import multiprocessing, os, sys, time, traceback, warnings

@@ -20,6 +20,8 @@ from support.workers import send_away
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 NEWEST = VERL[-1]
 
 Scenario = Callable[[Crew], None]

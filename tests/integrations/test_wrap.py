@@ -17,6 +17,8 @@ from asyncckpt import Save, add_arguments, wrap_save
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointExistsError
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 
 def options(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()

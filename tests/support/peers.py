@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-import subprocess
 import sys
+import tempfile
+import types
 from pathlib import Path
 
 import pytest
+
+from support.ranks import alone
 
 FOLDER = Path(sys.prefix) / "peers"
 NVRX = ("nvrx-0.4.1", "nvrx-0.6.0", "nvrx-0.7.0")
@@ -23,17 +27,28 @@ def peer(name: str) -> str:
     return str(folder)
 
 
-def python(code: str, *names: str, arguments: tuple[str, ...] = (), limit_s: float = 100) -> str:
-    """What a Python that finds the peers of these ``names`` prints when it runs ``code``; it must not fail."""
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, *map(peer, names)])
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
-    if done.returncode != 0:
-        pytest.fail(f"it ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    return done.stdout + done.stderr
+def python(code: str, *names: str, arguments: tuple[str, ...] = ()) -> str:
+    """What a Python that finds the peers of these ``names`` prints when it runs ``code``; it must not fail.
+
+    It is forked from a process that has imported torch, and as new in all else.
+    """
+    path = [str(Path(__file__).parents[2]), *map(peer, names)]
+    with tempfile.NamedTemporaryFile("r") as said:
+        exitcode, _ = alone(_run, code, path, arguments, said.name)
+        if exitcode != 0:
+            pytest.fail(f"it ended with {exitcode}:\n{said.read()}")
+        return said.read()
+
+
+def _run(code: str, path: list[str], arguments: tuple[str, ...], said: str) -> None:
+    fd = os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(fd, sys.stdout.fileno())
+    os.dup2(fd, sys.stderr.fileno())
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    sys.path[:0] = path
+    sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    finally:
+        atexit._run_exitfuncs()  # which a process of multiprocessing does not call

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from support.peers import NVRX, python
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 _GUARD = """
 import inspect, logging, sys, torch
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
