@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from asyncckpt.errors import CheckpointError, located
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
-from asyncckpt.loading.direct_load import draft
+from asyncckpt.loading.direct_load import DirectLoad, draft
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Source, StorageSource, is_stock
-from asyncckpt.planning.per_rank import all_loaded_from
+from asyncckpt.planning.per_rank import PerRank, per_rank_values
 from asyncckpt.planning.structure import give_states, stateful_to_dict
 from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.worker.storage import absolute, storage_for
@@ -63,35 +63,46 @@ def load(
         StorageError: Storage cannot be read.
         CheckpointError: A value fails to unpickle, or ``planner`` raises.
     """
-    path = absolute(path)
-    ranks = False if no_dist else process_group
+    path, ranks = absolute(path), False if no_dist else process_group
+    per_rank = per_rank_values(state_dict)
     with contextlib.ExitStack() as held, _without_gc(), _as_ours(path, ranks):
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
-
-        def open_() -> Source | None:
-            found = source or _open(path, held)
-            metadata = lambda: _open_reader(path, found, bar, verify, weights_only).read_metadata()  # noqa: E731
-            held.enter_context(all_loaded_from(metadata, state_dict))
-            return found
-
-        found = on_all(open_, ranks)
-        states = held.enter_context(_states(state_dict))
-        direct = on_all(lambda: draft(states, found, path, held) if planner is None and found else None, ranks)
-        if all(gather(direct is not None, ranks)) and direct is not None:
+        source = on_all(lambda: source or _open(path, held), ranks)
+        open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
+        on_all(lambda: _ask_for_stored(per_rank, open_reader, held), ranks)
+        states = _states(state_dict)
+        direct = None if planner is not None else _drafted_by_all(states, source, path, held, ranks)
+        if direct is not None:
             on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
         else:
-            reader = on_all(lambda: _open_reader(path, found, bar, verify, weights_only), ranks)
+            reader = on_all(open_reader, ranks)
             planner = planner or CheckingPlanner(path, weights_only=weights_only)
             load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
-
-
-@contextlib.contextmanager
-def _states(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The values to fill, with states for ``Stateful`` ones; ``state_dict`` is given what they are in the end."""
-    keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
-    states = dict(stateful_to_dict({key: state_dict[key] for key in keys}))
-    yield states
     give_states(state_dict, states)
+
+
+def _drafted_by_all(
+    states: dict[str, Any], source: Source | None, path: str, held: contextlib.ExitStack, ranks: Any
+) -> DirectLoad | None:
+    """How to load without DCP; None: some rank cannot."""
+    direct = on_all(lambda: draft(states, source, path, held) if source else None, ranks)
+    return direct if all(gather(direct is not None, ranks)) else None
+
+
+def _states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The values to fill, with states for ``Stateful`` ones."""
+    keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
+    return dict(stateful_to_dict({key: state_dict[key] for key in keys}))
+
+
+def _ask_for_stored(
+    per_rank: Mapping[str, PerRank], open_reader: Callable[[], StorageReader], held: contextlib.ExitStack
+) -> None:
+    """Have values of each rank's own ask for what the checkpoint has, as long as it is ``held``."""
+    if per_rank:
+        metadata = open_reader().read_metadata()
+        for name, value in per_rank.items():
+            held.enter_context(value.loaded_from(metadata, name))
 
 
 def _open(path: str, held: contextlib.ExitStack) -> Source | None:

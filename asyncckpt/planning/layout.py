@@ -14,7 +14,7 @@ import struct
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 from torch.serialization import skip_data
@@ -32,17 +32,14 @@ PAGE_ALIGNED_FROM = 1 << 20
 def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """What ``torch.save`` puts before and behind the bytes of a contiguous CPU tensor, whatever its values."""
     # The zip is written with zeros in the place of the data. The checksum in it is not that of the real bytes, but
-    # torch.load never looks at it. The tensor's memory, and that of the file, are never touched, however many gigabytes
-    # they have: torch seeks over the payload. (A fake tensor would have none, but importing what makes it takes 1.3 s.)
+    # torch.load never looks at it. The tensor, and the zip, are memory files full of holes, however many gigabytes they
+    # have: torch seeks over the payload. (A fake tensor would need no memory, but 1.3 s to import what makes it.)
     nbytes = math.prod(shape) * dtype.itemsize
-    try:
-        storage = torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise OutOfMemoryError(f"no {nbytes:,} bytes, to see how torch saves a tensor: {error}") from error
     strides = torch.empty(shape, device="meta").stride()
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
     try:
-        with os.fdopen(os.memfd_create("asyncckpt-envelope", os.MFD_CLOEXEC), "w+b") as file:
+        storage = _hole(nbytes)
+        tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+        with _memory_file() as file:
             with skip_data():
                 torch.save(tensor, file)
             file.flush()
@@ -59,6 +56,19 @@ def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]
         raise OutOfMemoryError(
             f"no memory file of {nbytes:,} bytes, to see how torch saves a tensor: {error}"
         ) from error
+
+
+def _hole(nbytes: int) -> torch.UntypedStorage:
+    with _memory_file() as file:
+        try:
+            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, nbytes=nbytes)
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+    return storage  # type: ignore[return-value]
+
+
+def _memory_file() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("asyncckpt-envelope", os.MFD_CLOEXEC), "w+b")
 
 
 class TensorSpec(NamedTuple):

@@ -61,7 +61,7 @@ class PerRank:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """For whoever loads: take over what is loaded."""
-        if self._stored is not None and callable(self._missing):
+        if callable(self._missing) and _name(*_rank()) not in state_dict:
             self.value = self._missing(list(state_dict.values()))
         else:
             holder = {"": self.value}
@@ -108,15 +108,10 @@ class PerRank:
             self._stored = None
 
 
-@contextlib.contextmanager
-def all_loaded_from(metadata: Callable[[], Metadata], state_dict: Any) -> Iterator[None]:
-    """The same for all that are in ``state_dict``. Raises ``MismatchError``, and what ``metadata`` does."""
-    found = list(_values(state_dict)) if PerRank in set().union(*stateful_types(state_dict)) else []
-    with contextlib.ExitStack() as fitted:
-        known = metadata() if found else Metadata({})
-        for name, value in found:
-            fitted.enter_context(value.loaded_from(known, name))
-        yield
+def per_rank_values(state_dict: Mapping[str, Any]) -> dict[str, PerRank]:
+    """All that are in ``state_dict``, by their names. Raises ``TypeError`` where it is no state dict."""
+    top, deep = stateful_types(state_dict)
+    return dict(_values(state_dict)) if PerRank in top | deep else {}
 
 
 def _values(container: Any, prefix: str = "") -> Iterator[tuple[str, PerRank]]:
