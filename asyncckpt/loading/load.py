@@ -69,15 +69,13 @@ def load(
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
         source = on_all(lambda: source or _open(path, held), ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
-        on_all(lambda: _ask_for_stored(per_rank, open_reader, held), ranks)
-        states = _states(state_dict)
+        states = on_all(lambda: _states(state_dict, per_rank, open_reader, held), ranks)
         direct = None if planner is not None else _drafted_by_all(states, source, path, held, ranks)
         if direct is not None:
             on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
         else:
-            reader = on_all(open_reader, ranks)
-            planner = planner or CheckingPlanner(path, weights_only=weights_only)
-            load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
+            dcps = {"storage_reader": on_all(open_reader, ranks), "process_group": process_group, "no_dist": no_dist}
+            load_by_dcp(states, planner=planner or CheckingPlanner(path, weights_only=weights_only), **dcps)
     give_states(state_dict, states)
 
 
@@ -89,20 +87,19 @@ def _drafted_by_all(
     return direct if all(gather(direct is not None, ranks)) else None
 
 
-def _states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The values to fill, with states for ``Stateful`` ones."""
-    keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
-    return dict(stateful_to_dict({key: state_dict[key] for key in keys}))
-
-
-def _ask_for_stored(
-    per_rank: Mapping[str, PerRank], open_reader: Callable[[], StorageReader], held: contextlib.ExitStack
-) -> None:
-    """Have values of each rank's own ask for what the checkpoint has, as long as it is ``held``."""
+def _states(
+    state_dict: dict[str, Any],
+    per_rank: Mapping[str, PerRank],
+    open_reader: Callable[[], StorageReader],
+    held: contextlib.ExitStack,
+) -> dict[str, Any]:
+    """The values to fill, with states for ``Stateful`` ones; those of each rank's own ask for what is there."""
     if per_rank:
         metadata = open_reader().read_metadata()
         for name, value in per_rank.items():
             held.enter_context(value.loaded_from(metadata, name))
+    keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
+    return dict(stateful_to_dict({key: state_dict[key] for key in keys}))
 
 
 def _open(path: str, held: contextlib.ExitStack) -> Source | None:
