@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from asyncckpt.config import Config
 from asyncckpt.errors import StructureChangedError, UnsavableStateError, WorkerDiedError
 from asyncckpt.planning.draft import flat_names, make_plan
-from asyncckpt.planning.plan import StateDict
+from asyncckpt.planning.plan import CheckpointPlan, StateDict
+from asyncckpt.planning.replicas import warn_differing
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
@@ -66,6 +68,8 @@ class PlanSelection:
     config: Config
     buffers: BufferPool
     supervisor: Supervisor
+    differing: set[str] = field(default_factory=set)
+    """First rank: the names under which ranks are known to have different values."""
 
     def for_state(self, wanted: StateToSave) -> Captured:
         """The memory and the tensors of a state dict, as all ranks have planned it.
@@ -113,19 +117,23 @@ class PlanSelection:
         """By a plan that all ranks have; None: all have to plan. With constant structure no rank is asked."""
         found: Captured | None = None
 
-        def find() -> int:
-            """The number of the plan; 0: there is none."""
+        def find() -> tuple[int, dict[str, int]]:
+            """The number of the plan, 0 where there is none, and digests of values that should be replicas."""
             nonlocal found
             wanted.check()
             kept = self.buffers.find(wanted.key(), lambda plan: plan.capture(wanted.state, wanted.planner), client)
             found = None if kept is None else Captured(*kept)
-            return 0 if found is None else found.buffer.plan.number
+            if found is None or not isinstance(plan := found.buffer.plan, CheckpointPlan):
+                return 0, {}
+            return plan.number, {} if wanted.group.alone else plan.replicas.digests(wanted.state)
 
-        def decide(plans: list[int]) -> list[bool]:
+        def decide(kept: list[tuple[int, dict[str, int]]]) -> list[bool]:
+            plans = [plan for plan, _ in kept]
+            warn_differing([each for _, each in kept], [array("Q", each.values()) for _, each in kept], self.differing)
             return [plans[0] > 0 and plans.count(plans[0]) == len(plans)] * len(plans)
 
         if wanted.group.alone or (self.config.assume_constant_structure and self.buffers.known):
-            if not find() and not wanted.group.alone:
+            if not find()[0] and not wanted.group.alone:
                 self._check_new(wanted)
             return found
         return found if wanted.group.ask_all("agree", wanted.number, find, decide) else None
@@ -143,7 +151,7 @@ class PlanSelection:
     def _planned_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured:
         """By a new plan, which takes the place of one for the same names in another form."""
         group, number, state, planner, _ = wanted
-        plan = make_plan(state, planner, group, number)
+        plan = make_plan(state, planner, group, number, None if group.alone else self.differing)
         made: list[StagingBuffer] = []
 
         def allocate() -> int:

@@ -25,13 +25,15 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout, TensorSpec
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import CheckpointPlan, FlatCapture, PlannerCapture, StateDict, is_opaque, split_items
-from asyncckpt.planning.replicas import digests, warn_differing
+from asyncckpt.planning.replicas import Replicas, digests, warn_differing
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key, has_shards
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
 
 
-def make_plan(state_dict: StateDict, planner: SavePlanner | None, group: Group, number: int) -> CheckpointPlan:
+def make_plan(
+    state_dict: StateDict, planner: SavePlanner | None, group: Group, number: int, differing: set[str] | None
+) -> CheckpointPlan:
     """Plan a state dict with all ranks. What any rank raises, all raise.
 
     Args:
@@ -39,6 +41,8 @@ def make_plan(state_dict: StateDict, planner: SavePlanner | None, group: Group, 
         planner: The user's own; None: DCP's default one.
         group: The ranks, which all call this.
         number: The number of the plan: new, and the same on all ranks.
+        differing: Under which names ranks are known, by the first, to have different values; it adds others. None: this
+            rank is alone.
 
     Returns:
         The plan of this rank's file.
@@ -47,7 +51,7 @@ def make_plan(state_dict: StateDict, planner: SavePlanner | None, group: Group, 
         UnsavableStateError: A value cannot be saved.
         RankFailedError, SaveTimeoutError: Another rank failed, or the ranks did not meet in time.
     """
-    draft = Draft(state_dict, _fresh(planner), group.rank)
+    draft = Draft(state_dict, _fresh(planner), group.rank, differing)
     final = group.ask_all("plan", number, draft.local_plan, draft.global_plans)
     metadata = group.ask_all("layout", number, partial(draft.lay_out, final, number), draft.metadata)
     draft.plan.metadata = metadata
@@ -85,16 +89,17 @@ _Places = tuple["array[int]", "array[int]", Sequence[MetadataIndex] | None]
 class Draft:
     """A plan being made, step by step, as all ranks take the steps together."""
 
-    def __init__(self, state_dict: StateDict, planner: SavePlanner, rank: int) -> None:
+    def __init__(self, state_dict: StateDict, planner: SavePlanner, rank: int, differing: set[str] | None) -> None:
         """Plan nothing yet.
 
         Args:
             state_dict: This rank's part, without ``Stateful`` values.
             planner: One that has planned no other state.
             rank: The number of this rank.
+            differing: As of ``make_plan``.
         """
         self.plan: CheckpointPlan  # from ``lay_out`` on; complete with the metadata
-        self._state_dict, self._planner, self._rank = state_dict, planner, rank
+        self._state_dict, self._planner, self._rank, self._differing = state_dict, planner, rank, differing
         self._flat: dict[str, Any] | None = None
         self._local = SavePlan([])
         # First rank: what all have, until it becomes the metadata.
@@ -116,13 +121,16 @@ class Draft:
                 }
             self._local = planner.create_local_plan()
             values = getattr(planner, "state_dict", {}) if self._flat is None else self._flat
-            return self._local, digests(self._local.items, values)
+            compared = self._local.items if self._differing is not None else []
+            return self._local, digests(values.get(item.index.fqn) for item in compared)
 
     def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[SavePlan]:
         """First rank: who writes what."""
         plans = [plan for plan, _ in found]
+        if self._differing is not None:
+            names = ((item.index.fqn for item in plan.items) for plan in plans)
+            warn_differing(names, [its for _, its in found], self._differing)
         with _planning():
-            warn_differing(plans, [its for _, its in found])
             self._finals, self._metadata = self._planner.create_global_plan(plans)
         return self._finals
 
@@ -145,16 +153,18 @@ class Draft:
         layout = DataLayout.lay_out(specs, stored.reserved)
         indexed = _index_items(layout, tensor_items, object_items)
         data = data_name(self._rank)
+        names = dict.fromkeys(item.index.fqn for item in self._local.items)
         self.plan = CheckpointPlan(
             number=number,
             layout=layout,
             objects=stored,
             fingerprint=Fingerprint(tensors, sorted(aliases.items())),
             values=values,
-            names=frozenset(item.index.fqn for item in self._local.items),
+            names=frozenset(names),
             data_name=data,
             index_head=Index.head(data, layout.nbytes, indexed),
             spans=spans((item.at for item in indexed), layout.nbytes),
+            replicas=Replicas(self._state_dict, () if self._differing is None else names),
         )
         tensor_places, object_places = iter(layout.tensors), iter(layout.objects)
         places = [next(object_places if item.type == WriteItemType.BYTE_IO else tensor_places) for item in items]

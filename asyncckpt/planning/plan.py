@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.objects import Raw, StoredObjects
+from asyncckpt.planning.replicas import Replicas
 from asyncckpt.planning.structure import (
     PLAIN,
     Fingerprint,
@@ -54,6 +55,7 @@ class CheckpointPlan:
     data_name: str
     index_head: bytes
     spans: array[int]
+    replicas: Replicas
     metadata: bytes = b""
 
     def capture(self, state_dict: StateDict, planner: SavePlanner | None = None) -> Sequence[torch.Tensor]:

@@ -6,23 +6,56 @@ import hashlib
 import logging
 import marshal
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
+
+from asyncckpt.planning.structure import Keys, leaf_keys
 
 logger = logging.getLogger(__name__)
 
 # Whose bytes are compared. What is larger is a weight, or what is made of one, and copying it from a device takes time.
 _SMALL_BYTES = 64 << 10
+# Of the saves after the plan, and how many values of each rank.
+_COMPARED_SAVES, _COMPARED_VALUES = 3, 64
 _SHOWN = 5
 
 
-def digests(items: Sequence[WriteItem], values: Mapping[str, Any]) -> array[int]:
-    """A number for the value of each of ``items``: equal for equal ones. 0 where that is not looked at."""
-    return array("Q", (_digest(values.get(item.index.fqn)) for item in items))
+def digests(values: Iterable[object]) -> array[int]:
+    """A number for each value: equal for equal ones. 0 where that is not looked at."""
+    return array("Q", map(_digest, values))
+
+
+class Replicas:
+    """A few small values, to be compared again in the next saves: what ranks begin with is often equal."""
+
+    def __init__(self, state_dict: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Look at those of ``names`` that are small, up to a limit."""
+        keys = {".".join(map(str, keys)): keys for keys in leaf_keys(state_dict)}
+        small = (name for name in names if name in keys and _is_small(_value(state_dict, keys[name])))
+        self._keys = {name: keys[name] for name in islice(small, _COMPARED_VALUES)}
+        self._left = _COMPARED_SAVES
+
+    def digests(self, state_dict: Mapping[str, Any]) -> dict[str, int]:
+        """As ``digests``, by the names; of nothing, once enough saves are compared."""
+        if not self._left:
+            return {}
+        self._left -= 1
+        return {name: _digest(_value(state_dict, keys)) for name, keys in self._keys.items()}
+
+
+def _value(state_dict: Any, keys: Keys) -> Any:
+    for key in keys:
+        state_dict = state_dict[key]
+    return state_dict
+
+
+def _is_small(value: object) -> bool:
+    """Whether its bytes are looked at, and not only its form."""
+    return bool(_bytes(value) if isinstance(value, torch.Tensor) else _digest(value))
 
 
 def _digest(value: object) -> int:
@@ -47,20 +80,21 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def warn_differing(plans: Sequence[SavePlan], digests: Sequence[array[int]]) -> None:
-    """Log the names under which ranks have different values, of which only one will be saved.
+def warn_differing(names: Iterable[Iterable[str]], digests: Sequence[array[int]], known: set[str]) -> None:
+    """Log the names under which ranks have different values, of which only one is saved.
 
     Args:
-        plans: Those of all ranks, before it is decided who saves what.
-        digests: Those of their items.
+        names: Those of the values of each rank.
+        digests: Those of its values.
+        known: Names that were logged before; those that are now are added.
     """
     found: dict[str, dict[int, list[int]]] = {}
-    for rank, (plan, mine) in enumerate(zip(plans, digests, strict=True)):
+    for rank, (its, mine) in enumerate(zip(names, digests, strict=True)):
         if rank and mine == digests[0]:
             continue  # as on nearly all ranks of nearly all jobs
-        for item, digest in zip(plan.items, mine, strict=True):
-            if digest:
-                found.setdefault(item.index.fqn, {}).setdefault(digest, []).append(rank)
+        for name, digest in zip(its, mine, strict=True):
+            if digest and name not in known:
+                found.setdefault(name, {}).setdefault(digest, []).append(rank)
     differing = {name: by_digest for name, by_digest in found.items() if len(by_digest) > 1}
     if differing:
         shown = ", ".join(f"{name!r} ({_ranks(by_digest)})" for name, by_digest in list(differing.items())[:_SHOWN])
@@ -72,6 +106,7 @@ def warn_differing(plans: Sequence[SavePlan], digests: Sequence[array[int]]) -> 
             shown,
             more,
         )
+    known.update(differing)
 
 
 def _ranks(by_digest: Mapping[int, list[int]]) -> str:

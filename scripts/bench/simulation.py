@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -166,9 +167,10 @@ def _plan(rank: int, world_size: int, items: int) -> SavePlan:
 
 def simulate_plan(world_size: int, items: int) -> tuple[float, float]:
     """What the first save costs the first rank's trainer: seconds, and bytes received for each rank."""
-    local = [pack(_plan(rank, world_size, items)) for rank in range(world_size)]
+    plans = [_plan(rank, world_size, items) for rank in range(world_size)]
+    local = [pack((plan, array("Q", range(1, len(plan.items) + 1)))) for plan in plans]
     places = [pack(([0] * items, [0] * items, None)) for _ in range(world_size)]
-    draft = Draft({}, DefaultSavePlanner(), 0)
+    draft = Draft({}, DefaultSavePlanner(), 0, set())
     begun = time.perf_counter()
     for answer in draft.global_plans([unpack(each) for each in local]):
         pack(answer)

@@ -160,16 +160,22 @@ def _save_what_differs(root: str) -> list[str]:
         "shape": torch.zeros(rank + 1),
         "at": {"position": 100 * rank},
     }
+    later = same | {"later": {"position": 0}}
     with Checkpointer(root, QUICK) as checkpointer:
         checkpointer.save(1, same).result(30)
+        checkpointer.prepare(later)
         assert not heard.messages
         for step in (2, 3):
             checkpointer.save(step, same | different).result(30)
+        for step in (4, 5, 6, 7):
+            later["later"]["position"] = step * rank
+            checkpointer.save(step, later).result(30)
     return heard.messages
 
 
 def test_values_that_differ_are_named(tmp_path: Path) -> None:
     first, *others = run(3, _save_what_differs, str(tmp_path / "root"), folder=tmp_path)
-    assert len(first) == 1 and not any(others)
+    assert len(first) == 2 and not any(others)
+    assert "1 values differ from rank to rank" in first[1] and "'later.position' (ranks 0 and 1)" in first[1]
     assert "6 values differ from rank to rank" in first[0] and "'rng' (ranks 0 and 1)" in first[0]
     assert "and 1 more; wrap what is of each rank's own in asyncckpt.PerRank" in first[0]
