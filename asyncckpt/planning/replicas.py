@@ -63,6 +63,8 @@ def _digest(value: object) -> int:
         return 0
     if isinstance(value, torch.Tensor):
         said: Any = (str(value.dtype), tuple(value.shape), _bytes(value))
+    elif getattr(value, "nbytes", 0) > _SMALL_BYTES or (isinstance(value, bytes | str) and len(value) > _SMALL_BYTES):
+        return 0
     else:
         said = value
     try:
