@@ -16,6 +16,8 @@ from typing import TypeAlias
 from asyncckpt.errors import VersionError
 from asyncckpt.shm.slots import PublishedVersion
 
+_WEIGHTS = "weights\n"
+
 VersionState: TypeAlias = tuple[int, int, bool, int]
 """What a rank knows of versions: the least epoch there can be now, the last version, whether they had been rolled
 back; and the epoch that it proposes."""
@@ -100,9 +102,20 @@ class Versions:
 
 def job_of_weights(address: str) -> str:
     """The job of a ``WeightPublisher`` with that ``address``, any text."""
-    return f"weights\n{address}"
+    return f"{_WEIGHTS}{address}"
 
 
 def job_of_checkpoints(root: str | os.PathLike[str], job_id: str | None) -> str:
     """The job of a ``Checkpointer``, see ``Config.job_id``."""
     return f"{os.path.realpath(os.fspath(root))}\n{job_id or ''}"
+
+
+def facts_of_job(job: str | None) -> dict[str, str | None]:
+    """What a job is, by name: its ``address``, or its ``root`` and ``job_id``. None: of saves that go anywhere."""
+    facts: dict[str, str | None] = {"root": None, "job_id": None, "address": None}
+    if job is not None and job.startswith(_WEIGHTS):
+        facts["address"] = job.removeprefix(_WEIGHTS)
+    elif job is not None:
+        facts["root"], _, job_id = job.partition("\n")
+        facts["job_id"] = job_id or None
+    return facts

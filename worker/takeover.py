@@ -165,7 +165,7 @@ class ReaderClient:
 
     def published(self) -> tuple[PublishedSegment, ...]:
         """Where something is published now."""
-        answer: PublishedSegments = _ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
+        answer: PublishedSegments = ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
         return answer.published
 
     def open_segment(self, number: int) -> Segment:
@@ -211,7 +211,7 @@ def is_leaving(endpoint: str, timeout: float) -> bool:
 
 
 def _inspect(connection: Connection, timeout: float) -> TrainerAlive | Inventory:
-    answer: TrainerAlive | Inventory = _ask(connection, Inspect(), timeout, TrainerAlive, Inventory)
+    answer: TrainerAlive | Inventory = ask(connection, Inspect(), timeout, TrainerAlive, Inventory)
     return answer
 
 
@@ -225,7 +225,19 @@ def _take_segments(connection: Connection, inventory: Inventory, timeout: float)
     return segments
 
 
-def _ask(connection: Connection, question: object, timeout: float, *expected: type) -> Any:
+def ask(connection: Connection, question: object, timeout: float, *expected: type) -> Any:
+    """Ask a worker, and wait for its answer.
+
+    Args:
+        connection: To its endpoint.
+        question: One of ``messages.py``.
+        timeout: Seconds.
+        expected: The classes that the answer may be of.
+
+    Raises:
+        SaveTimeoutError: It does not answer.
+        EOFError, OSError: It has left.
+    """
     send(connection, question)
     _await_answer(connection, timeout)
     answer = receive(connection)
