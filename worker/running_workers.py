@@ -120,7 +120,7 @@ def _look(process: psutil.Process, said: CommandLine) -> RunningWorker | None:
         if state == psutil.STATUS_ZOMBIE:
             return None
         is_stopped = state == psutil.STATUS_STOPPED
-        status, trouble = (None, "it does nothing") if is_stopped else _ask(process.pid, said)
+        status, trouble = (None, "by a signal") if is_stopped else _ask(process.pid, said)
         has_trainer = _may_have_trainer(process.pid, said.trainer, created) if status is None else status.has_trainer
         nbytes = _shared_memory(process.pid)
     except psutil.Error:
