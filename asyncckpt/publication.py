@@ -17,10 +17,11 @@ from asyncckpt.errors import VersionError
 from asyncckpt.shm.slots import PublishedVersion
 
 _WEIGHTS = "weights\n"
+_NOTHING = PublishedVersion(0, -1, rolled_back=False, ranks=0)
 
-VersionState: TypeAlias = tuple[int, int, bool, int]
-"""What a rank knows of versions: the least epoch there can be now, the last version, whether they had been rolled
-back; and the epoch that it proposes."""
+VersionState: TypeAlias = tuple[int, int, int, bool, int]
+"""What a rank knows of versions: the least epoch there can be now, the last version that counts, the last one that
+readers may have had, whether they had been rolled back; and the epoch that it proposes."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,25 @@ class Versions:
     def __init__(self) -> None:
         self._epoch = 0
         self._newest = -1
+        self._newest_read = -1  # it is greater where the checkpoint of that version was removed
         self._least_epoch = 0
         self._rolled_back = False
 
-    def inherit(self, last: PublishedVersion | None) -> None:
-        """Go on after ``last``, of a trainer before this one."""
-        if last is not None and self._epoch == 0:
-            self._newest, self._least_epoch, self._rolled_back = last.version, last.epoch + 1, last.rolled_back
+    def inherit(self, published: Mapping[PublishedVersion, bool]) -> None:
+        """Go on after a trainer before this one.
+
+        Args:
+            published: What it has published, and whether that counts: a version whose checkpoint was removed does not.
+                Readers may have had it all the same.
+        """
+        if published and self._epoch == 0:
+            last = max(published)
+            self._newest = max((each for each, counts in published.items() if counts), default=_NOTHING).version
+            self._newest_read, self._least_epoch, self._rolled_back = last.version, last.epoch + 1, last.rolled_back
 
     def note(self, published: PublishedVersion) -> None:
         """It is published: from now on it is the last one."""
-        self._newest = published.version
+        self._newest = self._newest_read = published.version
 
     def admit(
         self, version: int, ranks: int, gather: Callable[[VersionState], list[VersionState]], *, roll_back: bool
@@ -79,24 +88,25 @@ class Versions:
         first = self._epoch == 0
         if not first:
             self._check(version, roll_back=roll_back)
-        if first or version <= self._newest:
+        if first or version <= self._newest_read:
             # By the clock, so that it grows even where nothing is left of the trainer before this one.
             proposed = max(time.time_ns(), self._epoch + 1)
-            said = gather((self._least_epoch, self._newest, self._rolled_back, proposed))
+            said = gather((self._least_epoch, self._newest, self._newest_read, self._rolled_back, proposed))
             if first:
                 # That trainer may have died when only some of its ranks had published: all have to know of that.
-                self._least_epoch, self._newest, self._rolled_back, _ = max(said)
+                self._least_epoch, self._newest, self._newest_read, self._rolled_back, _ = max(said)
                 self._check(version, roll_back=roll_back)
             self._epoch = max(self._least_epoch, *(epoch for *_, epoch in said))
             # Who goes on after one that has gone back: a reader may have missed that one.
-            self._rolled_back = self._rolled_back or version <= self._newest
+            self._rolled_back = self._rolled_back or version <= self._newest_read
         return PublishedVersion(self._epoch, version, self._rolled_back, ranks)
 
     def _check(self, version: int, *, roll_back: bool) -> None:
         if version <= self._newest and not roll_back:
+            who = " by the process before this one, whose worker still has it" if self._epoch == 0 else ""
             raise VersionError(
-                f"version {version} is not newer than {self._newest}, the last one published; if the training has gone"
-                " back, publish it with roll_back=True"
+                f"version {version} is not newer than {self._newest}, the last one published{who}; if the training has"
+                " gone back, or begins anew, publish it with roll_back=True"
             )
 
 

@@ -31,6 +31,7 @@ from asyncckpt.worker.messages import (
     receive,
     send,
 )
+from asyncckpt.worker.storage.history import was_removed
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +103,17 @@ class Takeover:
             time.sleep(_POLL_S)
         return None
 
-    def last_published(self) -> PublishedVersion | None:
-        """The newest version that was published in the segments of the images."""
-        found: list[PublishedVersion] = []
+    def published_versions(self) -> dict[PublishedVersion, bool]:
+        """What is published in the segments of the images, and whether its checkpoint was not removed."""
+        found: dict[PublishedVersion, bool] = {}
+        places = {(each.request.segment, each.request.slot): each for each in self.images}
         for number, layout in {each.request.segment: each.layout for each in self.images}.items():
             table = SlotTable(self.segments[number].view)
-            found += table.publications(len(layout.slots))
+            for version, slot in table.publications(len(layout.slots)).items():
+                image = places.get((number, slot))
+                found[version] = image is None or not (image.committed and was_removed(image.request))
             table.close()
-        return max(found, default=None)
+        return found
 
     def retire(self, timeout: float) -> None:
         """Have the worker leave once all is written, and wait for that. What is mapped here stays.

@@ -337,7 +337,7 @@ class Engine:
         """The worker of a trainer before this one is there: this goes on where that one was."""
         if predecessor is not None:
             self._memory = HeldImages(self._job or "", predecessor.segments, predecessor.images)
-            self._versions.inherit(predecessor.last_published())
+            self._versions.inherit(predecessor.published_versions())
 
     def _detach_buffers(self) -> None:
         """Let go of the memory, which has lost its worker."""

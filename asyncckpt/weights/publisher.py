@@ -189,7 +189,8 @@ class WeightPublisher:
                 control = predecessor.segments[each.segment]
                 images = [predecessor.segments[number] for number in each.layout.slots]
                 self._buffers.append(WeightBuffer(control, images, client, self._config.timeout))
-            self._versions.inherit(max((last for buffer in self._buffers for last in buffer.published()), default=None))
+            # It has no folder that somebody could remove: all of it counts until its worker has left.
+            self._versions.inherit({version: True for buffer in self._buffers for version in buffer.published()})
         for buffer in self._buffers:
             buffer.hand_over(client)
 
