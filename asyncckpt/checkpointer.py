@@ -29,11 +29,12 @@ from asyncckpt.loading.memory_source import HeldImages, MemorySource, choose_in_
 from asyncckpt.loading.source import find_step, read_manifest, settled_step
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints
-from asyncckpt.ranks.collectives import from_first, gather
+from asyncckpt.ranks.collectives import check_same, from_first, gather
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import Existing, HeldImage
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
+from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import absolute, complete_steps, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, older_step, origin_of
 
@@ -182,25 +183,33 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it cannot be read.
             JobTakenError: The root is of another ``Config.job_id``.
+            RankFailedError: The ranks do not load the same step.
             MismatchError, UntrustedValueError: The state does not fit it, or a value could run code.
         """
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
         begun = time.perf_counter()
-        from_first(partial(check_job, self.root, self.config.job_id), self._process_group)
+        number = self._asked_by_all(step)
         ranks, progress = self._process_group, self.config.progress
         fill = partial(
             load, state_dict, verify=verify, weights_only=weights_only, process_group=ranks, progress=progress
         )
-        step = None if step is None else _whole(step)
-        found = self._load_from_memory(fill, step) if memory else None
+        found = self._load_from_memory(fill, number) if memory else None
         source: Literal["memory", "storage"] = "storage" if found is None else "memory"
         if found is None:
-            found = self._load_from_storage(fill, step, fallback=fallback)
+            found = self._load_from_storage(fill, number, fallback=fallback)
         self._origin = from_first(partial(origin_of, self.root, found), self._process_group)
         self.loaded = Loaded(found, source, time.perf_counter() - begun)
         logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)
         return found
+
+    def _asked_by_all(self, step: SupportsIndex | None) -> int | None:
+        """The step that all ranks are to load, and may."""
+        number = None if step is None else _whole(step)
+        words = "loads the newest step" if number is None else f"loads step {number}"
+        check_same(Call(words, words), self._process_group)
+        from_first(partial(check_job, self.root, self.config.job_id), self._process_group)
+        return number
 
     def _load_from_storage(self, fill: Callable[..., None], step: int | None, *, fallback: bool) -> int:
         found = from_first(partial(find_step, self.root, step, self.config.timeout), self._process_group)

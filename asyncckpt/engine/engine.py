@@ -37,6 +37,7 @@ from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.root_claim import Claim
+from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import absolute, storage_for
 from asyncckpt.worker.takeover import Takeover
 
@@ -143,13 +144,13 @@ class Engine:
 
         Then no rank saves anything. With ``Config.failure="warn"`` all but ``ClosedError`` comes from the handle.
         """
-
         retention = retention or Retention(existing=existing)
 
         def capture(save: SaveOperation) -> Captured:
             check = partial(self._saves.check_place, save, retention.existing)
             state = stateful_to_dict(state_dict)
-            return self._plans.for_state(StateToSave(save.group, save.number, state, planner, check))
+            call = Call.of_save(step, str(save.path))
+            return self._plans.for_state(StateToSave(save.group, save.number, state, planner, call, check))
 
         return self._carry_out(absolute(path), step, retention, capture)
 

@@ -21,11 +21,13 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.staging.buffer import BufferPool, StagingBuffer
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.rounds import Call, check_same_call
 
 logger = logging.getLogger(__name__)
 
 # How long the end of a worker may take to be noticed.
 _NOTICE_S = 2.0
+_PREPARES = Call("prepares a save", "prepare")
 
 
 class StateToSave(NamedTuple):
@@ -37,6 +39,8 @@ class StateToSave(NamedTuple):
     """This rank's part, without ``Stateful`` values."""
     planner: SavePlanner | None
     """DCP's or the user's; None: DCP's default."""
+    call: Call = _PREPARES
+    """What this rank does, which all others have to do, too."""
     check: Callable[[], object] = lambda: None
     """What it raises on any rank is raised on all, before anything is planned."""
 
@@ -113,19 +117,22 @@ class PlanSelection:
         """By a plan that all ranks have; None: all have to plan. With constant structure no rank is asked."""
         found: Captured | None = None
 
-        def find() -> int:
-            """The number of the plan; 0: there is none."""
+        def find() -> tuple[int, Call]:
+            """The number of the plan, 0 where there is none, and what it is for."""
             nonlocal found
             wanted.check()
             kept = self.buffers.find(wanted.key(), lambda plan: plan.capture(wanted.state, wanted.planner), client)
             found = None if kept is None else Captured(*kept)
-            return 0 if found is None else found.buffer.plan.number
+            return 0 if found is None else found.buffer.plan.number, wanted.call
 
-        def decide(plans: list[int]) -> list[bool]:
+        def decide(said: list[tuple[int, Call]]) -> list[bool]:
+            check_same_call([call for _, call in said])
+            plans = [plan for plan, _ in said]
             return [plans[0] > 0 and plans.count(plans[0]) == len(plans)] * len(plans)
 
         if wanted.group.alone or (self.config.assume_constant_structure and self.buffers.known):
-            if not find() and not wanted.group.alone:
+            find()
+            if found is None and not wanted.group.alone:
                 self._check_new(wanted)
             return found
         return found if wanted.group.ask_all("agree", wanted.number, find, decide) else None
@@ -142,7 +149,7 @@ class PlanSelection:
 
     def _planned_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured:
         """By a new plan, which takes the place of one for the same names in another form."""
-        group, number, state, planner, _ = wanted
+        group, number, state, planner = wanted[:4]
         plan = make_plan(state, planner, group, number)
         made: list[StagingBuffer] = []
 
