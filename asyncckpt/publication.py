@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 from asyncckpt.errors import VersionError
 from asyncckpt.shm.slots import PublishedVersion
@@ -80,11 +80,11 @@ class Versions:
 
         Raises:
             VersionError: It is not newer.
-            ValueError: It is no version at all.
+            TypeError, ValueError: It is no version at all.
         """
-        version = operator.index(version)
-        if not 0 <= version < 1 << 63:
-            raise ValueError(f"a version is a number from 0 on, of 63 bits, not {version}")
+        version = whole_number(version, "version")
+        if version >= 1 << 63:
+            raise ValueError(f"a version is a number of 63 bits, not {version}")
         first = self._epoch == 0
         if not first:
             self._check(version, roll_back=roll_back)
@@ -108,6 +108,28 @@ class Versions:
                 f"version {version} is not newer than {self._newest}, the last one published{who}; if the training has"
                 " gone back, or begins anew, publish it with roll_back=True"
             )
+
+
+def whole_number(value: SupportsIndex, what: str) -> int:
+    """A step or a version, which may be of numpy or a tensor, as what can be written down anywhere.
+
+    Args:
+        value: It.
+        what: What it is, for the error.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is below 0.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError("a bool")
+        number = operator.index(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a {what} is a whole number, not {value!r}") from error
+    if number < 0:
+        raise ValueError(f"a {what} is a number from 0 on, not {number}")
+    return number
 
 
 def job_of_weights(address: str) -> str:

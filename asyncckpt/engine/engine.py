@@ -68,7 +68,7 @@ class Engine:
             job: By this text a trainer in the place of a dead one finds its worker; None: it leaves with its trainer.
             claim: The folder that no other job is to save to meanwhile; None: there is none.
         """
-        self.config = config or Config.from_env()
+        self.config = Config.given(config)
         self._job = job
         self._new_group = partial(Group, self.config, process_group, alone=alone)
         self._group: Group | None = None

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.002
+_TAKES = "publish takes a state dict, or pairs of name and tensor"
 
 
 class WeightPublisher:
@@ -70,7 +71,7 @@ class WeightPublisher:
         self.address = address
         self._slots = slots
         self._when_busy = when_busy
-        self._config = config or Config.from_env()
+        self._config = Config.given(config)
         self._sharding = Sharding(process_group)
         self._supervisor = Supervisor(
             self._config,
@@ -303,5 +304,7 @@ class WeightPublisher:
 def _check(weights: object, dtype: object) -> None:
     if isinstance(weights, torch.nn.Module):
         raise TypeError("publish takes a state dict: give it module.state_dict()")
+    if isinstance(weights, (str, bytes, type, torch.Tensor)) or not isinstance(weights, Iterable):
+        raise TypeError(f"{_TAKES}, and this is a {type(weights).__name__}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")
