@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import signal
 import time
@@ -28,12 +27,13 @@ from asyncckpt.loading.load import load
 from asyncckpt.loading.memory_source import HeldImages, MemorySource, choose_in_memory
 from asyncckpt.loading.source import find_step, read_manifest, settled_step
 from asyncckpt.planning.plan import StateDict
-from asyncckpt.publication import Publication, job_of_checkpoints
-from asyncckpt.ranks.collectives import from_first, gather
+from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
+from asyncckpt.ranks.collectives import check_same, from_first, gather
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import Existing, HeldImage
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
+from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import absolute, complete_steps, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, older_step, origin_of
 
@@ -78,9 +78,7 @@ class Checkpointer:
             StorageError: The folder cannot be made, or is an address.
             ValueError: A variable of the environment makes no sense.
         """
-        if not isinstance(config, Config | None):
-            raise TypeError(f"config is a Config, not a {type(config).__name__}: Config(keep_last=3), say")
-        config = config or Config.from_env()
+        config = Config.given(config)
         self.root = absolute(root)
         try:
             os.makedirs(self.root, exist_ok=True)
@@ -123,7 +121,7 @@ class Checkpointer:
         that nobody was told of; then nothing was saved, and the next save may work. (With ``Config.failure="warn"``
         none but ``ClosedError``: the handle has it.)
         """
-        step = _whole(step)
+        step = whole_number(step, "step")
         retention = _retention(self.config, self._origin, self.root, step)
         self._newest = self._engine.save(step_folder(self.root, step), state_dict, step=step, retention=retention)
         return self._newest
@@ -146,6 +144,8 @@ class Checkpointer:
         Raises:
             VersionError: The version is not newer than the last one. Also raises as ``save`` does.
         """
+        if not isinstance(save, Save):
+            raise TypeError(f"publish takes the handle that save has returned, not a {type(save).__name__}")
         number = save.step if version is None else version
         if number is None:
             raise ValueError("a save without a step needs a version")
@@ -182,25 +182,33 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it cannot be read.
             JobTakenError: The root is of another ``Config.job_id``.
+            RankFailedError: The ranks do not load the same step.
             MismatchError, UntrustedValueError: The state does not fit it, or a value could run code.
         """
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
         begun = time.perf_counter()
-        from_first(partial(check_job, self.root, self.config.job_id), self._process_group)
+        number = self._asked_by_all(step)
         ranks, progress = self._process_group, self.config.progress
         fill = partial(
             load, state_dict, verify=verify, weights_only=weights_only, process_group=ranks, progress=progress
         )
-        step = None if step is None else _whole(step)
-        found = self._load_from_memory(fill, step) if memory else None
+        found = self._load_from_memory(fill, number) if memory else None
         source: Literal["memory", "storage"] = "storage" if found is None else "memory"
         if found is None:
-            found = self._load_from_storage(fill, step, fallback=fallback)
+            found = self._load_from_storage(fill, number, fallback=fallback)
         self._origin = from_first(partial(origin_of, self.root, found), self._process_group)
         self.loaded = Loaded(found, source, time.perf_counter() - begun)
         logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)
         return found
+
+    def _asked_by_all(self, step: SupportsIndex | None) -> int | None:
+        """The step that all ranks are to load, and may."""
+        number = None if step is None else whole_number(step, "step")
+        words = "loads the newest step" if number is None else f"loads step {number}"
+        check_same(Call(words, words), self._process_group)
+        from_first(partial(check_job, self.root, self.config.job_id), self._process_group)
+        return number
 
     def _load_from_storage(self, fill: Callable[..., None], step: int | None, *, fallback: bool) -> int:
         found = from_first(partial(find_step, self.root, step, self.config.timeout), self._process_group)
@@ -340,19 +348,6 @@ class Checkpointer:
             self._close(linger=issubclass(kind, Exception))
         except CheckpointError as trouble:
             logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
-
-
-def _whole(step: SupportsIndex) -> int:
-    """``step``, which may be of numpy or a tensor, as what can be written down anywhere."""
-    try:
-        if isinstance(step, bool):
-            raise TypeError("a bool")
-        number = operator.index(step)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"a step is a whole number, not {step!r}") from error
-    if number < 0:
-        raise ValueError(f"a step is 0 or more, not {number}")
-    return number
 
 
 def _retention(config: Config, origin: Origin | None, root: str, step: int) -> Retention:

@@ -1,4 +1,4 @@
-"""The command line: ``asyncckpt ls``, ``inspect``, ``verify`` and ``demo``.
+"""The command line: ``asyncckpt ls``, ``inspect``, ``verify``, ``workers`` and ``demo``.
 
 What we have written is looked at without torch, and without reading a pickle.
 """
@@ -23,7 +23,9 @@ from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCh
 from asyncckpt.loading.contents import Value, checkpoints_at, contents
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import is_stock, read_manifest, verify
+from asyncckpt.publication import facts_of_job
 from asyncckpt.worker.manifest import Manifest
+from asyncckpt.worker.running_workers import RunningWorker, end_worker, running_workers
 
 _GOOD, _DAMAGED, _UNUSABLE = 0, 1, 2
 
@@ -83,8 +85,34 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command("inspect", _inspect, "show what is in a checkpoint; of a folder of them, in the newest")
     inspect.add_argument("--shards", action="store_true", help="show the shards of each tensor, and where they are")
     command("verify", _verify, "check every byte of checkpoints, and name the files and tensors that are bad")
+    _add_workers(commands)
     commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")
     return parser
+
+
+def _add_workers(commands: Any) -> None:
+    text = "list the workers of this user on this host, or end some of them"
+    added = commands.add_parser(
+        "workers",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. A worker ends by itself when its trainer closes, or, where that has"
+        " died, after Config.linger seconds. Exits with 0 if all is good, and with 2 if a worker is not there, or does"
+        " not end.",
+        epilog="examples: asyncckpt workers; asyncckpt workers --end 4711",
+    )
+    added.add_argument(
+        "--end", metavar="ID", nargs="+", type=int, help="end these, when they have written what is left"
+    )
+    added.add_argument(
+        "--force",
+        action="store_true",
+        help="with --end: kill them, also where a trainer lives; what is not written is lost",
+    )
+    added.add_argument(
+        "--timeout", metavar="S", type=float, default=60.0, help="with --end: seconds to wait for each (60)"
+    )
+    added.add_argument("--json", action="store_true", help="print JSON")
+    added.set_defaults(run=_workers, paths=[None])
 
 
 class _Answers:
@@ -112,13 +140,13 @@ class _Answers:
         self._rows.append(cells)
 
     @contextlib.contextmanager
-    def about(self, path: str) -> Iterator[None]:
-        """What goes wrong with ``path`` is said, and does not keep the others from being looked at."""
+    def about(self, what: str, kind: str = "path") -> Iterator[None]:
+        """What goes wrong with ``what`` is said, and does not keep the others from being looked at."""
         try:
             yield
         except CheckpointError as error:
             self.fail(_DAMAGED if isinstance(error, DamagedCheckpointError) else _UNUSABLE)
-            self.add({"path": error.path or path, "error": error.message})
+            self.add({kind: error.path or what, "error": error.message})
             if not self.is_json:
                 print(f"asyncckpt: {error}", file=sys.stderr)
 
@@ -217,6 +245,59 @@ def _verify(answers: _Answers, given: str, args: argparse.Namespace) -> None:
                 answers.fail(_DAMAGED if damages else _GOOD)
                 if not damages:
                     answers.line(f"{report.path}: good, {_size(report.nbytes)}")
+
+
+def _workers(answers: _Answers, _: None, args: argparse.Namespace) -> None:
+    found = running_workers()
+    if args.end is not None:
+        for number in args.end:
+            with answers.about(str(number), "id"):
+                worker = next((each for each in found if each.pid == number), None)
+                if worker is None:
+                    raise CheckpointError(f"no worker of this user on this host has the id {number}")
+                end_worker(worker, args.timeout, force=args.force)
+                answers.add({"id": number, "ended": True})
+                answers.line(f"the worker {number} has ended")
+        return
+    headers = ("id", "rank", "of", "trainer", "memory", "age", "does")
+    for each in found:
+        said, status = each.command_line, each.status
+        job = facts_of_job(said.options.job)
+        trainer = f"{said.trainer}{'' if each.has_trainer else ' (gone)'}"
+        age = f"{datetime.timedelta(seconds=int(each.age))}"
+        answers.row(headers, each.pid, said.options.rank, _of(job), trainer, _size(each.nbytes), age, _does(each))
+        facts: dict[str, Any] = {"id": each.pid, "rank": said.options.rank, **job, "trainer": said.trainer}
+        facts |= {"has_trainer": each.has_trainer, "bytes": each.nbytes, "age_s": each.age, "does": each.doing}
+        facts |= {"lingers_s": status and status.lingers, "saving": list(status.saving) if status else None}
+        answers.add(facts | {"leaving": status and status.leaving, "trouble": each.trouble})
+    answers.line(_number(len(found), "worker"))
+
+
+def _of(job: dict[str, str | None]) -> str:
+    """What a worker is for, in a cell."""
+    if job["address"] is not None:
+        return f"weights at {job['address']!r}"
+    if job["root"] is None:
+        return "saves to anywhere"
+    return job["root"] + (f" (job {job['job_id']})" if job["job_id"] else "")
+
+
+def _does(worker: RunningWorker) -> str:
+    """What a worker does and waits for, in a cell."""
+    status = worker.status
+    if status is None:
+        return f"{worker.doing}: {worker.trouble}"
+    match worker.doing:
+        case "serving":
+            return "waits for its trainer"
+        case "writing":
+            more = f", and {len(status.saving) - 1} more" if len(status.saving) > 1 else ""
+            then = "" if worker.has_trainer else ", then leaves" if status.leaving else ", then lingers"
+            return f"writes {status.saving[0]}{more}{then}"
+        case "lingering":
+            return f"lingers for another trainer, {status.lingers:.0f} s more"
+        case _:
+            return "leaves"
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:

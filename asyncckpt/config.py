@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import numbers
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 WhenBusy = Literal["wait", "skip", "latest"]
@@ -101,6 +102,13 @@ class Config:
     """The worker's I/O scheduling class: ``none`` (as the trainer's), ``best-effort`` (its lowest level), ``idle``."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            kind, *others = str(field.type).split(" | ")
+            value = getattr(self, field.name)
+            if kind in _KINDS and not (value is None and others):
+                wanted, words = _KINDS[kind]
+                if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
+                    raise TypeError(f"Config.{field.name} is {words}, not {value!r}")
         checks = {
             "slots": self.slots is None or 1 <= self.slots <= 16,
             "when_busy": self.when_busy in get_args(WhenBusy),
@@ -120,6 +128,15 @@ class Config:
         for name, good in checks.items():
             if not good:
                 raise ValueError(f"Config.{name} cannot be {getattr(self, name)!r}; see its description")
+
+    @classmethod
+    def given(cls, config: Config | None) -> Config:
+        """``config``, or, where that is None, what the environment says. Raises ``TypeError`` where it is no such
+        thing, ``ValueError`` as ``from_env``.
+        """
+        if not isinstance(config, Config | None):
+            raise TypeError(f"config is a Config, not a {type(config).__name__}: Config(keep_last=3), say")
+        return cls.from_env() if config is None else config
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Config:
@@ -212,6 +229,13 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
 }
 
 # By their names in ``Config``.
+# What fields of a type take, and in words.
+_KINDS: dict[str, tuple[type, str]] = {
+    "int": (numbers.Integral, "a whole number"),
+    "float": (numbers.Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a text"),
+}
 _OPTIONS = {
     "assume_constant_structure": _Option(
         "--ckpt-assume-constant-structure",

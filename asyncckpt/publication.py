@@ -11,14 +11,17 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 from asyncckpt.errors import VersionError
 from asyncckpt.shm.slots import PublishedVersion
 
-VersionState: TypeAlias = tuple[int, int, bool, int]
-"""What a rank knows of versions: the least epoch there can be now, the last version, whether they had been rolled
-back; and the epoch that it proposes."""
+_WEIGHTS = "weights\n"
+_NOTHING = PublishedVersion(0, -1, rolled_back=False, ranks=0)
+
+VersionState: TypeAlias = tuple[int, int, int, bool, int]
+"""What a rank knows of versions: the least epoch there can be now, the last version that counts, the last one that
+readers may have had, whether they had been rolled back; and the epoch that it proposes."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,25 @@ class Versions:
     def __init__(self) -> None:
         self._epoch = 0
         self._newest = -1
+        self._newest_read = -1  # it is greater where the checkpoint of that version was removed
         self._least_epoch = 0
         self._rolled_back = False
 
-    def inherit(self, last: PublishedVersion | None) -> None:
-        """Go on after ``last``, of a trainer before this one."""
-        if last is not None and self._epoch == 0:
-            self._newest, self._least_epoch, self._rolled_back = last.version, last.epoch + 1, last.rolled_back
+    def inherit(self, published: Mapping[PublishedVersion, bool]) -> None:
+        """Go on after a trainer before this one.
+
+        Args:
+            published: What it has published, and whether that counts: a version whose checkpoint was removed does not.
+                Readers may have had it all the same.
+        """
+        if published and self._epoch == 0:
+            last = max(published)
+            self._newest = max((each for each, counts in published.items() if counts), default=_NOTHING).version
+            self._newest_read, self._least_epoch, self._rolled_back = last.version, last.epoch + 1, last.rolled_back
 
     def note(self, published: PublishedVersion) -> None:
         """It is published: from now on it is the last one."""
-        self._newest = published.version
+        self._newest = self._newest_read = published.version
 
     def admit(
         self, version: int, ranks: int, gather: Callable[[VersionState], list[VersionState]], *, roll_back: bool
@@ -69,40 +80,74 @@ class Versions:
 
         Raises:
             VersionError: It is not newer.
-            ValueError: It is no version at all.
+            TypeError, ValueError: It is no version at all.
         """
-        version = operator.index(version)
-        if not 0 <= version < 1 << 63:
-            raise ValueError(f"a version is a number from 0 on, of 63 bits, not {version}")
+        version = whole_number(version, "version")
+        if version >= 1 << 63:
+            raise ValueError(f"a version is a number of 63 bits, not {version}")
         first = self._epoch == 0
         if not first:
             self._check(version, roll_back=roll_back)
-        if first or version <= self._newest:
+        if first or version <= self._newest_read:
             # By the clock, so that it grows even where nothing is left of the trainer before this one.
             proposed = max(time.time_ns(), self._epoch + 1)
-            said = gather((self._least_epoch, self._newest, self._rolled_back, proposed))
+            said = gather((self._least_epoch, self._newest, self._newest_read, self._rolled_back, proposed))
             if first:
                 # That trainer may have died when only some of its ranks had published: all have to know of that.
-                self._least_epoch, self._newest, self._rolled_back, _ = max(said)
+                self._least_epoch, self._newest, self._newest_read, self._rolled_back, _ = max(said)
                 self._check(version, roll_back=roll_back)
             self._epoch = max(self._least_epoch, *(epoch for *_, epoch in said))
             # Who goes on after one that has gone back: a reader may have missed that one.
-            self._rolled_back = self._rolled_back or version <= self._newest
+            self._rolled_back = self._rolled_back or version <= self._newest_read
         return PublishedVersion(self._epoch, version, self._rolled_back, ranks)
 
     def _check(self, version: int, *, roll_back: bool) -> None:
         if version <= self._newest and not roll_back:
+            who = " by the process before this one, whose worker still has it" if self._epoch == 0 else ""
             raise VersionError(
-                f"version {version} is not newer than {self._newest}, the last one published; if the training has gone"
-                " back, publish it with roll_back=True"
+                f"version {version} is not newer than {self._newest}, the last one published{who}; if the training has"
+                " gone back, or begins anew, publish it with roll_back=True"
             )
+
+
+def whole_number(value: SupportsIndex, what: str) -> int:
+    """A step or a version, which may be of numpy or a tensor, as what can be written down anywhere.
+
+    Args:
+        value: It.
+        what: What it is, for the error.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is below 0.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError("a bool")
+        number = operator.index(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a {what} is a whole number, not {value!r}") from error
+    if number < 0:
+        raise ValueError(f"a {what} is a number from 0 on, not {number}")
+    return number
 
 
 def job_of_weights(address: str) -> str:
     """The job of a ``WeightPublisher`` with that ``address``, any text."""
-    return f"weights\n{address}"
+    return f"{_WEIGHTS}{address}"
 
 
 def job_of_checkpoints(root: str | os.PathLike[str], job_id: str | None) -> str:
     """The job of a ``Checkpointer``, see ``Config.job_id``."""
     return f"{os.path.realpath(os.fspath(root))}\n{job_id or ''}"
+
+
+def facts_of_job(job: str | None) -> dict[str, str | None]:
+    """What a job is, by name: its ``address``, or its ``root`` and ``job_id``. None: of saves that go anywhere."""
+    facts: dict[str, str | None] = {"root": None, "job_id": None, "address": None}
+    if job is not None and job.startswith(_WEIGHTS):
+        facts["address"] = job.removeprefix(_WEIGHTS)
+    elif job is not None:
+        facts["root"], _, job_id = job.partition("\n")
+        facts["job_id"] = job_id or None
+    return facts

@@ -166,6 +166,8 @@ class Supervisor:
                 start_timeout=config.start_timeout,
                 linger=config.linger,
                 endpoint=endpoint,
+                job=self._job,
+                rank=rank,
             )
         )
         try:

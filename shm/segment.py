@@ -91,7 +91,7 @@ class Segment:
                 raise
             segment = cls(fd, nbytes)
         except (MemoryError, OSError) as error:
-            raise _out_of_memory(nbytes, error) from error
+            raise _out_of_memory(nbytes, refusal(error)) from error
         try:
             if touch:
                 segment.touch()
@@ -186,6 +186,15 @@ def _mapped(fd: int, nbytes: int, *, writable: bool) -> memoryview:
     weakref.finalize(pages, _libc.munmap, address, nbytes).atexit = False  # threads may still copy then
     view = memoryview(pages).cast("B")
     return view if writable else view.toreadonly()
+
+
+def refusal(error: BaseException) -> str:
+    """Why the kernel has refused a memory file, and what to do."""
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return (
+            "it is larger than this process may make a file (ulimit -f), which holds for memory too: raise that limit"
+        )
+    return str(error)
 
 
 def _out_of_memory(nbytes: int, why: object) -> OutOfMemoryError:

@@ -21,6 +21,7 @@ from support.workers import Faulty
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -302,6 +303,19 @@ def test_places(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: Any = {"keep_last": 3}
     with pytest.raises(TypeError, match=r"a Config, not a dict"):
         Checkpointer(root, wrong)
+    with pytest.raises(TypeError, match=r"a Config, not a dict"):
+        Engine(wrong)
+
+
+def test_publish_takes_a_handle_and_a_version(checkpointer: Checkpointer) -> None:
+    save: Any = checkpointer.save(1, {"w": torch.ones(3)})
+    wrong: Any
+    for wrong in (1, save.path, None):
+        with pytest.raises(TypeError, match="publish takes the handle that save has returned, not a"):
+            checkpointer.publish(wrong)
+    for wrong in (1.5, True, "1"):
+        with pytest.raises(TypeError, match="a version is a whole number"):
+            checkpointer.publish(save, wrong)
 
 
 def test_a_save_while_the_interpreter_ends_is_made(root: Path) -> None:

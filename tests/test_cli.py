@@ -94,7 +94,7 @@ def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_shows_examples() -> None:
-    for command in ("ls", "inspect", "verify", "demo"):
+    for command in ("ls", "inspect", "verify", "workers", "demo"):
         done = subprocess.run(
             [sys.executable, "-m", "asyncckpt", command, "--help"], capture_output=True, text=True, check=True
         )
@@ -152,6 +152,13 @@ def test_what_megatron_has_on_its_command_line_stays_as_it_is() -> None:
     args = parser.parse_args(["--async-ckpt-use-cpu-shm"])
     assert args.async_ckpt_use_cpu_shm is True and is_switched_on(args, {})
     assert Config.from_args(args, {}) == Config(io_class="idle")
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 1.5}, {"timeout": "3"}, {"overlap": "no"}, {"job_id": 7}, {"nice": True}])
+def test_what_is_of_another_type_is_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(TypeError, match=f"Config.{name} is .*, not {wrong[name]!r}"):
+        Config(**wrong)
 
 
 WRONG = [{"slots": 0}, {"when_busy": "never"}, {"timeout": 0}, {"nice": 20}, {"keep_last": 0}]

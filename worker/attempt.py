@@ -23,6 +23,7 @@ import xxhash
 from asyncckpt.errors import CheckpointError, StorageError, StructureChangedError
 from asyncckpt.worker import archive
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name, storage_meta
+from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.segment_layout import CheckpointLayout, Region, TorchFileLayout
 from asyncckpt.worker.staged_image import ImageFile, StagedImage, write_image
 from asyncckpt.worker.storage.history import time_of_creation
@@ -136,11 +137,13 @@ class CheckpointAttempt(Attempt):
         if self.request.rank == 0:
             tail = storage_meta(self.request.path, self.request.attempt)
             files[METADATA_NAME] = self._write_small(METADATA_NAME, self._region(layout.metadata)[:-1], tail)
-        report = {"files": files, "write_s": round(self.timings["write_s"], 6), "plan": self.request.plan}
+        call = Call.of_save(self.request.step, self.request.path)
+        report = {"files": files, "write_s": round(self.timings["write_s"], 6), "plan": self.request.plan, "call": call}
         return json.dumps(report).encode()
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
         request = self.request
+        check_same_call([Call(*report["call"]) for report in reports])  # with constant structure nobody has asked
         self._check_plans(reports)
         files = {name: facts for report in reports for name, facts in report["files"].items()}
         slowest = {"slowest_write_s": max(each["write_s"] for each in reports)}

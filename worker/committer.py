@@ -117,6 +117,7 @@ class Committer:
         self._patience = Patience(_PATIENCE_S)
         self._lock = threading.Lock()
         self._open: dict[int, Attempt | None] = {}
+        self._paths: dict[int, str] = {}  # of those that are open, or just being ended
         self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
         # Storage may take its time to remove, and no commit waits for that.
         self._last_step: int | None = None
@@ -141,6 +142,7 @@ class Committer:
         self._patience.renew()
         with self._lock:
             self._open[request.save_id] = None
+            self._paths[request.save_id] = request.path
         self._queue.put((request, time.monotonic() + request.timeout))
 
     def can_succeed(self, request: WriteRequest) -> bool:
@@ -152,6 +154,11 @@ class Committer:
         """Whether no save is open."""
         with self._lock:
             return not self._open
+
+    def paths(self) -> tuple[str, ...]:
+        """Where the saves go that have not ended."""
+        with self._lock:
+            return tuple(self._paths.values())
 
     def written(self, attempt: Attempt, report: bytes) -> None:
         """This rank's part of a save is durable."""
@@ -203,6 +210,8 @@ class Committer:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             self._end(*entry)
+            with self._lock:
+                del self._paths[entry[0].save_id]
 
     def _prune(self) -> None:
         """Remove what retention does not keep, until told to end."""

@@ -32,7 +32,7 @@ _MEMORY = ".memory"
 _LOG_BYTES = 10_000
 _PAUSE_S = 0.1
 # How long a worker may take to accept a connection.
-_CONNECT_S = 10
+_CONNECT_S = 10.0
 
 
 def endpoint_name(job: str, rank: int) -> str:
@@ -204,13 +204,19 @@ def endpoint_names() -> list[str]:
     return []
 
 
-def connect(name: str) -> Connection | None:
-    """A connection to the worker that has ``name``, if there is one of this user that accepts it within ten seconds."""
+def connect(name: str, timeout: float = _CONNECT_S, runtime: str | None = None) -> Connection | None:
+    """A connection to the worker that has ``name``, if there is one of this user that accepts it.
+
+    Args:
+        name: That of the endpoint.
+        timeout: Seconds that it may take to accept.
+        runtime: The runtime folder; None: that of this process.
+    """
     with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-        folder = held.enter_context(_opened_folder(make=False))
+        folder = held.enter_context(_opened_folder(make=False, path=runtime))
         peer = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # Where the worker is stopped and its backlog is full, this would last as long as that.
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECT_S, 0))
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
         peer.connect(_path(folder, name))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         if _is_ours(peer):
@@ -219,8 +225,8 @@ def connect(name: str) -> Connection | None:
 
 
 @contextlib.contextmanager
-def _opened_folder(*, make: bool) -> Iterator[int]:
-    folder = _open_folder(make=make)
+def _opened_folder(*, make: bool, path: str | None = None) -> Iterator[int]:
+    folder = _open_folder(make=make, path=path)
     try:
         yield folder
     finally:
@@ -232,9 +238,9 @@ def _serve(peer: socket.socket, answer: Callable[[Connection], None]) -> None:
         answer(connection)
 
 
-def _open_folder(*, make: bool) -> int:
-    """The runtime folder, opened, if it is this user's alone. Raises ``OSError``."""
-    path = runtime_folder()
+def _open_folder(*, make: bool, path: str | None = None) -> int:
+    """The runtime folder (at ``path``), opened, if it is this user's alone. Raises ``OSError``."""
+    path = path or runtime_folder()
     if make:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from multiprocess.connection import Connection
 from multiprocess.reduction import send_handle
@@ -48,8 +49,12 @@ class EndpointService:
         self._lock = threading.Lock()
         self._connected = 0
         self._last_left = 0.0
+        self._lingers_since: float | None = None
+        self._lingers_for = 0.0
         # A plain flag, because a signal handler may set it.
         self._retired = False
+        self.paths_of_saves: Callable[[], tuple[str, ...]] = tuple
+        """Says where the saves go that have not ended."""
 
     def open(self) -> None:
         """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` where there cannot be one."""
@@ -78,12 +83,16 @@ class EndpointService:
         """Wait for somebody to take over what is held, until ``seconds`` after the last process has left."""
         if not self._find_endpoint(seconds):
             return
-        begun = time.monotonic()
-        while self._segment_store.holds_anything() and not self._retired:
-            with self._lock:
-                if not self._connected and time.monotonic() - max(begun, self._last_left) > seconds:
-                    return
+        self._lingers_since, self._lingers_for = time.monotonic(), seconds
+        while self._segment_store.holds_anything() and not self._retired and self._lingers() > 0:
             time.sleep(min(_POLL_S, seconds))
+
+    def _lingers(self) -> float:
+        """For how many seconds more, as long as nobody else comes."""
+        with self._lock:
+            if self._connected or self._lingers_since is None:
+                return self._lingers_for
+            return max(self._lingers_since, self._last_left) + self._lingers_for - time.monotonic()
 
     def _find_endpoint(self, seconds: float) -> bool:
         """Take the endpoint, if the trainer died before it could ask for that. Returns whether this worker has it.
@@ -110,12 +119,14 @@ class EndpointService:
 
     def _answer(self, peer: Connection) -> None:
         """Answer a process until it leaves. Raises ``EOFError`` or ``OSError`` when it does."""
+        while isinstance(message := receive(peer), messages.AskStatus):  # who only looks keeps no worker
+            send(peer, self._status())
         with self._lock:
             self._connected += 1
         numbers: tuple[int, ...] = ()
         try:
             while True:
-                match receive(peer):
+                match message:
                     case messages.Inspect():
                         numbers = self._show(peer)
                     case messages.TakeSegments():
@@ -127,10 +138,16 @@ class EndpointService:
                         send(peer, messages.PublishedSegments(self._segment_store.published()))
                     case messages.OpenSegment(number):
                         self._send_read_only(peer, number)
+                message = receive(peer)
         finally:
             with self._lock:
                 self._connected -= 1
                 self._last_left = time.monotonic()
+
+    def _status(self) -> messages.WorkerStatus:
+        has_trainer = self._segment_store.has_trainer()
+        lingers = None if self._lingers_since is None or self._retired else max(0.0, self._lingers())
+        return messages.WorkerStatus(os.getpid(), has_trainer, self.paths_of_saves(), lingers, self._retired)
 
     def _show(self, peer: Connection) -> tuple[int, ...]:
         """Tell what is held. Returns the numbers of the segments it is in."""

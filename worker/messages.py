@@ -40,6 +40,11 @@ One that reads published weights:
     worker   PublishedSegments            something is published in these segments; their header pages say what
     client   OpenSegment
     worker   descriptor                   of one segment, for reading alone
+
+One that lists workers, which keeps none of them from leaving:
+
+    client   AskStatus
+    worker   WorkerStatus                 this is what I do, and wait for
 """
 
 from __future__ import annotations
@@ -338,6 +343,26 @@ class OpenSegment:
     """Answered by a descriptor of that ``segment``, or by an end of file where it was released."""
 
     segment: int
+
+
+class AskStatus:
+    """Tell what you do."""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """What a worker does, and waits for.
+
+    ``has_trainer``: its trainer lives, as far as it knows, and may ask for more. ``saving``: where the saves go that
+    have not ended. ``lingers``: for how many seconds more it waits for somebody to take over what it holds; None: it
+    does not, yet or any more. ``leaving``: it was told to retire.
+    """
+
+    worker: int
+    has_trainer: bool
+    saving: tuple[str, ...]
+    lingers: float | None
+    leaving: bool
 
 
 FromTrainer = Question | Join | Begin | Staged | Release | Close

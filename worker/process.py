@@ -10,16 +10,20 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from multiprocess.connection import Connection, wait
 
 from asyncckpt.errors import WorkerDiedError
+from asyncckpt.worker.endpoint import runtime_folder
 from asyncckpt.worker.messages import Ready, receive
 
 _LAST_WORDS_BYTES = 4096
 _END_S = 1.0  # what a process may take to end after its socket is closed
+# By this a worker's command line is known among all others.
+_MARK = {"program": "asyncckpt worker"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,10 @@ class WorkerOptions:
     linger: float = 0.0
     endpoint: str | None = None
     """Where others find it, see ``endpoint.py``; None: nowhere, and it never lingers."""
+    job: str | None = None
+    """What it is for, as its trainer says it (see ``publication.py``); for those who list workers."""
+    rank: int = 0
+    """The rank of its trainer."""
 
 
 class WorkerProcess:
@@ -59,8 +67,9 @@ class WorkerProcess:
         _started.add(self)
 
     def _start(self, options: WorkerOptions, fd: int) -> subprocess.Popen[bytes]:
+        said = asdict(options) | _MARK | {"fd": fd, "trainer": os.getpid(), "runtime": runtime_folder()}
         return subprocess.Popen(
-            [*command(), json.dumps(asdict(options) | {"fd": fd, "trainer": os.getpid()})],
+            [*command(), json.dumps(said)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
@@ -177,6 +186,29 @@ def run_module(name: str) -> list[str]:
 
 def _module_folders() -> list[str]:
     return [os.path.abspath(entry) for entry in sys.path if os.path.exists(entry or os.curdir)]
+
+
+class CommandLine(NamedTuple):
+    """What the command line of a worker says. ``trainer``: the process that started it. ``runtime``: the folder that
+    its endpoint is in.
+    """
+
+    options: WorkerOptions
+    trainer: int
+    runtime: str
+
+
+def parse(command_line: Sequence[str]) -> CommandLine | None:
+    """What is said by the command line of a process; None: it is no worker."""
+    try:
+        said = json.loads(command_line[-1])
+        if any(said.pop(name) != value for name, value in _MARK.items()):
+            return None
+        del said["fd"]
+        trainer, runtime = int(said.pop("trainer")), str(said.pop("runtime"))
+        return CommandLine(WorkerOptions(**said), trainer, runtime)
+    except (IndexError, ValueError, AttributeError, KeyError, TypeError):  # as of any other process, or another version
+        return None
 
 
 def command() -> list[str]:

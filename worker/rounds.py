@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, decode, encode
 from asyncckpt.worker.messages import Rendezvous
@@ -308,6 +309,29 @@ def grace(timeout: float) -> float:
 def round_name(kind: str, number: int) -> str:
     """The name of the round of save ``number``; the number is the same on all ranks."""
     return f"{kind}-{number}"
+
+
+class Call(NamedTuple):
+    """What a rank does, in ``words``, and ``key``: what has to be the same on all ranks."""
+
+    words: str
+    key: str
+
+    @classmethod
+    def of_save(cls, step: int | None, path: str) -> Call:
+        """Of a save. Its folder may stand elsewhere on other hosts, so only its name has to be the same."""
+        return cls(f"saves to {path}" if step is None else f"saves step {step}", f"{step} {os.path.basename(path)}")
+
+
+def check_same_call(calls: Sequence[Call]) -> None:
+    """Raise ``RankFailedError`` for the first rank that does something else than rank 0. ``calls``: in their order."""
+    for rank, call in enumerate(calls):
+        if call.key != calls[0].key:
+            raise RankFailedError(
+                f"rank 0 {calls[0].words}, and rank {rank} {call.words}: all ranks have to make the same calls in the"
+                " same order",
+                rank=rank,
+            )
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -191,6 +191,10 @@ class SegmentStore:
             if not keep:
                 self._images.clear()
 
+    def has_trainer(self) -> bool:
+        """Whether the trainer is there, as far as is known."""
+        return not self._trainer_is_gone
+
     def holds_anything(self) -> bool:
         """Whether there is an image, or something published, that somebody may come for."""
         with self._lock:

@@ -31,6 +31,7 @@ from asyncckpt.worker.messages import (
     receive,
     send,
 )
+from asyncckpt.worker.storage.history import was_removed
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +103,17 @@ class Takeover:
             time.sleep(_POLL_S)
         return None
 
-    def last_published(self) -> PublishedVersion | None:
-        """The newest version that was published in the segments of the images."""
-        found: list[PublishedVersion] = []
+    def published_versions(self) -> dict[PublishedVersion, bool]:
+        """What is published in the segments of the images, and whether its checkpoint was not removed."""
+        found: dict[PublishedVersion, bool] = {}
+        places = {(each.request.segment, each.request.slot): each for each in self.images}
         for number, layout in {each.request.segment: each.layout for each in self.images}.items():
             table = SlotTable(self.segments[number].view)
-            found += table.publications(len(layout.slots))
+            for version, slot in table.publications(len(layout.slots)).items():
+                image = places.get((number, slot))
+                found[version] = image is None or not (image.committed and was_removed(image.request))
             table.close()
-        return max(found, default=None)
+        return found
 
     def retire(self, timeout: float) -> None:
         """Have the worker leave once all is written, and wait for that. What is mapped here stays.
@@ -165,7 +169,7 @@ class ReaderClient:
 
     def published(self) -> tuple[PublishedSegment, ...]:
         """Where something is published now."""
-        answer: PublishedSegments = _ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
+        answer: PublishedSegments = ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
         return answer.published
 
     def open_segment(self, number: int) -> Segment:
@@ -211,7 +215,7 @@ def is_leaving(endpoint: str, timeout: float) -> bool:
 
 
 def _inspect(connection: Connection, timeout: float) -> TrainerAlive | Inventory:
-    answer: TrainerAlive | Inventory = _ask(connection, Inspect(), timeout, TrainerAlive, Inventory)
+    answer: TrainerAlive | Inventory = ask(connection, Inspect(), timeout, TrainerAlive, Inventory)
     return answer
 
 
@@ -225,7 +229,19 @@ def _take_segments(connection: Connection, inventory: Inventory, timeout: float)
     return segments
 
 
-def _ask(connection: Connection, question: object, timeout: float, *expected: type) -> Any:
+def ask(connection: Connection, question: object, timeout: float, *expected: type) -> Any:
+    """Ask a worker, and wait for its answer.
+
+    Args:
+        connection: To its endpoint.
+        question: One of ``messages.py``.
+        timeout: Seconds.
+        expected: The classes that the answer may be of.
+
+    Raises:
+        SaveTimeoutError: It does not answer.
+        EOFError, OSError: It has left.
+    """
     send(connection, question)
     _await_answer(connection, timeout)
     answer = receive(connection)

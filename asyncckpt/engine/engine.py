@@ -37,6 +37,7 @@ from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.root_claim import Claim
+from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import absolute, storage_for
 from asyncckpt.worker.takeover import Takeover
 
@@ -67,7 +68,7 @@ class Engine:
             job: By this text a trainer in the place of a dead one finds its worker; None: it leaves with its trainer.
             claim: The folder that no other job is to save to meanwhile; None: there is none.
         """
-        self.config = config or Config.from_env()
+        self.config = Config.given(config)
         self._job = job
         self._new_group = partial(Group, self.config, process_group, alone=alone)
         self._group: Group | None = None
@@ -143,13 +144,13 @@ class Engine:
 
         Then no rank saves anything. With ``Config.failure="warn"`` all but ``ClosedError`` comes from the handle.
         """
-
         retention = retention or Retention(existing=existing)
 
         def capture(save: SaveOperation) -> Captured:
             check = partial(self._saves.check_place, save, retention.existing)
             state = stateful_to_dict(state_dict)
-            return self._plans.for_state(StateToSave(save.group, save.number, state, planner, check))
+            call = Call.of_save(step, str(save.path))
+            return self._plans.for_state(StateToSave(save.group, save.number, state, planner, call, check))
 
         return self._carry_out(absolute(path), step, retention, capture)
 
@@ -337,7 +338,7 @@ class Engine:
         """The worker of a trainer before this one is there: this goes on where that one was."""
         if predecessor is not None:
             self._memory = HeldImages(self._job or "", predecessor.segments, predecessor.images)
-            self._versions.inherit(predecessor.last_published())
+            self._versions.inherit(predecessor.published_versions())
 
     def _detach_buffers(self) -> None:
         """Let go of the memory, which has lost its worker."""

@@ -23,11 +23,13 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.staging.buffer import BufferPool, StagingBuffer
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.rounds import Call, check_same_call
 
 logger = logging.getLogger(__name__)
 
 # How long the end of a worker may take to be noticed.
 _NOTICE_S = 2.0
+_PREPARES = Call("prepares a save", "prepare")
 
 
 class StateToSave(NamedTuple):
@@ -39,6 +41,8 @@ class StateToSave(NamedTuple):
     """This rank's part, without ``Stateful`` values."""
     planner: SavePlanner | None
     """DCP's or the user's; None: DCP's default."""
+    call: Call = _PREPARES
+    """What this rank does, which all others have to do, too."""
     check: Callable[[], object] = lambda: None
     """What it raises on any rank is raised on all, before anything is planned."""
 
@@ -117,23 +121,25 @@ class PlanSelection:
         """By a plan that all ranks have; None: all have to plan. With constant structure no rank is asked."""
         found: Captured | None = None
 
-        def find() -> tuple[int, dict[str, int]]:
-            """The number of the plan, 0 where there is none, and digests of values that should be replicas."""
+        def find() -> tuple[int, Call, dict[str, int]]:
+            """The number of the plan, 0 where there is none; what it is for; digests of values that may be replicas."""
             nonlocal found
             wanted.check()
             kept = self.buffers.find(wanted.key(), lambda plan: plan.capture(wanted.state, wanted.planner), client)
             found = None if kept is None else Captured(*kept)
             if found is None or not isinstance(plan := found.buffer.plan, CheckpointPlan):
-                return 0, {}
-            return plan.number, {} if wanted.group.alone else plan.replicas.digests(wanted.state)
+                return 0, wanted.call, {}
+            return plan.number, wanted.call, {} if wanted.group.alone else plan.replicas.digests(wanted.state)
 
-        def decide(kept: list[tuple[int, dict[str, int]]]) -> list[bool]:
-            plans = [plan for plan, _ in kept]
-            warn_differing([each for _, each in kept], [array("Q", each.values()) for _, each in kept], self.differing)
+        def decide(said: list[tuple[int, Call, dict[str, int]]]) -> list[bool]:
+            plans, calls, digests = zip(*said, strict=True)
+            check_same_call(calls)
+            warn_differing(digests, [array("Q", each.values()) for each in digests], self.differing)
             return [plans[0] > 0 and plans.count(plans[0]) == len(plans)] * len(plans)
 
         if wanted.group.alone or (self.config.assume_constant_structure and self.buffers.known):
-            if not find()[0] and not wanted.group.alone:
+            find()
+            if found is None and not wanted.group.alone:
                 self._check_new(wanted)
             return found
         return found if wanted.group.ask_all("agree", wanted.number, find, decide) else None
@@ -150,7 +156,7 @@ class PlanSelection:
 
     def _planned_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured:
         """By a new plan, which takes the place of one for the same names in another form."""
-        group, number, state, planner, _ = wanted
+        group, number, state, planner = wanted[:4]
         plan = make_plan(state, planner, group, number, None if group.alone else self.differing)
         made: list[StagingBuffer] = []
 

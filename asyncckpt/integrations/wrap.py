@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import os
 from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +17,20 @@ from torch.distributed.checkpoint import state_dict_saver
 from asyncckpt.config import Config, is_switched_on
 from asyncckpt.integrations import dcp
 from asyncckpt.integrations.torch_file import torch_save
+from asyncckpt.save_handle import Save, SaveState
 
+# The parameters of these functions that say where to.
+_PLACES = ("f", "checkpoint_id", "storage_writer", "checkpoint_dir")
 _MEGATRON_SAVE = "megatron.core.dist_checkpointing.serialization.save"
 
 
 def wrap_save(save_fn: Callable[..., Any], args: argparse.Namespace | None = None) -> Callable[..., Any]:
     """``save_fn``, made asynchronous if ``--async-ckpt-use-cpu-shm`` is in ``args`` or in the environment.
 
-    If it is not, this returns ``save_fn`` itself. Else it returns a function that takes the same arguments and returns
-    a handle when the tensors are copied: ``handle.result()`` waits until what ``save_fn`` would have made is there,
-    complete and durable, or raises what went wrong. These functions are known:
+    This returns a function that takes the same arguments and returns a handle: ``handle.result()`` waits until what
+    ``save_fn`` makes is there, complete and durable, or raises what went wrong. With the flag the handle comes when the
+    tensors are copied; without it ``save_fn`` itself has saved by then, and the handle is done, unless ``save_fn`` goes
+    on by itself. These functions are known:
 
     - ``torch.save``: the file is one that ``torch.load`` reads;
     - ``torch.distributed.checkpoint.save`` and ``async_save``: a folder that DCP's ``load`` reads. A ``storage_writer``
@@ -33,27 +40,116 @@ def wrap_save(save_fn: Callable[..., Any], args: argparse.Namespace | None = Non
     - ``megatron.core.dist_checkpointing.save``: the handle's ``result`` does what the trainer has to do at the end, on
       all ranks, and so has to be called, on all ranks.
 
-    Raises ``ValueError`` for any other function, because nobody can say what it does.
+    With the flag this raises ``ValueError`` for any other function, because nobody can say what it does; without it
+    this returns that function.
     """
     args = args or argparse.Namespace()
-    if not is_switched_on(args):
-        return save_fn
     name = f"{getattr(save_fn, '__module__', '')}.{getattr(save_fn, '__qualname__', '')}"
+    is_nvrx = name.endswith(".TorchAsyncCheckpoint.async_save")
+    is_dcp = save_fn in (state_dict_saver.save, state_dict_saver.async_save)
+    if not is_switched_on(args):
+        return _handled(save_fn) if save_fn is torch.save or is_nvrx or is_dcp or name == _MEGATRON_SAVE else save_fn
     config = Config.from_args(args)
-    if save_fn is torch.save or name.endswith(".TorchAsyncCheckpoint.async_save"):
+    if save_fn is torch.save or is_nvrx:
         return functools.partial(torch_save, config=config)
-    if save_fn in (state_dict_saver.save, state_dict_saver.async_save):
+    if is_dcp:
         return _wrap_dcp(save_fn, config)
     if name == _MEGATRON_SAVE:
         return _wrap_megatron(save_fn, config)
     raise ValueError(f"asyncckpt does not know how to make {name} asynchronous; see wrap_save for what it knows")
 
 
+def _handled(save_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``save_fn`` as it is, but for the handle that it returns."""
+    signature = inspect.signature(save_fn)
+
+    @functools.wraps(save_fn)
+    def save(*arguments: Any, **options: Any) -> Any:
+        answer = save_fn(*arguments, **options)
+        path = _place(signature.bind(*arguments, **options).arguments)
+        if isinstance(answer, Save):
+            return answer
+        if isinstance(answer, Future):
+            return Save(followed(path, answer))
+        if isinstance(upload := getattr(answer, "upload_completion", None), Future):  # of DCP, by a stager of its own
+            return Save(followed(path, upload, answer.staging_completion))
+        if (finalize := getattr(getattr(save_fn, "__self__", None), "finalize_async_save", None)) is not None:
+            return _NvrxSave(path, finalize)
+        if type(answer).__name__ == "AsyncRequest":  # the caller has asked Megatron-LM for that
+            return answer
+        return Save.finished(path)
+
+    return save
+
+
+def followed(path: str | os.PathLike[str], upload: Future[Any], staging: Future[Any] | None = None) -> SaveState:
+    """What is known of a save that somebody else makes.
+
+    Args:
+        path: Where it goes.
+        upload: Has its outcome.
+        staging: Is done when the tensors are copied; None: they are.
+    """
+    state = SaveState(path, None)
+    state.is_reported = True
+
+    def on_staged(_: object = None) -> None:
+        state.queued.set()
+        state.staged.set()
+
+    if staging is None:
+        on_staged()
+    else:
+        staging.add_done_callback(on_staged)
+    upload.add_done_callback(lambda done: state.end(done.exception()))
+    return state
+
+
+class _NvrxSave(Save):
+    """The handle of a save that nvrx makes. Whoever asks how it ends waits until nvrx has finalized it: it does not say
+    how far it is, and knows no timeout.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], finalize: Callable[..., Any]) -> None:
+        self._outcome: Future[None] = Future()
+        super().__init__(followed(path, self._outcome))
+        self._finalize = finalize
+
+    def done(self) -> bool:
+        if not self._outcome.done():
+            self._finalize(blocking=True)
+            self._outcome.set_result(None)
+        return True
+
+    def result(self, timeout: float | None = None) -> Path:
+        self.done()
+        return super().result(timeout)
+
+    @property
+    def future(self) -> Future[Path]:
+        self.done()
+        return super().future
+
+
+def _place(arguments: dict[str, Any]) -> str | os.PathLike[str]:
+    """Where a call saves to, as far as its ``arguments`` say."""
+    # nvrx hands on what follows the state dict to torch.save.
+    handed_on = dict(zip(_PLACES, arguments.get("args", ())[:1], strict=False)) | arguments.get("kwargs", {})
+    said = arguments | handed_on
+    found = next((said[name] for name in _PLACES if said.get(name) is not None), None)
+    for place in (found, getattr(found, "path", None), getattr(found, "name", None)):  # of a writer, of a file
+        if isinstance(place, (str, os.PathLike)):
+            return place
+    return repr(found)
+
+
 def _wrap_dcp(save_fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
+    theirs = _handled(save_fn)
+
     @functools.wraps(save_fn)
     def save(state_dict: dict[str, Any], storage_writer: Any = None, **options: Any) -> Any:
         if not dcp.says_folder(storage_writer, options.get("checkpoint_id")):
-            return save_fn(state_dict, storage_writer=storage_writer, **options)
+            return theirs(state_dict, storage_writer=storage_writer, **options)
         return dcp.begin_save(state_dict, storage_writer=storage_writer, config=config, **options)
 
     return save

@@ -20,7 +20,7 @@ import torch
 from torch.serialization import skip_data
 
 from asyncckpt.errors import OutOfMemoryError
-from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.shm.segment import PAGE, refusal, round_up
 
 # What torch.save aligns a payload to, from the start of its zip; enough for every dtype.
 _ALIGNMENT = 64
@@ -54,7 +54,7 @@ def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]
             return before, os.pread(file.fileno(), end - payload_at - nbytes, payload_at + nbytes)
     except OSError as error:
         raise OutOfMemoryError(
-            f"no memory file of {nbytes:,} bytes, to see how torch saves a tensor: {error}"
+            f"no memory file of {nbytes:,} bytes, to see how torch saves a tensor: {refusal(error)}"
         ) from error
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from asyncckpt.errors import CheckpointError, located
+from asyncckpt.worker.rounds import Call, check_same_call
 
 T = TypeVar("T")
 
@@ -55,6 +56,12 @@ def gather(value: T, process_group: Any = None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(values, value, group=process_group)
     return values
+
+
+def check_same(call: Call, process_group: Any = None) -> None:
+    """Raise ``RankFailedError``, on all ranks, unless all of them make the same ``call``."""
+    if many(process_group):
+        check_same_call(gather(call, process_group))
 
 
 def many(process_group: Any) -> bool:

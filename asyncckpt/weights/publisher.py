@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.002
+_TAKES = "publish takes a state dict, or pairs of name and tensor"
 
 
 class WeightPublisher:
@@ -70,7 +71,7 @@ class WeightPublisher:
         self.address = address
         self._slots = slots
         self._when_busy = when_busy
-        self._config = config or Config.from_env()
+        self._config = Config.given(config)
         self._sharding = Sharding(process_group)
         self._supervisor = Supervisor(
             self._config,
@@ -189,7 +190,8 @@ class WeightPublisher:
                 control = predecessor.segments[each.segment]
                 images = [predecessor.segments[number] for number in each.layout.slots]
                 self._buffers.append(WeightBuffer(control, images, client, self._config.timeout))
-            self._versions.inherit(max((last for buffer in self._buffers for last in buffer.published()), default=None))
+            # It has no folder that somebody could remove: all of it counts until its worker has left.
+            self._versions.inherit({version: True for buffer in self._buffers for version in buffer.published()})
         for buffer in self._buffers:
             buffer.hand_over(client)
 
@@ -302,5 +304,7 @@ class WeightPublisher:
 def _check(weights: object, dtype: object) -> None:
     if isinstance(weights, torch.nn.Module):
         raise TypeError("publish takes a state dict: give it module.state_dict()")
+    if isinstance(weights, (str, bytes, type, torch.Tensor)) or not isinstance(weights, Iterable):
+        raise TypeError(f"{_TAKES}, and this is a {type(weights).__name__}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")

@@ -83,10 +83,10 @@ class Sharding:
         Other ranks may walk along it, and wait for each other: so to its end, also where ``take`` raises.
         """
         failure: Exception | None = None
-        for name, tensor in stream:
+        for each in stream:
             try:
                 if failure is None:
-                    take(name, tensor)
+                    take(*_pair(each))
             except Exception as error:
                 if self.ranks == 1:
                     raise
@@ -150,3 +150,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     part: Any = tensor.to_local()
     bytes_here: torch.Tensor = part.wait() if hasattr(part, "wait") else part  # a collective may be filling it
     return bytes_here.detach()
+
+
+def _pair(entry: Any) -> tuple[str, torch.Tensor]:
+    """``entry``, of a stream. Raises ``TypeError`` where it is no pair of name and tensor."""
+    is_pair = isinstance(entry, (tuple, list)) and len(entry) == 2
+    if is_pair and isinstance(entry[0], str) and isinstance(entry[1], torch.Tensor):
+        return entry[0], entry[1]
+    found = f"({', '.join(type(each).__name__ for each in entry)})" if is_pair else type(entry).__name__
+    raise TypeError(f"publish takes a state dict, or pairs of name and tensor, and here is {found} in the place of one")

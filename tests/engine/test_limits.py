@@ -20,6 +20,7 @@ def limited(kind, most, name, act):
     try:
         act()
     except CheckpointError as error:
+        assert kind is not resource.RLIMIT_FSIZE or "ulimit -f" in str(error), error
         told.add(f"{name}: {type(error).__name__}")
     finally:
         resource.setrlimit(kind, before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from asyncckpt import Save, add_arguments, wrap_save
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.integrations.wrap import followed
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -27,15 +30,48 @@ def options(*given: str) -> argparse.Namespace:
 
 
 ON = ("--async-ckpt-use-cpu-shm",)
-FUNCTIONS = [torch.save, state_dict_saver.save, state_dict_saver.async_save, print]
+OFF = ((), ("--no-async-ckpt-use-cpu-shm",))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_switched_off_it_is_the_function_itself(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wrap_save(function) is function and wrap_save(function, options()) is function
-    assert wrap_save(function, options("--no-async-ckpt-use-cpu-shm")) is function
+@pytest.mark.parametrize("given", OFF)
+def test_switched_off_the_handle_is_done(given: tuple[str, ...], tmp_path: Path) -> None:
+    state = small_state()
+    handle = wrap_save(torch.save, options(*given))(state, tmp_path / "file.pt")
+    assert isinstance(handle, Save) and handle.done() and handle.staged() and handle.failure is None
+    assert handle.result() == handle.result(1) == handle.future.result(1) == tmp_path / "file.pt"
+    assert same(torch.load(tmp_path / "file.pt"), state)
+    with open(tmp_path / "other.pt", "wb") as file:
+        assert wrap_save(torch.save)(state, f=file).result() == tmp_path / "other.pt"
+    wrap_save(torch.save)(state, io.BytesIO()).result()
+    with pytest.raises(RuntimeError, match="does not exist"):  # at once, as it is raised without us
+        wrap_save(torch.save)(state, tmp_path / "none" / "file.pt")
+    assert not engines.shared.has_worker()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("by", ["checkpoint_id", "storage_writer"])
+@pytest.mark.parametrize("function", [state_dict_saver.save, state_dict_saver.async_save])
+def test_switched_off_dcp_saves(function: Any, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_CKPT_USE_CPU_SHM", "no")
-    assert wrap_save(function) is function
+    state, folder = small_state(), tmp_path / "it"
+    where: Any = {by: folder if by == "checkpoint_id" else FileSystemWriter(folder)}
+    handle = wrap_save(function)(state, **where, no_dist=True)
+    assert isinstance(handle, Save) and handle.result(60) == folder and handle.done()
+    stock_load(into := zeros_like(state), folder)
+    assert same(into, state) and not engines.shared.has_worker()
+
+
+def test_switched_off_what_dcp_fails_with_comes_from_the_handle(tmp_path: Path) -> None:
+    future: Future[None] = Future()
+    handle = Save(followed(tmp_path, future))
+    assert not handle.done() and handle.staged()
+    future.set_exception(OSError("as the test wants"))
+    with pytest.raises(OSError, match="as the test wants"):
+        handle.result(60)
+
+
+def test_switched_off_any_other_function_is_itself() -> None:
+    assert wrap_save(print) is print
 
 
 def test_torch_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +104,7 @@ def test_a_writer_of_another_kind_does_its_own_writing(tmp_path: Path, caplog: p
 
     save = wrap_save(state_dict_saver.save, options(*ON))
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        save(state := small_state(), storage_writer=Writer(tmp_path / "it"))
+        save(state := small_state(), storage_writer=Writer(tmp_path / "it")).result()
     assert "Writer is left to torch.distributed.checkpoint itself" in caplog.text
     stock_load(into := zeros_like(state), tmp_path / "it")
     assert same(into, state)
@@ -97,10 +133,13 @@ _TORCH_ASYNC = """
 import argparse, sys, torch
 from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 from asyncckpt import wrap_save
-theirs = TorchAsyncCheckpoint()
+torch.cuda.synchronize = lambda: None  # nvrx takes for granted that there is CUDA, and a job
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.job", rank=0, world_size=1)
+theirs = TorchAsyncCheckpoint(persistent_queue=False)
 off, on = argparse.Namespace(), argparse.Namespace(async_ckpt_use_cpu_shm=True)
-assert wrap_save(theirs.async_save, off) == theirs.async_save
 state = {"w": torch.ones(1000)}
+handle = wrap_save(theirs.async_save, off)(state, sys.argv[1] + ".theirs")
+assert torch.load(handle.result(60))["w"].sum() == 1000 and handle.done()
 handle = wrap_save(theirs.async_save, on)(state, sys.argv[1])
 state["w"].zero_()
 assert torch.load(handle.result(60))["w"].sum() == 1000

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from support.workers import Faulty
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import (
+    CheckpointNotFoundError,
     ClosedError,
     StorageError,
     VersionError,
@@ -27,6 +30,7 @@ from asyncckpt.publication import job_of_checkpoints
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.lease import RankPublications
 from asyncckpt.worker.endpoint import endpoint_name
+from asyncckpt.worker.storage import complete_steps
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -187,8 +191,8 @@ def test_versions_of_saves_grow_too(root: Path) -> None:
         assert not checkpointer.publish(save, 3, roll_back=True).skipped
 
 
-def _train_and_die(root: str, last: int) -> None:
-    checkpointer = Checkpointer(root)
+def _train_and_die(root: str, last: int, slots: int = 2) -> None:
+    checkpointer = Checkpointer(root, Config(slots=slots))
     for step in range(1, last + 1):
         save = checkpointer.save(step, numbered(step))
         checkpointer.publish(save)
@@ -215,6 +219,54 @@ def test_a_trainer_that_takes_over_leaves_alone_what_is_read(root: Path) -> None
             assert not checkpointer.publish(checkpointer.save(10, numbered(10))).skipped
             with subscriber.acquire(10) as weights:
                 assert number_in(weights) == 10
+
+
+def test_what_was_removed_by_hand_is_gone_for_publication_too(root: Path) -> None:
+    """As it is for loads: the worker of the trainer before still has it."""
+    assert alone(_train_and_die, str(root), 3) == (-signal.SIGKILL, 3)
+    with WeightSubscriber.of_checkpoints(root, prefix="model.") as subscriber:
+        with subscriber.acquire() as weights:
+            assert number_in(weights) == 3
+        shutil.rmtree(root)
+        with Checkpointer(root) as checkpointer:
+            with pytest.raises(CheckpointNotFoundError):
+                checkpointer.load(numbered(0))
+            assert not checkpointer.publish(checkpointer.save(0, numbered(0))).skipped
+            with subscriber.acquire() as weights:  # who has had a newer one is told that this is meant
+                assert number_in(weights) == weights.version == 0
+
+
+def test_what_still_stands_is_not_published_again(root: Path) -> None:
+    """The newest step was removed by hand, and not the one before it."""
+    assert alone(_train_and_die, str(root), 3, 3) == (-signal.SIGKILL, 3)
+    shutil.rmtree(root / "step-00000003")
+    with Checkpointer(root, Config(slots=3)) as checkpointer:
+        assert checkpointer.load(numbered(0)) == 2
+        save = checkpointer.save(3, numbered(3))
+        with pytest.raises(VersionError, match="version 2 is not newer than 2, .* by the process before this one"):
+            checkpointer.publish(save, 2)
+        assert not checkpointer.publish(save).skipped
+
+
+def _publish_one_and_die(root: str) -> None:
+    checkpointer = Checkpointer(root, Config(keep_last=1))
+    save = checkpointer.save(1, numbered(1))
+    checkpointer.publish(save)
+    save.result(60)
+    checkpointer.save(2, numbered(2)).result(60)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_retention_has_removed_was_published_all_the_same(root: Path) -> None:
+    assert alone(_publish_one_and_die, str(root))[0] == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while complete_steps(str(root)) != [2] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(numbered(0)) == 2
+        save = checkpointer.save(3, numbered(3))
+        with pytest.raises(VersionError, match="not newer than 1"):
+            checkpointer.publish(save, 1)
 
 
 def _publish_saves(root: str) -> list[bool]:

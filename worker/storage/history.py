@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
+from asyncckpt.worker.messages import WriteRequest
 from asyncckpt.worker.storage import named_steps, step_folder, storage_for
 from asyncckpt.worker.storage.storage import FileStamp
 
@@ -112,6 +113,19 @@ def time_of_creation(root: str) -> float:
     """
     newest = max((each.created for each in history(root, strict=False) if each.created is not None), default=0.0)
     return max(time.time(), math.nextafter(newest, math.inf))
+
+
+def was_removed(request: WriteRequest) -> bool:
+    """Whether a checkpoint that was committed was removed by hand: nothing stands at its place, and no later step, for
+    which retention could have removed it. Where nobody can say, it was not.
+    """
+    try:
+        if storage_for(request.path).exists(request.path):
+            return False
+        return request.step is None or max(named_steps(os.path.dirname(request.path)), default=-1) < request.step
+    except StorageError as error:
+        logger.warning("whether %s was removed cannot be seen: %s", request.path, error)
+        return False
 
 
 def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
