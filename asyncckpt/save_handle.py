@@ -32,17 +32,18 @@ class _Calls:
         self._waiting: deque[Callable[[], object]] = deque()
         self._runs = False
 
-    def add(self, call: Callable[[], object]) -> None:
-        """Have it called after all that were added before."""
+    def add(self, call: Callable[[], object]) -> bool:
+        """Have it called after all that were added before. Returns whether that will be soon."""
         with self._lock:
             self._waiting.append(call)
             if self._runs:
-                return
+                return True
             self._runs = True
         try:
             threading.Thread(target=self.run, name=self._name).start()
         except RuntimeError:  # none can be started; as the interpreter ends, all is called when everything is closed
             self._runs = False
+        return self._runs
 
     def run(self) -> None:
         """Call what waits."""
@@ -117,8 +118,8 @@ class SaveState:
         for flag in (self.queued, self.staged, self.done):
             flag.set()
         # Not here: whoever waits for the future may have been interrupted, and have left it locked.
-        if (future := self._future) is not None:
-            _completions.add(partial(self._complete, future))
+        if (future := self._future) is not None and not _completions.add(partial(self._complete, future)):
+            self._complete(future)
 
     @property
     def future(self) -> Future[Path]:

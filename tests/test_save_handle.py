@@ -60,3 +60,30 @@ def test_callbacks_keep_nobody() -> None:
     assert [called.get(timeout=10) for _ in range(2)] == ["other", "asyncckpt-callbacks"]
     one.future.add_done_callback(lambda _: called.put("at once"))
     assert called.get(timeout=10) == "at once"
+
+
+def test_a_future_is_done_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the interpreter ends, or the process has all that it may have."""
+    state = SaveState("somewhere", 1)
+    future = state.future
+
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuses)
+        state.end(CheckpointError("the disk is full"))
+    assert isinstance(future.exception(1), CheckpointError) and state.future is future
+
+
+def test_who_is_interrupted_while_it_waits_for_the_future_keeps_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock stays taken then; whoever tells of ends must not wait for that."""
+    state = SaveState("somewhere", 1)
+    future = state.future
+    assert future._condition.acquire()
+    other = threading.Thread(target=lambda: state.end(None))
+    other.start()
+    other.join(10)
+    assert not other.is_alive() and Save(state).result(1) == state.path
+    future._condition.release()
+    assert future.result(10) == state.path
