@@ -140,7 +140,7 @@ class _Answers:
         self._rows.append(cells)
 
     @contextlib.contextmanager
-    def about(self, what: str, kind: str = "path") -> Iterator[None]:
+    def about(self, what: str | int, kind: str = "path") -> Iterator[None]:
         """What goes wrong with ``what`` is said, and does not keep the others from being looked at."""
         try:
             yield
@@ -251,7 +251,7 @@ def _workers(answers: _Answers, _: None, args: argparse.Namespace) -> None:
     found = running_workers()
     if args.end is not None:
         for number in args.end:
-            with answers.about(str(number), "id"):
+            with answers.about(number, "id"):
                 worker = next((each for each in found if each.pid == number), None)
                 if worker is None:
                     raise CheckpointError(f"no worker of this user on this host has the id {number}")

@@ -109,6 +109,7 @@ class Config:
                 wanted, words = _KINDS[kind]
                 if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
                     raise TypeError(f"Config.{field.name} is {words}, not {value!r}")
+                object.__setattr__(self, field.name, _PLAIN[kind](value))  # a number of numpy's cannot be written down
         checks = {
             "slots": self.slots is None or 1 <= self.slots <= 16,
             "when_busy": self.when_busy in get_args(WhenBusy),
@@ -228,7 +229,6 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("progress", "direct_io"), _truth),
 }
 
-# By their names in ``Config``.
 # What fields of a type take, and in words.
 _KINDS: dict[str, tuple[type, str]] = {
     "int": (numbers.Integral, "a whole number"),
@@ -236,6 +236,8 @@ _KINDS: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"),
     "str": (str, "a text"),
 }
+_PLAIN: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "str": str}
+# By their names in ``Config``.
 _OPTIONS = {
     "assume_constant_structure": _Option(
         "--ckpt-assume-constant-structure",

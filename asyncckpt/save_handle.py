@@ -26,8 +26,8 @@ class _Calls:
     Not on the thread that learns of the ends of saves: while that is kept, all saves are, and the training with them.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, daemon: bool) -> None:
+        self._name, self._daemon = name, daemon
         self._lock = threading.RLock()
         self._waiting: deque[Callable[[], object]] = deque()
         self._runs = False
@@ -40,9 +40,12 @@ class _Calls:
                 return True
             self._runs = True
         try:
-            threading.Thread(target=self.run, name=self._name).start()
-        except RuntimeError:  # none can be started; as the interpreter ends, all is called when everything is closed
+            threading.Thread(target=self.run, name=self._name, daemon=self._daemon).start()
+        except BaseException as error:
             self._runs = False
+            if not isinstance(error, RuntimeError):
+                raise
+            # None can be started; as the interpreter ends, all is called when everything is closed.
         return self._runs
 
     def run(self) -> None:
@@ -59,8 +62,14 @@ class _Calls:
                 logger.exception("a callback at the end of a save has failed")
 
 
-# One for futures and one for their callbacks, which may wait for other futures.
-_completions, _callbacks = _Calls("asyncckpt-futures"), _Calls("asyncckpt-callbacks")
+def _new_calls() -> tuple[_Calls, _Calls]:
+    """To complete futures, and to call their callbacks, which may wait for other futures. Nobody waits for the first at
+    the end of the process: it stops at a future that was left locked.
+    """
+    return _Calls("asyncckpt-futures", daemon=True), _Calls("asyncckpt-callbacks", daemon=False)
+
+
+_completions, _callbacks = _new_calls()
 
 
 @atexit.register  # before the supervisor's, which so comes first
@@ -71,7 +80,7 @@ def _call_what_is_left() -> None:
 
 def _after_fork_in_child() -> None:
     global _completions, _callbacks  # the threads of the other process are not here
-    _completions, _callbacks = _Calls("asyncckpt-futures"), _Calls("asyncckpt-callbacks")
+    _completions, _callbacks = _new_calls()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -129,8 +138,8 @@ class SaveState:
             future.set_running_or_notify_cancel()  # nobody can cancel it
             with self._making_future:
                 self._future = self._future or future
-            if self.done.is_set():
-                self._complete(self._future)
+        if self.done.is_set() and not self._future.done():
+            self._complete(self._future)
         return self._future
 
     def _complete(self, future: Future[Path]) -> None:
@@ -249,5 +258,5 @@ class Save:
         return state is self._state
 
     def __repr__(self) -> str:
-        outcome = "under way" if not self.done() else "committed" if self.failure is None else "failed"
+        outcome = "under way" if not self._state.done.is_set() else "committed" if self.failure is None else "failed"
         return f"<Save {self.path} {outcome}>"

@@ -66,14 +66,12 @@ class Copier:
     def wait(self) -> None:
         """Return when nothing is being copied."""
         if self._behind is not None:
-            self._behind.run((done := Flag()).set)  # which it does after all that it was given
-            done.wait()
+            self._behind.wait()
 
     def close(self) -> None:
         """Wait for all copies, and end the threads."""
         if self._behind is not None:
             self._behind.close()
-            self._behind = None
         self.threads.close()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -69,7 +70,7 @@ def load(
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
         source = on_all(lambda: source or _open(path, held), ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
-        states = on_all(lambda: _states(state_dict, per_rank, open_reader, held), ranks)
+        states = _states(state_dict, per_rank, open_reader, held, ranks)
         direct = None if planner is not None else _drafted_by_all(states, source, path, held, ranks)
         if direct is not None:
             on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
@@ -92,12 +93,16 @@ def _states(
     per_rank: Mapping[str, PerRank],
     open_reader: Callable[[], StorageReader],
     held: contextlib.ExitStack,
+    ranks: Any,
 ) -> dict[str, Any]:
     """The values to fill, with states for ``Stateful`` ones; those of each rank's own ask for what is there."""
-    if per_rank:
-        metadata = open_reader().read_metadata()
+
+    def ask_for_stored() -> None:
+        metadata = open_reader().read_metadata() if per_rank else Metadata({})
         for name, value in per_rank.items():
             held.enter_context(value.loaded_from(metadata, name))
+
+    on_all(ask_for_stored, ranks)  # before states are asked for, which may need all ranks
     keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
     return dict(stateful_to_dict({key: state_dict[key] for key in keys}))
 

@@ -120,9 +120,10 @@ class Draft:
                     name: _Opaque(name, value) if is_opaque(value) else value for name, value in self._flat.items()
                 }
             self._local = planner.create_local_plan()
-            values = getattr(planner, "state_dict", {}) if self._flat is None else self._flat
-            compared = self._local.items if self._differing is not None else []
-            return self._local, digests(values.get(item.index.fqn) for item in compared)
+        values: Any = self._flat if self._flat is not None else getattr(planner, "state_dict", None)
+        if self._differing is None or not isinstance(values, Mapping):
+            return self._local, array("Q")
+        return self._local, digests(values.get(item.index.fqn, ...) for item in self._local.items)
 
     def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[SavePlan]:
         """First rank: who writes what."""

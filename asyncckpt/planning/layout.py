@@ -60,6 +60,7 @@ def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]
 
 def _hole(nbytes: int) -> torch.UntypedStorage:
     with _memory_file() as file:
+        os.ftruncate(file.fileno(), nbytes)  # torch would, and not say which limit was too low
         try:
             storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, nbytes=nbytes)
         except RuntimeError as error:

@@ -55,9 +55,7 @@ class PerRank:
 
     def state_dict(self) -> dict[str, Any]:
         """For whoever saves or loads: the value under the name of this rank."""
-        if self._stored is not None:
-            return self._stored
-        return {_name(*_rank()): stateful_to_dict({"": self.value})[""]}
+        return self._stored or {_name(*_rank()): self._state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """For whoever loads: take over what is loaded."""
@@ -68,6 +66,9 @@ class PerRank:
             (state,) = state_dict.values()
             give_states(holder, {"": state})
             self.value = holder[""]
+
+    def _state(self) -> Any:
+        return stateful_to_dict({"": self.value})[""]
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PerRank is not pickled: it belongs in a state dict itself, or in the dicts and lists of one")
@@ -84,9 +85,12 @@ class PerRank:
             name: That of this value.
 
         Raises:
-            MismatchError: Another number of ranks has saved it, and nobody has said what to do then.
+            MismatchError: Another number of ranks has saved it, and nobody has said what to do then; or it is in the
+                state dict twice.
         """
-        rank, ranks = _rank()
+        if self._stored is not None:
+            raise MismatchError(f"{name!r} is a PerRank that is in the state dict under another name, too: make two")
+        _, ranks = _rank()
         stored: dict[tuple[int, int], list[str]] = {}
         for each in metadata.state_dict_metadata:
             if each.startswith(f"{name}.") and (found := _STORED.match(each, len(name) + 1)):
@@ -99,7 +103,7 @@ class PerRank:
                     " PerRank(..., missing=...) what they are to get"
                 )
             if self._missing == "rank0":
-                self._stored = {_name(0, of): self.state_dict()[_name(rank, ranks)]}
+                self._stored = {_name(0, of): self._state()}
             else:
                 self._stored = _empty(metadata, {_name(*each): stored[each] for each in sorted(stored)})
         try:
@@ -111,7 +115,7 @@ class PerRank:
 def per_rank_values(state_dict: Mapping[str, Any]) -> dict[str, PerRank]:
     """All that are in ``state_dict``, by their names. Raises ``TypeError`` where it is no state dict."""
     top, deep = stateful_types(state_dict)
-    return dict(_values(state_dict)) if PerRank in top | deep else {}
+    return dict(_values(state_dict)) if any(issubclass(kind, PerRank) for kind in top | deep) else {}
 
 
 def _values(container: Any, prefix: str = "") -> Iterator[tuple[str, PerRank]]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import marshal
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.planning.structure import Keys, leaf_keys
+from asyncckpt.planning.structure import Keys, has_no_bytes, leaf_keys
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +31,9 @@ def digests(values: Iterable[object]) -> array[int]:
 class Replicas:
     """A few small values, to be compared again in the next saves: what ranks begin with is often equal."""
 
-    def __init__(self, state_dict: Mapping[str, Any], names: Iterable[str]) -> None:
+    def __init__(self, state_dict: Mapping[str, Any], names: Collection[str]) -> None:
         """Look at those of ``names`` that are small, up to a limit."""
-        keys = {".".join(map(str, keys)): keys for keys in leaf_keys(state_dict)}
+        keys = {".".join(map(str, keys)): keys for keys in leaf_keys(state_dict)} if names else {}
         small = (name for name in names if name in keys and _is_small(_value(state_dict, keys[name])))
         self._keys = {name: keys[name] for name in islice(small, _COMPARED_VALUES)}
         self._left = _COMPARED_SAVES
@@ -55,29 +54,64 @@ def _value(state_dict: Any, keys: Keys) -> Any:
 
 def _is_small(value: object) -> bool:
     """Whether its bytes are looked at, and not only its form."""
-    return bool(_bytes(value) if isinstance(value, torch.Tensor) else _digest(value))
+    return _digest(value) != 0 and (not isinstance(value, torch.Tensor) or bool(_bytes(value)))
 
 
 def _digest(value: object) -> int:
-    if isinstance(value, DTensor):
-        return 0
-    if isinstance(value, torch.Tensor):
-        said: Any = (str(value.dtype), tuple(value.shape), _bytes(value))
-    elif getattr(value, "nbytes", 0) > _SMALL_BYTES or (isinstance(value, bytes | str) and len(value) > _SMALL_BYTES):
-        return 0
-    else:
-        said = value
+    hasher = hashlib.blake2b(digest_size=8)
     try:
-        # The version before it noted which objects are one, which says nothing of their values.
-        return int.from_bytes(hashlib.blake2b(marshal.dumps(said, 2), digest_size=8).digest(), "little") or 1
-    except ValueError:  # an object of some class, or deeply nested
+        _add(hasher.update, value, _SMALL_BYTES)
+    except Exception:  # of a class of the user's, perhaps: a warning is not worth a save
         return 0
+    return int.from_bytes(hasher.digest(), "little") or 1
+
+
+def _add(add: Callable[[bytes], object], value: Any, left: int) -> int:
+    """Tell what a value is by some bytes, the same for equal ones.
+
+    Args:
+        add: Takes them.
+        value: Plain values, and dicts, lists and tuples of such; arrays and tensors.
+        left: The most bytes.
+
+    Returns:
+        How many are left.
+
+    Raises:
+        ValueError: It is something else, or too large.
+    """
+    kind = type(value)
+    parts: Iterable[Any] = ()
+    if kind is int:
+        said = b"i%x" % value
+    elif kind in (bool, float, complex, str, type(None)):
+        said = f"{kind.__name__} {value!r}".encode()
+    elif kind is bytes:
+        said = value
+    elif kind in (list, tuple):
+        said, parts = b"%d values" % len(value), value
+    elif kind is dict:
+        said, parts = b"%d keys" % len(value), chain.from_iterable(sorted(value.items(), key=repr))
+    elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        said = f"{value.dtype} {tuple(value.shape)}".encode() + _bytes(value)
+    elif kind.__module__ == "numpy" and value.nbytes <= left and not value.dtype.hasobject:
+        said = f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    else:
+        raise ValueError("it is not compared")
+    left -= len(said) + 1
+    if left < 0:
+        raise ValueError("it is large")
+    add(said + b";")
+    for part in parts:
+        left = _add(add, part, left)
+    return left
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     """Those of a small tensor that is no weight: floating-point ones may differ a little, as statistics of batches."""
-    is_looked_at = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout == torch.strided
-    if not is_looked_at or tensor.is_floating_point() or tensor.is_complex() or tensor.nbytes > _SMALL_BYTES:
+    if type(tensor) is not torch.Tensor or not tensor.is_cpu or has_no_bytes(tensor) or not tensor.data_ptr():
+        return b""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.nbytes > _SMALL_BYTES:
         return b""
     return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
@@ -94,7 +128,7 @@ def warn_differing(names: Iterable[Iterable[str]], digests: Sequence[array[int]]
     for rank, (its, mine) in enumerate(zip(names, digests, strict=True)):
         if rank and mine == digests[0]:
             continue  # as on nearly all ranks of nearly all jobs
-        for name, digest in zip(its, mine, strict=True):
+        for name, digest in zip(its, mine, strict=False):  # none of a planner that does not show its values
             if digest and name not in known:
                 found.setdefault(name, {}).setdefault(digest, []).append(rank)
     differing = {name: by_digest for name, by_digest in found.items() if len(by_digest) > 1}

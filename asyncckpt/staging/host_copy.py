@@ -259,8 +259,13 @@ def copy_units(
             shared.settle()
     finally:
         shared.settle()  # an exception out of a signal handler may have cut the first short
-    if shared.errors:
-        raise shared.errors.pop()
+        error = shared.errors[0] if shared.errors else None
+        shared.errors.clear()  # or they would hold on to what they have seen, and so to themselves
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
 
 
 def copy_threads() -> CopyThreads:

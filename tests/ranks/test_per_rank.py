@@ -100,6 +100,9 @@ def _load_on_others(root: str) -> None:
     }
     checkpointer.load(into)
     assert torch.equal(into["rng"].value, _state(20)["rng"].value) and torch.equal(into["all"], torch.arange(4.0))
+    twice = PerRank(None, missing="rank0")
+    with pytest.raises(MismatchError, match="under another name, too"):
+        checkpointer.load({"rng": twice, "loader": twice})
     assert into["a.b"][0].value == 20 + 21 and into["loader"].value == [20, 21]
     forms = into["a.b"][1]["form"].value
     assert [each["t"][0].tolist() for each in forms] == [[20.0] * 22, [21.0] * 23]
@@ -129,6 +132,20 @@ def test_what_it_takes(tmp_path: Path) -> None:
         assert into["seed"].value == 7 and "7" in repr(into["seed"])
 
 
+def _lazy() -> Any:
+    """An object that fails when it is looked at."""
+
+    class Lazy:
+        @property
+        def nbytes(self) -> int:
+            raise RuntimeError("it is on a disk")
+
+        def __reduce__(self) -> Any:
+            return (int, ())
+
+    return Lazy()
+
+
 class _Handler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -151,6 +168,9 @@ def _save_what_differs(root: str) -> list[str]:
         "place": {"epoch": 3, 4: None},
         "own": PerRank(rank),
         "of a class": Path("x"),
+        "objects": np.array(["a", str(rank)], dtype=object),
+        "many": [np.full(50_000, rank)],
+        "lazy": _lazy(),
     }
     different = {
         "rng": torch.get_rng_state(),

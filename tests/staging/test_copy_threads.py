@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.interrupts import interrupted_everywhere
+from support.ranks import alone
 
+from asyncckpt import Checkpointer, Config
 from asyncckpt.staging import host_copy
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_units
@@ -96,3 +100,35 @@ def test_threads_end_with_what_they_belong_to() -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
+
+
+def test_what_is_given_to_threads_that_have_ended_is_done_at_once() -> None:
+    """As a save does that is made while the process ends, or in a fork, which has no such threads."""
+    made: list[int] = []
+    ended = CopyThreads(1, "test-copy")
+    ended.close()
+    ended.run(lambda: made.append(1))
+    ended.wait()
+    assert made == [1]
+    threads = CopyThreads(1, "test-copy")
+    pid = os.fork()
+    if pid == 0:
+        threads.run(lambda: made.append(2))
+        threads.wait()
+        os._exit(len(made))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    threads.close()
+
+
+def _overlap_and_end(root: str) -> None:
+    """As a trainer that is a process of multiprocessing, and closes nothing."""
+    checkpointer = Checkpointer(root, Config(overlap=True))
+    checkpointer.prepare(state := {f"w{number}": torch.full((1 << 20,), 1.0) for number in range(40)})
+    checkpointer.save(1, state)
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_a_copy_is_finished_as_a_process_ends(tmp_path: Path) -> None:
+    assert alone(_overlap_and_end, str(tmp_path))[0] == 0
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load({"w39": torch.zeros(1 << 20)}) == 1

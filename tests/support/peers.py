@@ -30,11 +30,14 @@ def peer(name: str) -> str:
 def python(code: str, *names: str, arguments: tuple[str, ...] = ()) -> str:
     """What a Python that finds the peers of these ``names`` prints when it runs ``code``; it must not fail.
 
-    It is forked from a process that has imported torch, and as new in all else.
+    It is forked from a process that has imported torch and ours, but nothing of the integrations but that of DCP.
     """
     path = [str(Path(__file__).parents[2]), *map(peer, names)]
     with tempfile.NamedTemporaryFile("r") as said:
-        exitcode, _ = alone(_run, code, path, arguments, said.name)
+        try:
+            exitcode, _ = alone(_run, code, path, arguments, said.name)
+        except TimeoutError as error:
+            pytest.fail(f"{error}:\n{said.read()}")
         if exitcode != 0:
             pytest.fail(f"it ended with {exitcode}:\n{said.read()}")
         return said.read()

@@ -132,6 +132,7 @@ def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
 def _alone(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _speaker
     _speaker = pipe
+    os.environ.clear()
     os.environ.update(environment)
     function(*args)
 
@@ -157,6 +158,7 @@ def _main(
     global _speaker
     _speaker = pipe
     faulthandler.dump_traceback_later(LIMIT_S - 5, exit=True)
+    os.environ.clear()
     os.environ.update(environment)  # that of the test, not of the server this is forked from
     os.environ.pop("MASTER_ADDR", None)
     try:
