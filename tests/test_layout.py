@@ -163,6 +163,7 @@ OTHERS_PRIVATE = frozenset(
         *("_asdict", "_replace"),  # of a NamedTuple, where they are public
         *("_exit", "_C", "_cuda_hasPrimaryContext", "_foreach_copy_", "_serialization_tls", "_version"),
         "_is_owned",  # of an RLock: whether this thread has it
+        "_option_string_actions",  # of an ArgumentParser: what it knows
         *("_cdata", "_untyped_storage", "_size", "_pickle_storage_type"),  # of storages
     }
 )

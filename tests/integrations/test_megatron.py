@@ -76,7 +76,7 @@ def work(rank, world):
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from asyncckpt.integrations import nvrx
-    assert AsyncCallsQueue is nvrx.AsyncCallsQueue
+    assert issubclass(AsyncCallsQueue, nvrx.AsyncCallsQueue)
     queue = AsyncCallsQueue(persistent=True)
     for step in (1, 2, 3, 4):
         folder = made(f"{ROOT}/{step}", rank)
@@ -250,7 +250,7 @@ def test_a_script_is_run_with_its_arguments(newer: Path, tmp_path: Path) -> None
         "name = get_async_strategy()[1]['AsyncCallsQueue'].__module__\n"
         "print(__name__, sys.argv[1:], beside.value, name)\n"
     )
-    code = f"from asyncckpt.integrations import megatron; megatron.main([{str(script)!r}, '--flag', '3'])"
+    code = f"from asyncckpt.integrations.megatron.__main__ import main; main([{str(script)!r}, '--flag', '3'])"
     assert "__main__ ['--flag', '3'] 5 asyncckpt.integrations.nvrx.queue" in python(_in(newer, code))
 
 
