@@ -54,6 +54,7 @@ def install() -> None:
             raise
     if hasattr(torch_strategy, "get_async_strategy"):
         _check_newer(torch_strategy)
+        _take_synchronous_saves(torch_strategy)
     else:
         _install_in_core(torch_strategy)
 
@@ -117,6 +118,22 @@ def _check_newer(torch_strategy: ModuleType) -> None:
             )
 
 
+def _take_synchronous_saves(torch_strategy: ModuleType) -> None:
+    """Have saves that are not asynchronous, for which newer trees take their own writer, go the same way and wait."""
+    strategy = getattr(torch_strategy, "TorchDistSaveShardedStrategy", None)
+    if strategy is None or "async_strategy" not in inspect.signature(strategy.async_save).parameters:
+        raise MegatronWiringError(
+            f"this Megatron-LM has no TorchDistSaveShardedStrategy in {_STRATEGIES}.torch whose async_save takes an"
+            " async_strategy, as megatron-core 0.17 has: what it saves while it waits would not be asyncckpt's"
+        )
+    strategy.save = _save_and_wait
+
+
+def _save_and_wait(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+    """As ``TorchDistSaveShardedStrategy.save`` of newer trees, with nvrx's names, which are ours."""
+    self.async_save(sharded_state_dict, checkpoint_dir, async_strategy="nvrx").execute_sync()
+
+
 # megatron-core 0.16.
 
 _CORE_NAMES = ("FileSystemWriterAsync", "save_state_dict_async_plan", "save_state_dict_async_finalize")
@@ -163,5 +180,8 @@ def _plan_for_core(
     loaded_all_plans: Any = None,
 ) -> tuple[Any, None, None, bool, bool]:
     """As in megatron-core 0.16: also returns what the caller keeps for the next save, which needs nothing of that."""
-    planned = nvrx.save_state_dict_async_plan(state_dict, storage_writer, process_group, coordinator_rank, planner)
+    asks = cached_ckpt_structure is not None
+    planned = nvrx.save_state_dict_async_plan(
+        state_dict, storage_writer, process_group, coordinator_rank, planner, enable_cache=asks
+    )
     return planned, None, None, False, False
