@@ -199,9 +199,9 @@ def _keep_local_plans(planner: SavePlanner) -> None:
     """Have ``planner`` put all ranks' own plans into the metadata that it makes on the first rank."""
     create = planner.create_global_plan
 
-    def create_and_keep(local_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        own = list(local_plans)
-        plans, metadata = create(local_plans)
+    def create_and_keep(all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        own = list(all_plans)
+        plans, metadata = create(all_plans)
         metadata.all_local_plans = own  # type: ignore[attr-defined]
         return plans, metadata
 
