@@ -6,7 +6,6 @@ import functools
 import os
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -14,23 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 import numpy
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
+from megatron_suite.cpu import OnCpu, patch_cuda, patch_tracker
 
 _VOCABULARY, _LENGTH = 32, 8
-
-
-class _OnCpu(TorchFunctionMode):
-    """What asks for a tensor on CUDA gets one on the CPU, which says that it is on CUDA."""
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        keywords = dict(keywords or {})
-        if function is torch.Tensor.cuda:
-            return arguments[0]
-        if function is torch.Tensor.type and len(arguments) == 1:
-            return "torch.cuda." + arguments[0].type().rpartition(".")[2]
-        if str(keywords.get("device")).startswith("cuda"):
-            keywords["device"] = "cpu"
-        return function(*arguments, **keywords)
 
 
 _P = ParamSpec("_P")
@@ -40,7 +25,7 @@ _T = TypeVar("_T")
 def _on_cpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(function)
     def call(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
-        with _OnCpu():
+        with OnCpu():
             return function(*arguments, **keywords)
 
     return call
@@ -48,21 +33,14 @@ def _on_cpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def set_up(package: str, *, tensor_parallel: int) -> None:
     """On a rank: have megatron-core of the folder ``package`` run on CPUs, with asyncckpt installed."""
-    warnings.simplefilter("ignore")  # that Apex and others are not there
     sys.path.insert(0, package)
-    # Its tracker swaps the state of the generator that dropout draws from. Here that is the CPU's, and no other.
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")
-    cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
-    cuda.synchronize = cuda.current_stream = lambda *_: None
+    patch_cuda()
     import asyncckpt.integrations.megatron
 
     asyncckpt.integrations.megatron.install()
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random as tracked
 
-    tracked._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    patch_tracker()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
 
 
