@@ -164,6 +164,7 @@ OTHERS_PRIVATE = frozenset(
         *("_exit", "_C", "_cuda_hasPrimaryContext", "_foreach_copy_", "_serialization_tls", "_version"),
         "_is_owned",  # of an RLock: whether this thread has it
         "_register_atexit",  # of threading: called before it is waited for threads
+        "_option_string_actions",  # of an ArgumentParser: what it knows
         *("_cdata", "_untyped_storage", "_size", "_pickle_storage_type"),  # of storages
     }
 )

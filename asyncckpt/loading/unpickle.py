@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError, UntrustedValueError
@@ -22,12 +23,16 @@ _CLASSES = (
     *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
     *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
 )
+# The ranks' own plans, which Megatron-LM and nvrx keep beside it.
+_PLAN_MODULE = "torch.distributed.checkpoint.planner"
+_PLAN_CLASSES = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 # Where these stood until torch 2.3.
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 _OLD_CLASSES = ("TensorProperties", "MEM_FORMAT_ENCODING")
 _METADATA_GLOBALS = frozenset(
     {
         *((_MODULE, name) for name in _CLASSES),
+        *((_PLAN_MODULE, name) for name in _PLAN_CLASSES),
         *((_OLD_MODULE, name) for name in _OLD_CLASSES),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"),
@@ -57,6 +62,7 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
     """
     unpickler = (_MetadataUnpickler if weights_only else pickle.Unpickler)(io.BytesIO(data))
     classes = [getattr(dcp_metadata, name) for name in _CLASSES if hasattr(dcp_metadata, name)]
+    classes += [getattr(dcp_planner, name) for name in _PLAN_CLASSES if hasattr(dcp_planner, name)]
     classes += [getattr(sharded_metadata, name) for name in _OLD_CLASSES if hasattr(sharded_metadata, name)]
     before = [dict(vars(each)) for each in classes]
     try:

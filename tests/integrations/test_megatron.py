@@ -78,7 +78,7 @@ def work(rank, world):
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from asyncckpt.integrations import nvrx
-    assert AsyncCallsQueue is nvrx.AsyncCallsQueue
+    assert issubclass(AsyncCallsQueue, nvrx.AsyncCallsQueue)
     queue = AsyncCallsQueue(persistent=True)
     for step in (1, 2, 3, 4):
         folder = made(f"{ROOT}/{step}", rank)
@@ -96,6 +96,27 @@ def work(rank, world):
     # In the place of one that was not finished.
     dist_checkpointing.save(state(6, rank, world), f"{ROOT}/5")
     check(6, rank, world, f"{ROOT}/5")
+    # With a structure that is said to be constant, stock code that resumes finds the plans of all ranks.
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+    from torch.distributed.checkpoint import FileSystemReader
+    from asyncckpt.loading.unpickle import load_metadata
+    planned = []
+    create = MCoreSavePlanner.create_local_plan
+    MCoreSavePlanner.create_local_plan = lambda self: planned.append(create(self)) or planned[-1]
+    strategy = get_default_save_sharded_strategy("torch_dist", 1)
+    for step, constant in ((7, True), (8, True), (9, False)):
+        strategy.use_cached_ckpt_structure = constant
+        folder = made(f"{ROOT}/{step}", rank)
+        # Another structure than before: plans are kept.
+        whole = state(step, rank, world)
+        whole["replica"].key = f"replica where it is {constant}"
+        dist_checkpointing.save(whole, folder, strategy)
+        plans = getattr(FileSystemReader(folder).read_metadata(), "all_local_plans", None)
+        with open(f"{folder}/.metadata", "rb") as file:
+            trusted = load_metadata(file.read(), folder, weights_only=True)
+        assert getattr(trusted, "all_local_plans", None) == plans
+        assert (plans is not None) == constant and (not constant or plans[rank] == planned[-1])
     queue.close()
 
 run(work)
@@ -178,6 +199,19 @@ def get_async_strategy(async_strategy="nvrx", module=None):
 
     imports = {name: value for name, value in locals().items() if name not in ("async_strategy", "module")}
     return async_strategy, (imports if module is None else imports[module])
+
+class TorchDistSaveShardedStrategy:
+    def save(self, sharded_state_dict, checkpoint_dir):
+        self.async_save(sharded_state_dict, checkpoint_dir, async_strategy="mcore")
+
+    def async_save(self, sharded_state_dict, checkpoint_dir, async_strategy="nvrx"):
+        assert async_strategy == "nvrx", "asyncckpt has no part in it"
+        modules = get_async_strategy(async_strategy)[1]
+        writer = modules["FileSystemWriterAsync"](checkpoint_dir)
+        planned = modules["save_state_dict_async_plan"](sharded_state_dict, writer)
+        function, preload, arguments = writer.get_save_function_and_args()
+        finalize = [lambda: modules["save_state_dict_async_finalize"](*planned)]
+        return modules["AsyncRequest"](function, arguments, finalize, preload_fn=preload)
 """,
 }
 
@@ -214,6 +248,11 @@ request = modules["AsyncRequest"](function, arguments, finalize, async_fn_kwargs
 queue.schedule_async_request(request)
 assert queue.maybe_finalize_async_calls(True, no_dist=False) == [0]
 assert "w" in modules["CachedMetadataFileSystemReader"](folder, cache_metadata=True).read_metadata().state_dict_metadata
+# Not asynchronous.
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+os.makedirs(folder + ".2")
+TorchDistSaveShardedStrategy().save({"w": torch.ones(10)}, folder + ".2")
+assert os.path.exists(folder + ".2/.metadata") and os.path.exists(folder + ".2/asyncckpt.json")
 queue.close(abort=False)
 print("version", sys.modules["nvidia_resiliency_ext"].__version__)
 """
@@ -252,7 +291,7 @@ def test_a_script_is_run_with_its_arguments(newer: Path, tmp_path: Path) -> None
         "name = get_async_strategy()[1]['AsyncCallsQueue'].__module__\n"
         "print(__name__, sys.argv[1:], beside.value, name)\n"
     )
-    code = f"from asyncckpt.integrations import megatron; megatron.main([{str(script)!r}, '--flag', '3'])"
+    code = f"from asyncckpt.integrations.megatron.__main__ import main; main([{str(script)!r}, '--flag', '3'])"
     assert "__main__ ['--flag', '3'] 5 asyncckpt.integrations.nvrx.queue" in python(_in(newer, code))
 
 
@@ -273,6 +312,8 @@ def test_a_name_that_has_moved_is_named(newer: Path) -> None:
     own = known.replace("    imports = {", "    from .nvrx import is_nvrx_min_version as AsyncRequest\n    imports = {")
     file.write_text(own)
     assert "refused: Megatron-LM takes AsyncRequest from another place" in python(_in(newer, _INSTALL))
+    file.write_text(known.replace("class TorchDist", "class Dist"))
+    assert "refused: this Megatron-LM has no TorchDistSaveShardedStrategy" in python(_in(newer, _INSTALL))
     file.write_text("")
     (newer / "async_utils.py").write_text("class AsyncCallsQueue: pass\n")
     assert "refused: this Megatron-LM has no FileSystemWriterAsync" in python(_in(newer, _INSTALL))

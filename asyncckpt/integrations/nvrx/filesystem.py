@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from asyncckpt.config import Config
@@ -102,15 +102,20 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Args:
             path, args, kwargs: As of DCP's ``FileSystemWriter``.
-            separation_hint, use_msc: Refused with ``ValueError``.
+            separation_hint: Refused with ``ValueError``.
+            use_msc: Whether paths mean what multi-storage-client says. Refused with ``ValueError`` where it says
+                that ``path`` is in no mounted file system.
             open_file: Refused, unless it is ``open``.
             is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Change nothing: all tensors are
                 staged in CPU shared memory, which is kept for the next save.
         """
         if separation_hint is not None:
             raise ValueError("separation_hint cannot be had with asyncckpt: each rank writes one file; leave it out")
-        if use_msc:
-            raise ValueError("use_msc cannot be had with asyncckpt, which writes to mounted file systems only")
+        if use_msc and not _is_in_a_file_system(path):
+            raise ValueError(
+                f"use_msc: {os.fspath(path)} is in a storage of multi-storage-client's, and asyncckpt writes to mounted"
+                " file systems only; save to a path in one"
+            )
         if open_file is not open:
             raise ValueError(
                 "open_file cannot be had with asyncckpt, whose worker opens its files itself; leave it out"
@@ -127,6 +132,19 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.staged is not None:
             self.staged()
         return []
+
+
+def _is_in_a_file_system(path: str | os.PathLike[str]) -> bool:
+    """Whether multi-storage-client takes ``path`` for one in a file system. Its configuration may map any elsewhere."""
+    name = os.fspath(path)
+    if name.startswith("msc:/"):  # with one slash, if it has been through pathlib
+        return False
+    try:
+        import multistorageclient
+    except ModuleNotFoundError:  # there is nobody to map it
+        return True
+    client, _ = multistorageclient.resolve_storage_client(os.path.abspath(name))
+    return bool(client.is_default_profile())
 
 
 class CheckpointMetadataCache:
@@ -156,8 +174,10 @@ def save_state_dict_async_plan(
         storage_writer: Where to write.
         process_group, planner: As of ``dcp.async_save``.
         coordinator_rank: Changes nothing: the first rank of the group coordinates.
-        enable_cache, metadata_cache, reuse_metadata_obj: Change nothing: the plan is kept as long as all ranks still
-            have that structure.
+        enable_cache: Whether a planner that is not DCP's has ``.metadata`` hold the ranks' own plans: by them stock
+            code knows, in a resumed job, that it can be used again. The plan itself is always kept, as long as all
+            ranks still have that structure.
+        metadata_cache, reuse_metadata_obj: Change nothing.
 
     Returns:
         The arguments of ``save_state_dict_async_finalize``; the metadata is None.
@@ -165,12 +185,27 @@ def save_state_dict_async_plan(
     path = os.path.realpath(os.fspath(storage_writer.path))
     exists = not storage_writer.overwrite and os.path.exists(os.path.join(path, METADATA_NAME))
     existing: Existing = "refuse" if exists else "join"
+    if enable_cache and planner is not None:
+        _keep_local_plans(planner)
     try:
         save = engine(process_group).save(path, state_dict, existing=existing, planner=planner)
     except CheckpointError as error:
         save = Save.finished(path, error)
     storage_writer.staged = StagedWrite(save, process_group)
     return storage_writer, None, _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
+
+
+def _keep_local_plans(planner: SavePlanner) -> None:
+    """Have ``planner`` put all ranks' own plans into the metadata that it makes on the first rank."""
+    create = planner.create_global_plan
+
+    def create_and_keep(all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        own = list(all_plans)
+        plans, metadata = create(all_plans)
+        metadata.all_local_plans = own  # type: ignore[attr-defined]
+        return plans, metadata
+
+    planner.create_global_plan = create_and_keep  # type: ignore[method-assign]
 
 
 def save_state_dict_async_finalize(

@@ -3,7 +3,8 @@
 For each call the trainer sends a pickle of function and arguments, and the descriptor of a memory file with the
 storages of their tensors. The helper answers each, in the same order, with its error or None. ``multiprocess`` pickles,
 which knows closures and what is defined in ``__main__``. Each storage is copied once, so that tensors that share one
-still do. What was on a device is on the CPU in the helper, and no handle of a device leaves the trainer.
+still do. What was on a device is on the CPU in the helper, and no handle of a device leaves the trainer. Nor does a
+process group, which functions of nvrx's local checkpoints hold, and use before and after in the trainer alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from multiprocess import reduction
 from multiprocess.connection import Connection, wait
 
@@ -70,7 +72,8 @@ class Helper:
         """Have the helper call ``function``.
 
         Args:
-            function: Anything that ``multiprocess`` pickles, closures too.
+            function: Anything that ``multiprocess`` pickles, closures too. Where it, or its arguments, hold a process
+                group, the helper has an ``AbsentProcessGroup``.
             arguments, keywords: Of it. The caller may change tensors in them when this returns.
 
         Returns:
@@ -131,7 +134,7 @@ class Helper:
 
 
 class _Pickler(reduction.ForkingPickler):  # type: ignore[misc]  # multiprocess has no types
-    """Writes the offset of each storage in the place of its bytes."""
+    """Writes the offset of each storage in the place of its bytes, and of a process group only what it is called."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, recurse=True)  # of the globals of __main__ only what a function names
@@ -139,7 +142,9 @@ class _Pickler(reduction.ForkingPickler):  # type: ignore[misc]  # multiprocess 
         # With their offsets, by the address of the object.
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
-    def persistent_id(self, obj: Any) -> tuple[int, int, torch.dtype | None] | None:
+    def persistent_id(self, obj: Any) -> tuple[int, int, torch.dtype | None] | str | None:
+        if isinstance(obj, dist.ProcessGroup):
+            return repr(obj)
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype = obj._untyped_storage, obj.dtype
         elif isinstance(obj, torch.UntypedStorage):
@@ -195,15 +200,37 @@ def _receive_all(connection: Connection, tasks: SimpleQueue[Any]) -> None:
         tasks.put(None)
 
 
+class AbsentProcessGroup:
+    """Stands in the helper for a process group of the trainer. It can be held, and nothing else."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<stands for {self._name} of the trainer>"
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # Python itself asks, to copy or to compare
+            raise AttributeError(attribute)
+        raise CheckpointError(
+            f"the process group {self._name} is wanted ({attribute}) by a function that runs in the background, where"
+            " there are no other ranks; what is collective belongs before the request, or in a finalize function"
+        )
+
+
 class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, if multiprocess pickles with that
-    """Puts the storages in ``memory`` where the pickle has their offsets."""
+    """Puts the storages in ``memory`` where the pickle has their offsets, and stand-ins where it has process groups."""
 
     def __init__(self, pickle: bytes, memory: memoryview) -> None:
         super().__init__(io.BytesIO(pickle))
         self._memory = memory
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
-    def persistent_load(self, pid: tuple[int, int, torch.dtype | None]) -> torch.UntypedStorage | torch.TypedStorage:
+    def persistent_load(
+        self, pid: tuple[int, int, torch.dtype | None] | str
+    ) -> torch.UntypedStorage | torch.TypedStorage | AbsentProcessGroup:
+        if isinstance(pid, str):
+            return AbsentProcessGroup(pid)
         offset, nbytes, dtype = pid
         if (offset, nbytes) not in self._storages:
             tensor = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -66,9 +66,13 @@ def test_it_does_not_overwrite_unless_it_may(queue: nvrx.AsyncCallsQueue, tmp_pa
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
-    for option in ({"separation_hint": "model"}, {"use_msc": True}, {"open_file": os.open}):
+    for option in ({"separation_hint": "model"}, {"open_file": os.open}):
         with pytest.raises(ValueError, match=next(iter(option))):
             nvrx.FileSystemWriterAsync(tmp_path, **option)
+    for path in ("msc://profile/checkpoints", Path("msc://profile/checkpoints")):
+        with pytest.raises(ValueError, match="use_msc"):
+            nvrx.FileSystemWriterAsync(path, use_msc=True)
+    assert nvrx.FileSystemWriterAsync(tmp_path, use_msc=True).path == tmp_path
     with pytest.raises(ValueError, match="io_priority"):
         nvrx.AsyncCallsQueue(io_priority=4)
 

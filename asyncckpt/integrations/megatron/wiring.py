@@ -1,9 +1,4 @@
-"""Megatron-LM saves through asyncckpt, without a change to its source.
-
-    python -m asyncckpt.integrations.megatron pretrain_gpt.py \\
-        --async-save --use-persistent-ckpt-worker --async-ckpt-use-cpu-shm ...
-
-or, before anything of Megatron-LM is imported, ``asyncckpt.integrations.megatron.install()``.
+"""Puts our names where Megatron-LM looks for them.
 
 Two kinds of trees are known. Newer ones take nine names from nvidia-resiliency-ext, in ``get_async_strategy``, each
 time they are needed: those names are replaced in its modules, or, where it is not installed, in empty modules that
@@ -15,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import os
-import runpy
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -24,12 +17,10 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import nvrx
+from asyncckpt.integrations.megatron.arguments import given_priorities, offer_flags
 from asyncckpt.integrations.nvrx.family import MODULES, PACKAGE
-from asyncckpt.integrations.nvrx.filesystem import write_exception
 
 _NVRX = PACKAGE.partition(".")[0]
 # What newer trees import, with the module in nvrx's package; and the version from which on nvrx is new enough for them.
@@ -53,6 +44,7 @@ def install() -> None:
 
     Best called before Megatron-LM is imported. Raises ``MegatronWiringError``, saying which name has moved.
     """
+    offer_flags()
     with _new_enough(_install_in_nvrx()):
         try:
             torch_strategy = importlib.import_module(f"{_STRATEGIES}.torch")
@@ -62,6 +54,7 @@ def install() -> None:
             raise
     if hasattr(torch_strategy, "get_async_strategy"):
         _check_newer(torch_strategy)
+        _take_synchronous_saves(torch_strategy)
     else:
         _install_in_core(torch_strategy)
 
@@ -125,6 +118,22 @@ def _check_newer(torch_strategy: ModuleType) -> None:
             )
 
 
+def _take_synchronous_saves(torch_strategy: ModuleType) -> None:
+    """Have saves that are not asynchronous, for which newer trees take their own writer, go the same way and wait."""
+    strategy = getattr(torch_strategy, "TorchDistSaveShardedStrategy", None)
+    if strategy is None or "async_strategy" not in inspect.signature(strategy.async_save).parameters:
+        raise MegatronWiringError(
+            f"this Megatron-LM has no TorchDistSaveShardedStrategy in {_STRATEGIES}.torch whose async_save takes an"
+            " async_strategy, as megatron-core 0.17 has: what it saves while it waits would not be asyncckpt's"
+        )
+    strategy.save = _save_and_wait
+
+
+def _save_and_wait(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+    """As ``TorchDistSaveShardedStrategy.save`` of newer trees, with nvrx's names, which are ours."""
+    self.async_save(sharded_state_dict, checkpoint_dir, async_strategy="nvrx").execute_sync()
+
+
 # megatron-core 0.16.
 
 _CORE_NAMES = ("FileSystemWriterAsync", "save_state_dict_async_plan", "save_state_dict_async_finalize")
@@ -151,7 +160,14 @@ def _install_in_core(torch_strategy: ModuleType) -> None:
     own_queue = requests.AsyncCallsQueue
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, "AsyncCallsQueue", None) is own_queue:
-            module.AsyncCallsQueue = nvrx.AsyncCallsQueue  # type: ignore[attr-defined]
+            module.AsyncCallsQueue = _QueueForCore  # type: ignore[attr-defined]
+
+
+class _QueueForCore(nvrx.AsyncCallsQueue):
+    """As megatron-core 0.16 makes it: it knows of no priorities."""
+
+    def __init__(self, persistent: bool = False) -> None:
+        super().__init__(persistent, **given_priorities())
 
 
 def _plan_for_core(
@@ -164,44 +180,8 @@ def _plan_for_core(
     loaded_all_plans: Any = None,
 ) -> tuple[Any, None, None, bool, bool]:
     """As in megatron-core 0.16: also returns what the caller keeps for the next save, which needs nothing of that."""
-    planned = nvrx.save_state_dict_async_plan(state_dict, storage_writer, process_group, coordinator_rank, planner)
+    asks = cached_ckpt_structure is not None
+    planned = nvrx.save_state_dict_async_plan(
+        state_dict, storage_writer, process_group, coordinator_rank, planner, enable_cache=asks
+    )
     return planned, None, None, False, False
-
-
-class MegatronSave:
-    """The handle of a save for which Megatron-LM has made a request. All ranks make the same calls."""
-
-    def __init__(self, queue: nvrx.AsyncCallsQueue, request: nvrx.AsyncRequest) -> None:
-        queue.schedule_async_request(request)
-        self._queue = queue
-        self._call = queue.async_calls[-1]
-
-    def done(self) -> bool:
-        """Whether it has ended on all ranks; if so it is finalized. The same answer on all ranks."""
-        self._finalize(blocking=False)
-        return self._call not in self._queue.async_calls
-
-    def result(self) -> None:
-        """Wait until the checkpoint is durable and finalized. Raises DCP's ``CheckpointException``."""
-        self._finalize(blocking=True)
-        if failures := self._call.failures():
-            raise write_exception(failures)
-
-    def _finalize(self, *, blocking: bool) -> None:
-        with contextlib.suppress(CheckpointException):  # of this save or another
-            self._queue.maybe_finalize_async_calls(blocking=blocking)
-
-
-def main(arguments: list[str]) -> None:
-    """Run the script ``arguments[0]`` with the rest of them, asyncckpt installed."""
-    if not arguments:
-        sys.exit("usage: python -m asyncckpt.integrations.megatron SCRIPT [ARGUMENTS]")
-    # As Python does for a script that is run by itself.
-    sys.argv = arguments
-    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
-    install()
-    runpy.run_path(arguments[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,0 +1,24 @@
+"""``python -m asyncckpt.integrations.megatron SCRIPT [ARGUMENTS]``: run a script with asyncckpt installed."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from asyncckpt.integrations.megatron.wiring import install
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script ``arguments[0]`` with the rest of them, asyncckpt installed."""
+    if not arguments:
+        sys.exit("usage: python -m asyncckpt.integrations.megatron SCRIPT [ARGUMENTS]")
+    # As Python does for a script that is run by itself.
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+    install()
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""The flags that the documents tell people to type, on trees whose own parser has only some of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.peers import MEGATRON, peer
+
+# A script that parses as ``pretrain_gpt.py`` of core 0.16 does; ``KNOWS`` are the flags that are not in all trees.
+_SCRIPT = """
+import argparse, inspect, json, os, sys
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+parser = argparse.ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)
+group = parser.add_argument_group(title="checkpointing")
+group.add_argument("--async-save", action="store_true")
+group.add_argument("--use-persistent-ckpt-worker", action="store_true")
+group.add_argument("--save")
+for flag in json.loads(os.environ["KNOWS"]):
+    group.add_argument(flag, default="its own", const="its own, given", nargs="?")
+other = argparse.ArgumentParser()
+other.add_argument("--config")
+unknown = other.parse_known_args()[1]
+arguments = parser.parse_args()
+parser.parse_args()
+AsyncCallsQueue(persistent=True)
+from asyncckpt.integrations.nvrx.filesystem import engine
+made = engine(alone=True).config
+print(json.dumps({"arguments": vars(arguments), "unknown": unknown, "nice": made.nice, "io": made.io_class}))
+"""
+
+_DOCUMENTED = ("--async-save", "--use-persistent-ckpt-worker", "--async-ckpt-use-cpu-shm", "--save", "here")
+_PRIORITIES = ("--async-ckpt-cpu-priority", "7", "--async-ckpt-io-priority=2")
+
+
+def _launch(folder: Path, *arguments: str, knows: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    script = folder / "pretrain.py"
+    script.write_text(_SCRIPT)
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "asyncckpt.integrations.megatron", str(script), *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, peer(MEGATRON)]), "KNOWS": json.dumps(knows)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_parser_that_lacks_them(tmp_path: Path) -> None:
+    said = _said(_launch(tmp_path, *_DOCUMENTED, *_PRIORITIES))
+    arguments = said["arguments"]
+    assert arguments["async_save"] and arguments["save"] == "here" and arguments["async_ckpt_use_cpu_shm"] is True
+    assert arguments["async_ckpt_cpu_priority"] == said["nice"] == 7 and said["io"] == "best-effort"
+    # No business of a parser that is not Megatron-LM's.
+    assert "--async-ckpt-use-cpu-shm" in said["unknown"]
+
+
+def test_a_parser_that_has_them_is_left_alone(tmp_path: Path) -> None:
+    knows = ("--async-ckpt-use-cpu-shm", "--async-ckpt-cpu-priority", "--async-ckpt-io-priority")
+    said = _said(_launch(tmp_path, *_DOCUMENTED, "--async-ckpt-io-priority=2", knows=knows))
+    arguments = said["arguments"]
+    assert arguments["async_ckpt_use_cpu_shm"] == "its own, given"
+    assert arguments["async_ckpt_cpu_priority"] == "its own" and arguments["async_ckpt_io_priority"] == "2"
+
+
+def test_what_nobody_knows_is_refused_by_the_parser(tmp_path: Path) -> None:
+    done = _launch(tmp_path, *_DOCUMENTED, "--async-ckpt-use-gpu-shm")
+    assert done.returncode == 2 and "unrecognized arguments: --async-ckpt-use-gpu-shm" in done.stderr
+
+
+@pytest.mark.parametrize("given", [_DOCUMENTED[:2], ()])
+def test_flags_that_are_not_given(tmp_path: Path, given: tuple[str, ...]) -> None:
+    """What newer trees have in their place, and the priorities that ``AsyncCallsQueue`` has by itself."""
+    said = _said(_launch(tmp_path, *given))
+    assert said["arguments"]["async_ckpt_use_cpu_shm"] is False and said["nice"] == 10
