@@ -155,7 +155,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def _pair(entry: Any) -> tuple[str, torch.Tensor]:
     """``entry``, of a stream. Raises ``TypeError`` where it is no pair of name and tensor."""
     is_pair = isinstance(entry, (tuple, list)) and len(entry) == 2
-    if is_pair and isinstance(entry[0], str) and isinstance(entry[1], torch.Tensor):
-        return entry[0], entry[1]
+    if is_pair and isinstance(entry[1], torch.Tensor):
+        return entry[0], entry[1]  # a name that is none is refused as those of a state dict are
     found = f"({', '.join(type(each).__name__ for each in entry)})" if is_pair else type(entry).__name__
     raise TypeError(f"publish takes a state dict, or pairs of name and tensor, and here is {found} in the place of one")

@@ -116,7 +116,7 @@ def test_a_stopped_worker_holds_nobody_up_at_its_endpoint(
 ) -> None:
     publisher.publish(model(1), 1)
     monkeypatch.setattr("asyncckpt.weights.subscriber._ANSWER_S", 0.001)
-    monkeypatch.setattr("asyncckpt.worker.endpoint._CONNECT_S", 1)
+    monkeypatch.setattr("asyncckpt.worker.endpoint._CONNECT_S", 0.1)
     client = publisher.worker
     assert client is not None
     stop(client.pid)
@@ -131,7 +131,7 @@ def test_a_stopped_worker_holds_nobody_up_at_its_endpoint(
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
     try:
-        asker.join(30)
+        asker.join(90)
         assert len(ended) == 70
     finally:
         os.kill(client.pid, signal.SIGCONT)

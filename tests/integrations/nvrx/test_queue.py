@@ -204,6 +204,7 @@ def test_all_ranks_learn_of_a_killed_worker(tmp_path: Path, bad: int) -> None:
 def _warm_before_they_meet(root: str) -> None:
     """As Megatron-LM does: its worker is started before ``torch.distributed`` is initialised."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # until the other has met this one too
     dist.destroy_process_group()
     nvrx.AsyncCallsQueue.warmup_persistent_caller(rank, cpu_shm_mode=True)
     dist.init_process_group("gloo", init_method=f"file://{root}.meeting", rank=rank, world_size=world)
