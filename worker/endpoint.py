@@ -204,14 +204,15 @@ def endpoint_names() -> list[str]:
     return []
 
 
-def connect(name: str, timeout: float = _CONNECT_S, runtime: str | None = None) -> Connection | None:
+def connect(name: str, timeout: float | None = None, runtime: str | None = None) -> Connection | None:
     """A connection to the worker that has ``name``, if there is one of this user that accepts it.
 
     Args:
         name: That of the endpoint.
-        timeout: Seconds that it may take to accept.
+        timeout: Seconds that it may take to accept; None: 10.
         runtime: The runtime folder; None: that of this process.
     """
+    timeout = _CONNECT_S if timeout is None else timeout
     with contextlib.ExitStack() as held, contextlib.suppress(OSError):
         folder = held.enter_context(_opened_folder(make=False, path=runtime))
         peer = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
