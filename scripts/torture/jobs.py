@@ -56,7 +56,8 @@ class Job:
             try:
                 said = self.pipes[rank].recv()
             except (EOFError, ConnectionResetError) as error:
-                raise RuntimeError(f"rank {rank} has ended") from error
+                self.processes[rank].join(10)
+                raise RuntimeError(f"rank {rank} has ended with {self.processes[rank].exitcode}") from error
             if said[0] == "error":
                 raise RuntimeError(f"a trainer failed: {said[1]}")
             if said[0] == kind:
