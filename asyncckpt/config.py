@@ -106,10 +106,10 @@ class Config:
             kind, *others = str(field.type).split(" | ")
             value = getattr(self, field.name)
             if kind in _KINDS and not (value is None and others):
-                wanted, words = _KINDS[kind]
+                wanted, plain, words = _KINDS[kind]
                 if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
                     raise TypeError(f"Config.{field.name} is {words}, not {value!r}")
-                object.__setattr__(self, field.name, _PLAIN[kind](value))  # a number of numpy's cannot be written down
+                object.__setattr__(self, field.name, plain(value))  # a number of numpy's cannot be written down
         checks = {
             "slots": self.slots is None or 1 <= self.slots <= 16,
             "when_busy": self.when_busy in get_args(WhenBusy),
@@ -229,14 +229,13 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("progress", "direct_io"), _truth),
 }
 
-# What fields of a type take, and in words.
-_KINDS: dict[str, tuple[type, str]] = {
-    "int": (numbers.Integral, "a whole number"),
-    "float": (numbers.Real, "a number"),
-    "bool": (bool, "True or False"),
-    "str": (str, "a text"),
+# What fields of a type take, what is kept of that, and in words.
+_KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
+    "int": (numbers.Integral, int, "a whole number"),
+    "float": (numbers.Real, float, "a number"),
+    "bool": (bool, bool, "True or False"),
+    "str": (str, str, "a text"),
 }
-_PLAIN: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "str": str}
 # By their names in ``Config``.
 _OPTIONS = {
     "assume_constant_structure": _Option(
