@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,8 +43,6 @@ def test_where_direct_io_is_refused_it_writes_through_the_cache(
         return real_open(path, flags, *args, **options)
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
-        import fcntl
-
         direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
         if refused == "at write" and direct:
             raise OSError(errno.EINVAL, "no direct I/O here")
@@ -60,6 +60,40 @@ def test_where_direct_io_is_refused_it_writes_through_the_cache(
     assert list(checksums) == [checksum(data[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     if refused != "never":
         assert not direct and written == {0}
+
+
+@pytest.mark.parametrize("instant", ["before one is refused", "before the file is switched"])
+def test_several_threads_may_be_refused_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    """A second write begins, and ends, in the midst of the first."""
+    real_pwrite, real_fcntl = os.pwrite, fcntl.fcntl
+    file = LocalFile(str(tmp_path / "file"), True)
+    first = iter([True])
+
+    def write_the_second(at: str) -> None:
+        if at == instant and next(first, False):
+            file.write(memoryview(b"2" * PAGE), PAGE)
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if real_fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            write_the_second("before one is refused")
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return real_pwrite(fd, data, offset)
+
+    def fcntl_(fd: int, command: int, *args: int) -> int:
+        if command == fcntl.F_SETFL:
+            write_the_second("before the file is switched")
+        return real_fcntl(fd, command, *args)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(fcntl, "fcntl", fcntl_)
+    with contextlib.closing(file):
+        if not file.direct:
+            pytest.skip("this file system knows no direct I/O")
+        file.write(memoryview(b"1" * PAGE), 0)
+    assert not file.direct and not next(first, False)
+    assert (tmp_path / "file").read_bytes() == b"1" * PAGE + b"2" * PAGE
 
 
 @pytest.mark.parametrize("bounces", [False, True])

@@ -83,14 +83,15 @@ class LocalFile(OutputFile):
     def write(self, data: memoryview, offset: int) -> None:
         with translated("writing", self.path):
             while data:
+                direct = self.direct  # as this write begins: other threads write, and may be refused, too
                 try:
                     done = os.pwrite(self._fd, data, offset)
                 except OSError as error:
-                    if not self.direct or error.errno != errno.EINVAL:
+                    if not direct or error.errno != errno.EINVAL:
                         raise
                     # Some file systems refuse direct I/O only now, or want another alignment after a short write.
-                    self.direct = False
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                    self.direct = False  # only now: whoever reads it writes through the cache
                     continue
                 data = data[done:]
                 offset += done
