@@ -7,6 +7,7 @@ error that nobody has caught the workers linger, as the training is likely to be
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name, take_log
 from asyncckpt.worker.process import WorkerOptions, detached_workers
@@ -182,7 +183,8 @@ class Supervisor:
             if endpoint is not None and (words := take_log(endpoint)):
                 logger.warning("what the worker of the trainer before this one had to say: %s", words)
         except BaseException:
-            client.close(config.timeout)
+            with contextlib.suppress(SaveTimeoutError):  # it ends by itself; what is raised says why it has to
+                client.close(config.timeout)
             raise
         return client
 

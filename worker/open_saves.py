@@ -11,10 +11,13 @@ from asyncckpt.flag import Flag
 from asyncckpt.worker import messages
 from asyncckpt.worker.rounds import grace
 
+# What a worker needs at the end, when the first rank says nothing: a last question, and a look at what is in storage.
+_LAST_LOOK_S = 5.0
+
 
 def longest(timeout: float) -> float:
     """Seconds after which a save has ended that has to be committed after ``timeout``: its worker says so by then."""
-    return timeout + 2 * grace(timeout)
+    return timeout + 2 * grace(timeout) + _LAST_LOOK_S
 
 
 class TrackedSave(Protocol):

@@ -121,6 +121,29 @@ def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str |
     return found.trouble
 
 
+def is_finishing(root: str) -> bool:
+    """Whether the worker of a trainer that is gone has the lock: it may be about to write what that one had staged.
+
+    That is seen in the kernel's list of locks, of this host alone: who tried to take the lock would, for that moment,
+    refuse it to a worker that wants it.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(os.path.join(root, LOCK_NAME), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            holder, inode = _read(fd), os.fstat(fd).st_ino
+        finally:
+            os.close(fd)
+        if holder.scope != _scope() or is_running(holder.trainer):
+            return False
+        with open("/proc/locks") as locks:  # number, kind, mode, type, holder, device and inode, ...
+            fields = [line.split() for line in locks]
+        return any(
+            [*its[1:2], *its[4:5]] == ["FLOCK", str(holder.worker)] and its[5].rpartition(":")[2] == str(inode)
+            for its in fields
+        )
+    return False
+
+
 def check_job(root: str, job_id: str | None) -> None:
     """Raise ``JobTakenError`` where the folder ``root`` is of another job."""
     if job_id is None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum, index_name
+from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import newest_step
 
@@ -26,22 +27,23 @@ _MOST_STAGED = 8
 
 
 def wait_for_attempts(root: str, timeout: float) -> None:
-    """Wait until no worker is writing under ``root`` any more: one whose trainer died may be about to finalize.
+    """Wait until no worker is writing under ``root`` any more: one whose trainer died may be about to finalize, or to
+    begin.
 
     One whose trainer lives may always be writing: after as many attempts as a dead one can have left, this waits for no
     other. Raises ``StorageError`` after ``timeout`` seconds.
     """
     storage, deadline = storage_for(root), time.monotonic() + timeout
     known: set[str] = set()
-    while attempts := storage.attempts_under_way(root):
+    while (attempts := storage.attempts_under_way(root)) or is_finishing(root):
         if len(known) < _MOST_STAGED:
             known.update(attempts)
-        elif known.isdisjoint(attempts):
+        elif attempts and known.isdisjoint(attempts):
             return
         if time.monotonic() >= deadline:
             raise StorageError(
                 f"a worker is still writing here after {timeout:g} s; wait for it, or name the step to load",
-                path=attempts[0],
+                path=[*attempts, root][0],
             )
         time.sleep(_POLL_S)
 

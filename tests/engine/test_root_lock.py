@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from support.workers import send_away
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import JobTakenError
+from asyncckpt.errors import JobTakenError, StorageError
+from asyncckpt.loading.source import find_step
 from asyncckpt.worker import endpoint, root_lock
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.root_claim import Claim, Claimed
@@ -122,6 +125,31 @@ def test_the_worker_of_a_dead_trainer_is_waited_for(
         assert holders[0] is not None and checkpointer.steps() == [1]  # that worker lingers, with what it holds
         checkpointer.save(2, state(2)).result(60)
     assert checkpointer.steps() == [1, 2]
+
+
+def test_a_load_waits_for_the_worker_of_a_dead_trainer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at a moment at which nothing is being written: between two that were staged, or before the first."""
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state(1)).result(60)
+    trainer = subprocess.Popen(["sleep", "600"])
+    lock = RootLock.take(Claim(str(root), None), trainer.pid)
+    assert isinstance(lock, RootLock)
+    assert not root_lock.is_finishing(str(root)) and find_step(str(root), None, 0.0) == 1
+    trainer.kill()
+    trainer.wait()
+    assert root_lock.is_finishing(str(root))
+    with pytest.raises(StorageError, match="still writing here"):
+        find_step(str(root), None, 0.0)
+    real, polls = time.sleep, iter(range(3))
+
+    def sleep(seconds: float) -> None:
+        if next(polls) == 1:
+            (root / "step-00000001").rename(root / "step-00000002")
+            lock.release()
+        real(seconds)
+
+    monkeypatch.setattr("asyncckpt.loading.source.time.sleep", sleep)
+    assert find_step(str(root), None, 60.0) == 2
 
 
 def test_where_there_is_no_lock_there_is_one_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
