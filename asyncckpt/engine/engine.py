@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch.distributed
@@ -44,7 +45,7 @@ from asyncckpt.worker.takeover import Takeover
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Saves state dicts to paths, through one worker process that is started by the first save.
 
     The methods are for one thread at a time. ``close`` it, or use it as a context manager.
@@ -203,12 +204,10 @@ class Engine:
             gather = partial(_gather, group, next(self._numbers))
             published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
-            why_not = _show(self._buffers.image_of(save), published)
-            if why_not is not None:
-                logger.warning("version %d is not published: %s", version, why_not)
-            if why_not is None or not group.alone:  # other ranks may have published it, and all have to know the same
+            is_shown = _show(self._buffers.image_of(save), published)
+            if is_shown or not group.alone:  # other ranks may have published it, and all have to know the same
                 self._versions.note(published)
-            return Publication(published.version, published.epoch, skipped=why_not is not None)
+            return Publication(published.version, published.epoch, skipped=not is_shown)
 
     def any_says(self, mine: bool) -> bool:
         """Whether any rank (``mine``: this one) has said yes by now, as the first rank sees it; no, while its worker is
@@ -275,9 +274,6 @@ class Engine:
             self._supervisor.close()
             if self._group is not None:
                 self._group.close()
-
-    def __enter__(self) -> Engine:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -383,12 +379,16 @@ def _gather(group: Group, number: int, known: VersionState) -> list[VersionState
     return group.ask_all("epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know))
 
 
-def _show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion) -> str | None:
-    """Let readers see ``version`` in that slot. Returns why not, where it cannot be."""
-    if image is None:
-        return "its image is not in memory any more, or never was"
-    buffer, slot = image
-    if not buffer.client.has_endpoint:
-        raise CheckpointError("readers cannot find the worker, which has no endpoint: see the log")
-    shown = buffer.publish(slot, version)
-    return None if shown else "readers have all slots but that; more of them would help (Config.slots)"
+def _show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion) -> bool:
+    """Let readers see ``version`` in that slot. Returns whether they do."""
+    if image is not None:
+        buffer, slot = image
+        if not buffer.client.has_endpoint:
+            raise CheckpointError("readers cannot find the worker, which has no endpoint: see the log")
+        if buffer.publish(slot, version):
+            return True
+        why_not = "readers have all slots but that; more of them would help (Config.slots)"
+    else:
+        why_not = "its image is not in memory any more, or never was"
+    logger.warning("version %d is not published: %s", version.version, why_not)
+    return False
