@@ -11,6 +11,7 @@ import torch
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.staging import devices
+from asyncckpt.staging.pinners import Pinner
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class PinnedMemory:
                 if code != 0:  # of a device that is lost, as a rule; then all its calls fail
                     logger.warning("unpinning memory failed with %s error %d", self._device.type, code)
 
-    def _register(self, pinner: devices.Pinner, address: int, nbytes: int) -> bool:
+    def _register(self, pinner: Pinner, address: int, nbytes: int) -> bool:
         code = pinner.register(address, nbytes)
         if code == pinner.already_registered:
             # Memory that was here was unmapped, and the driver was not told: the pages that it knows are no longer

@@ -11,8 +11,8 @@ from support.devices import TYPE, MadeUpDevices
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging.devices import CudaPinner
 from asyncckpt.staging.pinned import PinnedMemory
+from asyncckpt.staging.pinners import CudaPinner
 
 
 class _Driver:

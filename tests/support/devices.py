@@ -15,9 +15,10 @@ from asyncckpt.staging import device_copy, devices
 from asyncckpt.staging.coalesce import Slab, allocate_slab_buffers
 from asyncckpt.staging.device_copy import ChunkCopy
 from asyncckpt.staging.host_copy import BatchCopy
+from asyncckpt.staging.pinners import Pinner
 
-TYPE = "privateuseone"
-"""What torch calls a device that it knows nothing of."""
+TYPE = torch.device("privateuseone").type
+"""What torch calls a device that it knows nothing of, or what ``simulated_device`` has it called."""
 CPU = torch.device("cpu")
 
 
@@ -64,7 +65,7 @@ class MadeUpDevices:
     """All devices of the kind. What is queued runs when an event is waited for, and no sooner than it must."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.pinner: devices.Pinner | None = None
+        self.pinner: Pinner | None = None
         self.chance = random.Random(seed)
         self.streams: list[MadeUpStream] = []
         self.current: list[Any] = []
