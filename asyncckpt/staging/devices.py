@@ -68,6 +68,9 @@ class DeviceKind(Protocol):
     def synchronize(self) -> None:
         """Have the host wait for all work of all devices of the kind that this process uses."""
 
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's current stream, on its current device, is being captured in a graph."""
+
 
 ReadyEvents = dict[torch.device, DeviceEvent]
 """For each device that has a kind: when what its current stream had been given by the time of the save is done."""
@@ -128,6 +131,10 @@ class TorchDevices:
     def synchronize(self) -> None:
         for index in filter(self._is_used, range(self._module.device_count())):
             self._module.synchronize(index)
+
+    def is_capturing(self) -> bool:
+        asks = getattr(self._module, "is_current_stream_capturing", None)
+        return asks is not None and bool(asks())
 
     def _is_current(self, index: int) -> bool:
         return bool(index == self._module.current_device())

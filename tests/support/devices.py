@@ -103,6 +103,9 @@ class MadeUpDevices:
         while self.step():
             pass
 
+    def is_capturing(self) -> bool:
+        return False
+
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make it the kind of devices of type ``TYPE``. Their memory is the host's, and what copies is queued, where a
         stream is in use.
