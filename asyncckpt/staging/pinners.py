@@ -34,9 +34,9 @@ class Pinner(Protocol):
 class CudaPinner:
     """``cudaHostRegister``, of the runtime that the module of torch for a type of device speaks to."""
 
-    # One registration of 512 GiB and more fails on some drivers. And while one is under way, the driver lets nobody
-    # else launch anything: in an overlapped first save, ranges of this size let the training through now and then.
-    limit = 4 << 30
+    # One registration of 512 GiB and more fails on some drivers. And while one is under way (0.1 s a GB) the driver
+    # lets nobody else launch anything: in an overlapped first save, ranges of this size let the training through.
+    limit = 256 << 20
     already_registered = 712  # cudaErrorHostMemoryAlreadyRegistered
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -67,7 +67,7 @@ class CudaPinner:
 class AscendPinner:
     """``aclrtHostRegister`` of Ascend's runtime. Untested: written from its documentation, and run on no device yet."""
 
-    limit = 4 << 30  # one call takes some 200 GB; ranges of this size let others through now and then
+    limit = 256 << 20  # one call takes some 200 GB; ranges of this size let others through
     already_registered = -1  # no code of its own is documented
 
     def register(self, address: int, nbytes: int) -> int:
