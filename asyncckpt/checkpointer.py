@@ -30,6 +30,7 @@ from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, gather
 from asyncckpt.save_handle import Save
+from asyncckpt.staging.captures import check_guarded_capture
 from asyncckpt.worker.messages import Existing, HeldImage
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
@@ -88,7 +89,7 @@ class Checkpointer:
         self._engine = Engine(config, process_group, job=job, claim=claim)
         self._process_group = process_group
         self._hooks: list[Any] = []
-        self._newest: Save | None = None
+        self._staging: list[Save] = []  # those whose tensors may still be read
         self._origin: Origin | None = None
         self._terminated = False
         self._had_sigterm: Any = None
@@ -123,8 +124,9 @@ class Checkpointer:
         """
         step = whole_number(step, "step")
         retention = _retention(self.config, self._origin, self.root, step)
-        self._newest = self._engine.save(step_folder(self.root, step), state_dict, step=step, retention=retention)
-        return self._newest
+        save = self._engine.save(step_folder(self.root, step), state_dict, step=step, retention=retention)
+        self._staging = [*filter(_is_copying, self._staging), save]
+        return save
 
     def publish(self, save: Save, version: int | None = None, *, roll_back: bool = False) -> Publication:
         """Let readers on this host have what was staged for a save. No copy is made.
@@ -305,14 +307,17 @@ class Checkpointer:
         self._terminated = True
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """For ``Config.overlap``: have ``optimizer`` wait, before each step, until the newest save has its copy.
+        """For ``Config.overlap``: have ``optimizer`` wait, before each step, until all saves have their copies.
 
-        On CUDA devices it is the step that waits, on the current stream, and not the host, which goes on queueing.
+        On devices it is the step that waits, on the current stream, and not the host, which goes on queueing. Replays
+        of a graph do not: call ``Save.synchronize_staging`` before each (capturing a step warns, or raises).
         """
 
         def synchronize_staging(*_: object) -> None:
-            if self._newest is not None and not self._newest.staged():
-                self._newest.synchronize_staging(self.config.timeout)
+            copying = list(filter(_is_copying, self._staging))
+            check_guarded_capture(copies_are_under_way=bool(copying))
+            for save in copying:  # not the newest alone: that may have been skipped, or refused
+                save.synchronize_staging(self.config.timeout)
 
         self._hooks.append(optimizer.register_step_pre_hook(synchronize_staging))
 
@@ -332,6 +337,7 @@ class Checkpointer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._staging.clear()
         self._engine.close(linger=linger)
 
     def __enter__(self) -> Checkpointer:
@@ -348,6 +354,10 @@ class Checkpointer:
             self._close(linger=issubclass(kind, Exception))
         except CheckpointError as trouble:
             logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
+
+
+def _is_copying(save: Save) -> bool:
+    return not save.staged()
 
 
 def _retention(config: Config, origin: Origin | None, root: str, step: int) -> Retention:

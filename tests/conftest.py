@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
+from support import accelerators
 from support.workers import FAULTY, Faulty, send_away
 
 from asyncckpt.engine import shared as engines
@@ -21,13 +21,6 @@ from asyncckpt.integrations.nvrx.filesystem import engines as engines_of_nvrx
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.worker import endpoint as endpoint
 from asyncckpt.worker import process as worker_process
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 def _open_files() -> set[str]:
@@ -67,7 +60,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 def no_leaks(runtime: Path) -> Iterator[None]:
     """Fail a test that leaves a descriptor, a thread, a process or shared memory behind."""
     process = psutil.Process()
-    before = _open_files(), {child.pid for child in process.children()}, _maps()
+    before = _open_files(), {child.pid for child in process.children()}, _maps(), accelerators.registrations()
     threads = set(threading.enumerate())
     yield
     engines.shared.close()
@@ -82,6 +75,7 @@ def no_leaks(runtime: Path) -> Iterator[None]:
             "processes": sorted({child.pid for child in process.children()} - before[1]),
             "threads": [thread.name for thread in threading.enumerate() if thread not in threads and _ours(thread)],
             "mappings": max(0, _maps() - before[2]),
+            "pinned": max(0, accelerators.registrations() - before[3]),
         }
         if not any(left.values()):
             return
@@ -92,6 +86,15 @@ def no_leaks(runtime: Path) -> Iterator[None]:
 
 def _ours(thread: threading.Thread) -> bool:
     return thread.name.startswith("asyncckpt")
+
+
+@pytest.fixture
+def device_type() -> Iterator[str]:
+    """The type of the device that the test runs on, ready to be used; empty of what is not in use when it ends."""
+    device_type = accelerators.load()
+    yield device_type
+    gc.collect()
+    accelerators.module().empty_cache()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
 from asyncckpt.staging.buffer import BufferPool, StagingBuffer
+from asyncckpt.staging.captures import check_not_capturing
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.rounds import Call, check_same_call
@@ -84,6 +85,7 @@ class PlanSelection:
         Raises ``UnsavableStateError``, ``OutOfMemoryError``, ``RankFailedError``, ``WorkerDiedError``,
         ``SaveTimeoutError``; ``StructureChangedError`` where ``assume_constant_structure`` was promised in vain.
         """
+        check_not_capturing()
         client = wanted.group.connect_worker(self.supervisor.running)
         try:
             found = self._kept_by_all(wanted, client)
@@ -106,6 +108,7 @@ class PlanSelection:
             group: This process alone.
             number: That of the save.
         """
+        check_not_capturing()
         client = group.connect_worker(self.supervisor.running)
         nbytes = len(contents.pickle)
         found = self.buffers.find(contents.key, lambda plan: plan.capture(contents), client)

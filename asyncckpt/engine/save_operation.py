@@ -27,6 +27,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.devices import ReadyEvents, ready_events
 from asyncckpt.staging.host_copy import copy_threads
+from asyncckpt.staging.under_way import held_memory, note_copy
 from asyncckpt.worker.messages import Committed, Existing, WriteRequest
 
 logger = logging.getLogger(__name__)
@@ -141,14 +142,18 @@ class SaveOperation(SaveState):
         """
         self.buffer = captured.buffer
         self.request = self._write_request(slot, captured.pickle_bytes, retention)
-        ready = ready_events(captured.tensors)
+        tensors = captured.tensors
+        if copier.overlaps:
+            note_copy(self.copied)
+            tensors = held_memory(tensors)
+        ready = ready_events(tensors)
         # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
         self.buffer.slots.take(slot, self.number)
         self.buffer.write_objects(slot)
         try:
             self.buffer.begin(slot, self)
             self._begin()
-            failure = copier.run(partial(self._copy, captured.tensors, ready, copier.threads))
+            failure = copier.run(partial(self._copy, tensors, ready, copier.threads))
         except BaseException as error:  # an interrupt: nobody else would ever call it off
             if not self.copied.is_set() and (not copier.overlaps or self._may_copy.acquire(blocking=False)):
                 self._call_off(error)

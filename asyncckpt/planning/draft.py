@@ -181,6 +181,10 @@ class Draft:
         values = self._capture(items)
         try:
             tensors, objects = values.take(self._state_dict, self._planner)
+            by_device = _by_device(items, tensors)
+            if by_device != items:
+                items, values = by_device, self._capture(by_device)
+                tensors, objects = values.take(self._state_dict, self._planner)
         except StructureChanged as error:
             raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
         aliases = _aliases(tensors)
@@ -287,6 +291,21 @@ def _planning() -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
+
+
+def _by_device(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[WriteItem]:
+    """The items with those on devices first, in their order.
+
+    AdamW has its steps on the host, between its moments on the device: these could not be brought over many at a time.
+    """
+    its = iter(tensors)
+    on_host = [item.type == WriteItemType.BYTE_IO or next(its).is_cpu for item in items]
+    return [
+        item
+        for wanted in (False, True)
+        for item, is_on_host in zip(items, on_host, strict=True)
+        if is_on_host == wanted
+    ]
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

@@ -1,11 +1,12 @@
 """Slabs: runs of small tensors on a device that are brought over by one copy.
 
 A copy from a device to the host costs the host some 6 us whatever its size, in which a PCIe link moves 150 KB (at 25
-GB/s) to 300 KB (at 50 GB/s): smaller tensors keep the link waiting. On the device itself ``torch._foreach_copy_``
-copies 64 tensors and more with one launch, 0.1 us each, and some tenths of a microsecond a tensor beside. Hence a slab:
-tensors that stand next to each other in the image are first coalesced in a slab buffer, memory on the device that looks
-like that part of the image, and then copied out at once. By this reckoning 8,000 tensors of 50 kB are 50 ms of calls
-one by one; as 25 slabs they are some 4 ms of calls, hidden by the 8 ms of their bytes.
+GB/s) to 300 KB (at 50 GB/s), and NVLink to a Grace host a megabyte: smaller tensors keep the link waiting. On the
+device itself ``torch._foreach_copy_`` copies 64 tensors and more with one launch, 0.1 us each, and some tenths of a
+microsecond a tensor beside. Hence a slab: tensors that stand next to each other in the image are first coalesced in a
+slab buffer, memory on the device that looks like that part of the image, and then copied out at once. By this reckoning
+8,000 tensors of 50 kB are 50 ms of calls one by one; as 25 slabs they are some 4 ms of calls, hidden by the 8 ms of
+their bytes.
 
 The slab buffer needs the bytes between the tensors too, the envelopes. They are fetched out of the slot, where they
 stand from the beginning: in the other direction of the link, and by one call more for a slab.
@@ -27,7 +28,7 @@ from asyncckpt.staging.host_copy import SlotViews, check_memory
 logger = logging.getLogger(__name__)
 
 # Tensors of fewer bytes are coalesced; see above.
-_SMALL_BYTES = 256 << 10
+_SMALL_BYTES = 1 << 20
 # What one slab covers at most: so much that its calls (some 50 us) are beneath its bytes (300 us), so little that two
 # slab buffers are no matter on any device.
 SLAB_BYTES = 16 << 20
@@ -60,13 +61,16 @@ class Slab:
     Nobody else may write there meanwhile: all the bytes between are written too, as they are.
     """
 
-    def __init__(self, numbers: Sequence[int], views: SlotViews, buffer: SlabBuffer) -> None:
+    def __init__(
+        self, numbers: Sequence[int], views: SlotViews, buffer: SlabBuffer, converted: Sequence[bool] = ()
+    ) -> None:
         """Describe the slab.
 
         Args:
             numbers: The numbers of the tensors.
             views: Where they go.
             buffer: By way of which they go there; other slabs may use it too.
+            converted: As of ``DeviceCopy``.
         """
         first, last = views.places[numbers[0]], views.places[numbers[-1]]
         self.begin = first.payload_at
@@ -74,10 +78,13 @@ class Slab:
         nbytes = last.payload_at + last.payload_bytes - self.begin
         self._image = views.raw(self.begin, nbytes)
         self._memory = buffer.memory[:nbytes]
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[int]] = {}
         for number in numbers:
-            by_dtype.setdefault(views.specs[number].dtype, []).append(number)
-        self._groups = [_SameDtype(each, views, self._memory, self.begin) for each in by_dtype.values()]
+            alike.setdefault((views.specs[number].dtype, bool(converted) and converted[number]), []).append(number)
+        self._groups = [
+            _SameDtype(each, views, self._memory, self.begin, as_bits=not is_converted)
+            for (_, is_converted), each in alike.items()
+        ]
 
     def coalesce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make the slab buffer what the image is to be."""
@@ -98,12 +105,17 @@ class Slab:
 
 
 class _SameDtype:
-    """The tensors of one dtype in a slab. Where they go is kept: to make a view costs more than to copy into it."""
+    """The tensors of one dtype in a slab. Where they go is kept: to make a view costs more than to copy into it.
 
-    def __init__(self, numbers: Sequence[int], views: SlotViews, memory: torch.Tensor, begin: int) -> None:
+    ``as_bits``: they come in that dtype, and no bit of them may change.
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], views: SlotViews, memory: torch.Tensor, begin: int, *, as_bits: bool
+    ) -> None:
         self._pick = picker(numbers)
         dtype = views.specs[numbers[0]].dtype
-        self._integer = None if dtype in _COPIED_AS_THEY_ARE else _INTEGERS[dtype.itemsize]
+        self._integer = _INTEGERS[dtype.itemsize] if as_bits and dtype not in _COPIED_AS_THEY_ARE else None
         self._specs = [views.specs[number] for number in numbers]
         self._into: list[torch.Tensor] = []
         for number in numbers:

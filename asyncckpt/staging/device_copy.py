@@ -39,7 +39,14 @@ Fence = Callable[[], None]
 class DeviceCopy:
     """The copies of those tensors of a plan that are on one device. Any thread may call."""
 
-    def __init__(self, device: torch.device, kind: DeviceKind, numbers: Sequence[int], views: SlotViews) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        kind: DeviceKind,
+        numbers: Sequence[int],
+        views: SlotViews,
+        converted: Sequence[bool] = (),
+    ) -> None:
         """Divide the tensors into units, and take the slab buffers that they need.
 
         Args:
@@ -47,11 +54,14 @@ class DeviceCopy:
             kind: Its kind.
             numbers: The numbers of the tensors, in ascending order.
             views: Where they go. Written only between ``queue`` and the end of ``wait``.
+            converted: Of all tensors of the plan, which come in another dtype than they go; that is changed on the
+                device, which is faster than the host. Empty: none.
         """
         self._device, self._kind = device, kind
         self._streams = _side_streams(device, kind)
         has_slabs = any(is_slab for is_slab, _ in group_by_slab(numbers, views))
-        self.units = device_units(numbers, views, self._streams.slab_buffers() if has_slabs else [])
+        buffers = self._streams.slab_buffers() if has_slabs else []
+        self.units = device_units(numbers, views, buffers, converted)
 
     def queue(self, tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> list[DeviceEvent]:
         """Queue the copies; returns when each of the ``units`` is copied. If this raises, none is left under way."""
@@ -118,19 +128,22 @@ class ChunkCopy:
                     into.copy_(some.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
 
 
-def device_units(numbers: Sequence[int], views: SlotViews, buffers: Sequence[SlabBuffer]) -> list[CopyUnit]:
+def device_units(
+    numbers: Sequence[int], views: SlotViews, buffers: Sequence[SlabBuffer], converted: Sequence[bool] = ()
+) -> list[CopyUnit]:
     """Divide the tensors on one device into units: slabs, then all others.
 
     Args:
         numbers: The numbers of the tensors, in ascending order.
         views: Where they go.
         buffers: The device's slab buffers; without any there are no slabs.
+        converted: As of ``DeviceCopy``.
     """
     slabs: list[CopyUnit] = []
     others: list[int] = []
     for is_slab, group in group_by_slab(numbers, views):
         if is_slab and buffers:
-            slabs.append(Slab(group, views, buffers[len(slabs) % len(buffers)]))
+            slabs.append(Slab(group, views, buffers[len(slabs) % len(buffers)], converted))
         else:
             others += group
     units: list[CopyUnit] = []

@@ -1,23 +1,31 @@
 """The device seam: streams, events and pinned host memory, behind one small interface for each kind of device.
 
-``kind_of`` finds the kind of a device by its type. CUDA is the only one so far; ROCm is CUDA to torch. What is on a
-device without a kind is staged by plain, synchronous copies. Nothing else in the package says ``torch.cuda``, but what
-speaks NCCL.
+``kind_of`` finds the kind of a device by its type. One class serves all kinds: torch has a module for each type of
+device, and these are alike. What differs is given to it, first of all how memory is pinned (``pinners.py``). What is on
+a device without a kind is staged by plain, synchronous copies, when all is done that the device was given.
+
+Nothing else in the package says ``torch.cuda``, but what speaks NCCL. (Not ``torch.accelerator`` and ``torch.Event``:
+they know one type of device in a process, and waits for such an event spin.)
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
-_device = attrgetter("device")
+from asyncckpt.staging.pinners import AscendPinner, CudaPinner, Pinner
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only the current one
+logger = logging.getLogger(__name__)
+
+_device = attrgetter("device")
 
 
 class DeviceEvent(Protocol):
@@ -32,25 +40,6 @@ class DeviceStream(Protocol):
 
     def wait_event(self, event: Any) -> None:
         """Have what is queued from here on wait for ``event``. The host goes on."""
-
-
-class Pinner(Protocol):
-    """Makes memory of the host known to a driver, so that devices copy into it directly.
-
-    Both calls return an error code of the driver, 0 for success, and leave no error behind. They are made inside
-    ``DeviceKind.use``.
-    """
-
-    limit: int
-    """The most bytes that one call registers."""
-    already_registered: int
-    """The code for memory of which the driver knows a part already."""
-
-    def register(self, address: int, nbytes: int) -> int:
-        """Pin ``nbytes`` at ``address``, both whole pages."""
-
-    def unregister(self, address: int) -> int:
-        """Take back the registration that begins at ``address``."""
 
 
 class DeviceKind(Protocol):
@@ -79,70 +68,89 @@ class DeviceKind(Protocol):
     def synchronize(self) -> None:
         """Have the host wait for all work of all devices of the kind that this process uses."""
 
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's current stream, on its current device, is being captured in a graph."""
+
 
 ReadyEvents = dict[torch.device, DeviceEvent]
 """For each device that has a kind: when what its current stream had been given by the time of the save is done."""
 
 
-class CudaPinner:
-    """``cudaHostRegister``."""
+class TorchDevices:
+    """Devices of a type that torch has a module for."""
 
-    # One registration of 512 GiB and more fails on some drivers. And while one is under way, the driver lets nobody
-    # else launch anything: in an overlapped first save, ranges of this size let the training through now and then.
-    limit = 4 << 30
-    already_registered = 712  # cudaErrorHostMemoryAlreadyRegistered
+    def __init__(
+        self,
+        device_type: str,
+        pinner: Pinner | None,
+        is_used: Callable[[int], bool] | None = None,
+        event: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Ask for nothing yet: the module may come later, or never.
 
-    def register(self, address: int, nbytes: int) -> int:
-        return self._checked(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
-
-    def unregister(self, address: int) -> int:
-        return self._checked(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
-
-    def _checked(self, code: Any) -> int:
-        """Take the runtime's last error, which this thread would else find after its next, innocent kernel launch.
-
-        torch has no call for cudaGetLastError, but asks for it after each launch of its own, and raises what it finds.
-        (An error that lasts, of a device that is lost, is found by the next call again.)
+        Args:
+            device_type: As torch calls them.
+            pinner: Pins memory for them; None: nobody can, and copies go by way of the driver's own buffers.
+            is_used: Whether this process uses the device of that index. To have one wait that it does not use would
+                open a context there, of some hundred MB. None: the current one is, and no other.
+            event: What an event has to be given, so that the host waits for it asleep.
         """
-        if int(code) != 0:
-            with contextlib.suppress(RuntimeError):
-                torch.ones((), device="cuda")
-        return int(code)
+        self.pinner = pinner
+        self._type = device_type
+        self._is_used = is_used or self._is_current
+        self._event = dict(event)
 
-
-class CudaDevices:
-    """CUDA, and ROCm."""
-
-    pinner: Pinner | None = CudaPinner()
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self._type)
 
     def is_initialized(self) -> bool:
-        return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
+        module = getattr(torch, self._type, None)
+        return module is not None and bool(module.is_initialized())
 
     def current_stream(self, device: torch.device) -> DeviceStream:
-        return torch.cuda.current_stream(device)
+        stream: DeviceStream = self._module.current_stream(device)
+        return stream
 
     def new_stream(self, device: torch.device) -> DeviceStream:
-        with torch.cuda.device(device):
-            return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with self._module.device(device):
+            stream: DeviceStream = self._module.Stream(device)
+            return stream
 
     @contextlib.contextmanager
     def use(self, device: torch.device, stream: Any = None) -> Iterator[None]:
-        with torch.cuda.device(device), torch.cuda.stream(stream):
+        with self._module.device(device), self._module.stream(stream):
             yield
 
     def record(self, stream: Any) -> DeviceEvent:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = self._module.Event(**self._event)
         event.record(stream)
-        return event
+        made: DeviceEvent = event
+        return made
 
     def synchronize(self) -> None:
-        for index in range(torch.cuda.device_count()):
-            # To have a device wait that is not used would open a context there, of some hundred MB.
-            if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
-                torch.cuda.synchronize(index)
+        for index in filter(self._is_used, range(self._module.device_count())):
+            self._module.synchronize(index)
+
+    def is_capturing(self) -> bool:
+        asks = getattr(self._module, "is_current_stream_capturing", None)
+        return asks is not None and bool(asks())
+
+    def _is_current(self, index: int) -> bool:
+        return bool(index == self._module.current_device())
 
 
-KINDS: dict[str, DeviceKind] = {"cuda": CudaDevices()}
+def _has_cuda_context(index: int) -> bool:
+    return torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined, no-any-return]
+
+
+_ASLEEP = MappingProxyType({"blocking": True})
+
+KINDS: dict[str, DeviceKind] = {
+    "cuda": TorchDevices("cuda", CudaPinner(), _has_cuda_context, _ASLEEP),  # ROCm is CUDA to torch
+    "xpu": TorchDevices("xpu", None),  # Intel's; SYCL has no call that pins memory of others
+    "npu": TorchDevices("npu", AscendPinner(), event=_ASLEEP),  # Ascend's, by torch_npu
+}
 """The kinds of devices, by ``torch.device.type``."""
 
 
@@ -158,11 +166,22 @@ def use(device: torch.device) -> AbstractContextManager[None]:
 
 
 def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
-    """The events of the devices that ``tensors`` are on; called on the caller's own thread, whose streams are meant."""
-    if not any(kind.is_initialized() for kind in KINDS.values()):
+    """The events of the devices that ``tensors`` are on; called on the caller's own thread, whose streams are meant.
+
+    For those on a device without a kind this waits, until it has done all that it was given.
+    """
+    unknown = _module_of_unknown()
+    if unknown is None and not any(kind.is_initialized() for kind in KINDS.values()):
         return {}
-    kinds = {device: kind_of(device) for device in set(map(_device, tensors))}
-    return {device: kind.record(kind.current_stream(device)) for device, kind in kinds.items() if kind is not None}
+    events: ReadyEvents = {}
+    for device in set(map(_device, tensors)):
+        kind = kind_of(device)
+        if kind is not None:
+            events[device] = kind.record(kind.current_stream(device))
+        elif unknown is not None and device.type not in ("cpu", "meta"):
+            _warn_of_unknown(device.type)
+            unknown.synchronize(device)
+    return events
 
 
 def synchronize_used() -> None:
@@ -173,8 +192,25 @@ def synchronize_used() -> None:
     for kind in KINDS.values():
         if kind.is_initialized():
             kind.synchronize()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None and kind_of(accelerator) is None:
-        module = torch.get_device_module(accelerator)
-        if not hasattr(module, "is_initialized") or module.is_initialized():
-            module.synchronize()
+    unknown = _module_of_unknown()
+    if unknown is not None:
+        unknown.synchronize()
+
+
+def _module_of_unknown() -> Any:
+    """The module of torch for this machine's accelerator, if that has no kind, and is used; else None."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "cpu" or accelerator.type in KINDS:
+        return None
+    module = getattr(torch, accelerator.type, None)
+    is_used = module is not None and (not hasattr(module, "is_initialized") or module.is_initialized())
+    return module if is_used else None
+
+
+@functools.cache
+def _warn_of_unknown(device_type: str) -> None:
+    logger.warning(
+        "nothing is known here of devices of type %r: their tensors are copied one by one, while the host and the"
+        " device wait",
+        device_type,
+    )

@@ -11,6 +11,7 @@ import torch
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.staging import devices
+from asyncckpt.staging.pinners import Pinner
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class PinnedMemory:
         with devices.use(device):
             try:
                 for end in _range_ends(cuts, segment.nbytes, self._pinner.limit):
-                    refused += 0 if self._register(self._pinner, segment.address + begin, end - begin) else end - begin
+                    refused += self._pin(self._pinner, segment, range(begin, end), cuts)
                     begin = end
             except BaseException:
                 self.close()
@@ -62,7 +63,23 @@ class PinnedMemory:
                 if code != 0:  # of a device that is lost, as a rule; then all its calls fail
                     logger.warning("unpinning memory failed with %s error %d", self._device.type, code)
 
-    def _register(self, pinner: devices.Pinner, address: int, nbytes: int) -> bool:
+    def _pin(self, pinner: Pinner, segment: Segment, span: range, cuts: Sequence[int]) -> int:
+        """Register a part of ``segment``, in halves where the driver refuses it whole. Returns the bytes it refused."""
+        code = self._register(pinner, segment.address + span.start, len(span))
+        if code == 0:
+            return 0
+        within = [cut // PAGE * PAGE for cut in cuts if span.start < cut // PAGE * PAGE < span.stop]
+        if not within:
+            logger.warning(
+                "pinning %d bytes of staging memory failed with %s error %d", len(span), self._device.type, code
+            )
+            return len(span)
+        half = min(within, key=lambda cut: abs(cut - (span.start + span.stop) // 2))
+        return self._pin(pinner, segment, range(span.start, half), cuts) + self._pin(
+            pinner, segment, range(half, span.stop), cuts
+        )
+
+    def _register(self, pinner: Pinner, address: int, nbytes: int) -> int:
         code = pinner.register(address, nbytes)
         if code == pinner.already_registered:
             # Memory that was here was unmapped, and the driver was not told: the pages that it knows are no longer
@@ -74,13 +91,9 @@ class PinnedMemory:
                 "the driver takes the staging memory for other memory, which was unmapped while it was pinned;"
                 " copies would be lost, so nothing is saved: look for who pins memory and does not take that back"
             )
-        if code != 0:
-            logger.warning(
-                "pinning %d bytes of staging memory failed with %s error %d", nbytes, self._device.type, code
-            )
-            return False
-        self.addresses.append(address)
-        return True
+        if code == 0:
+            self.addresses.append(address)
+        return code
 
 
 def _range_ends(cuts: Sequence[int], nbytes: int, limit: int) -> list[int]:

@@ -31,7 +31,7 @@ class SlotStager:
             layout: The layout of the image.
             segment: The memory; it cannot be unmapped until ``close``.
             offset: Where the slot begins in the segment, in bytes; its size is ``layout.nbytes``.
-            converted: Which tensors come from the host in another dtype than they are stored in. Empty: none.
+            converted: Which tensors come in another dtype than they are stored in. Empty: none.
         """
         # Of tensors that share their bytes the first is copied for all.
         self._own = [
@@ -103,7 +103,7 @@ class SlotStager:
         for device, its in numbers.items():
             kind = devices.kind_of(device)
             if kind is not None:
-                device_copies.append(DeviceCopy(device, kind, its, self._views))
+                device_copies.append(DeviceCopy(device, kind, its, self._views, self._converted))
                 continue
             plain = [number for number in its if device.type == "cpu" and not self._converted[number]]
             others = [number for number in its if device.type != "cpu" or self._converted[number]]

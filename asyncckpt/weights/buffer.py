@@ -11,6 +11,7 @@ from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
+from asyncckpt.staging.captures import check_not_capturing
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.devices import kind_of, ready_events
 from asyncckpt.staging.host_copy import SlotViews
@@ -97,12 +98,8 @@ class WeightBuffer:
             tensors: All of the plan, in its order. They must not change meanwhile.
             threads: Those that take part.
         """
+        check_not_capturing()
         ready = ready_events(tensors)
-        if ready and any(plan.converted):
-            # On the device first, one by one: a copy of all of them may not fit there.
-            for number, tensor in enumerate(tensors):
-                self.views(slot, plan, tensor.device)[number].copy_(tensor)
-            return
         for device in ready:
             self._slots[slot].pin(device)
         self._slots[slot].stager_of(plan).copy(tensors, ready, threads, lambda _: None, lambda _: None)

@@ -21,8 +21,10 @@ from asyncckpt.shm import budget
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.staging.devices import kind_of, synchronize_used, use
 from asyncckpt.staging.pinned import PinnedMemory
+from asyncckpt.staging.under_way import wait_for_copies
 
 _ALIGNMENT = 64
+_COPY_LIMIT_S = 600.0
 
 _T = TypeVar("_T")
 _State = tuple[StorageWeakRef, tuple[int, ...]]
@@ -79,13 +81,15 @@ class OffloadedParameters:
     def offload(self, *, unchanged: bool = False) -> int:
         """Bring them to the host, unless they are there, and give the memory of the device back to torch's allocator.
 
-        Returns bytes copied. If this raises, they all are on the device. ``unchanged``: nothing has changed them since
+        It waits for saves that still copy (``Config.overlap``). Returns bytes copied. If this raises, they all are on
+        the device. ``unchanged``: nothing has changed them since
         ``load``; what is at the host already is not copied again. It has to be said, because torch counts only changes
         that it sees: not those through ``.data``, nor those by kernels and collectives of others. Those it sees are
         copied in any case.
         """
         if not self.loaded:
             return 0
+        wait_for_copies(_COPY_LIMIT_S)  # of a save that overlaps: their memory is about to go
         parts = self._parts()
         for part in parts:
             if not part.storage.resizable():

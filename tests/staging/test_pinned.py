@@ -11,8 +11,8 @@ from support.devices import TYPE, MadeUpDevices
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging.devices import CudaPinner
 from asyncckpt.staging.pinned import PinnedMemory
+from asyncckpt.staging.pinners import CudaPinner
 
 
 class _Driver:
@@ -71,9 +71,17 @@ def test_what_cannot_be_pinned_is_told_and_leaves_no_error(
     monkeypatch: pytest.MonkeyPatch, forgotten: list[bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
-        memory = _pin(segment, driver := _Driver([0, 2]), monkeypatch)
+        memory = _pin(segment, driver := _Driver([0, 2, 2, 2]), monkeypatch)
         assert f"{TYPE} error 2" in caplog.text and f"{3 * PAGE} of {8 * PAGE} bytes" in caplog.text
-        assert len(driver.registered) == 2 and forgotten == [True]
+        assert len(driver.registered) == 2 and forgotten == [True] * 3
+        memory.close()
+        assert sorted(driver.taken_back) == driver.registered
+
+
+def test_what_is_refused_whole_is_pinned_in_halves(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool]) -> None:
+    with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
+        memory = _pin(segment, driver := _Driver([0, 1]), monkeypatch)
+        assert [(address - segment.address) // PAGE for address in driver.registered] == [0, 3, 5, 6]
         memory.close()
         assert sorted(driver.taken_back) == driver.registered
 

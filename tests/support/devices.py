@@ -15,9 +15,10 @@ from asyncckpt.staging import device_copy, devices
 from asyncckpt.staging.coalesce import Slab, allocate_slab_buffers
 from asyncckpt.staging.device_copy import ChunkCopy
 from asyncckpt.staging.host_copy import BatchCopy
+from asyncckpt.staging.pinners import Pinner
 
-TYPE = "privateuseone"
-"""What torch calls a device that it knows nothing of."""
+TYPE = torch.device("privateuseone").type
+"""What torch calls a device that it knows nothing of, or what ``simulated_device`` has it called."""
 CPU = torch.device("cpu")
 
 
@@ -64,7 +65,7 @@ class MadeUpDevices:
     """All devices of the kind. What is queued runs when an event is waited for, and no sooner than it must."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.pinner: devices.Pinner | None = None
+        self.pinner: Pinner | None = None
         self.chance = random.Random(seed)
         self.streams: list[MadeUpStream] = []
         self.current: list[Any] = []
@@ -101,6 +102,9 @@ class MadeUpDevices:
     def synchronize(self) -> None:
         while self.step():
             pass
+
+    def is_capturing(self) -> bool:
+        return False
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make it the kind of devices of type ``TYPE``. Their memory is the host's, and what copies is queued, where a

@@ -50,7 +50,7 @@ class Ours(Contestant):
     @contextmanager
     def _staged(self) -> Iterator[None]:
         if self._newest is not None:
-            self._newest.wait_staged(LIMIT_S)
+            self._newest.synchronize_staging(LIMIT_S)
         yield
 
     def load(self, number: int, state: State) -> State:

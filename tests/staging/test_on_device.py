@@ -1,4 +1,4 @@
-"""What needs a GPU."""
+"""States on a device: saved as of the call, to the bit, through pinned memory."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.accelerators import busy, module
 from support.states import same, zeros_like
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging import coalesce, device_copy, devices
+from asyncckpt.staging import coalesce, device_copy, pinners
 from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
-pytestmark = pytest.mark.cuda
+pytestmark = pytest.mark.device
 
 
-def _state() -> dict[str, torch.Tensor]:
+def _state(device_type: str) -> dict[str, torch.Tensor]:
     return {
-        **{f"small {number}": torch.randn(33, 7, device="cuda") for number in range(200)},
-        "large": torch.randn(8 << 20, device="cuda"),
-        "half": torch.randn(1000, 300, device="cuda").bfloat16(),
-        "strided": torch.randn(300, 500, device="cuda").t(),
+        **{f"small {number}": torch.randn(33, 7, device=device_type) for number in range(200)},
+        "large": torch.randn(8 << 20, device=device_type),
+        "half": torch.randn(1000, 300, device=device_type).bfloat16(),
+        "strided": torch.randn(300, 500, device=device_type).t(),
         "on the host": torch.randn(1000),
     }
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_saved_as_of_the_call(root: Path, overlap: bool) -> None:
+def test_saved_as_of_the_call(device_type: str, root: Path, overlap: bool) -> None:
     """The compute stream is busy before the call, and changes everything after it."""
-    state = _state()
+    state = _state(device_type)
     with Checkpointer(root, Config(overlap=overlap)) as checkpointer:
         checkpointer.prepare(state)
         for step in range(1, 6):
-            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # what comes now is queued behind this
+            busy(0.03)  # what comes now is queued behind this
             for tensor in state.values():
                 tensor.fill_(step)
             save = checkpointer.save(step, state)
@@ -49,9 +50,9 @@ def test_saved_as_of_the_call(root: Path, overlap: bool) -> None:
             assert all((tensor == step).all() for tensor in into.values())
 
 
-def test_the_staging_memory_is_pinned(root: Path) -> None:
+def test_the_staging_memory_is_pinned(device_type: str, root: Path) -> None:
     with Checkpointer(root) as checkpointer:
-        checkpointer.prepare(state := _state())
+        checkpointer.prepare(state := _state(device_type))
         buffer = checkpointer._engine._buffers.known[0].buffer
         assert buffer is not None and buffer._pinned is not None and buffer._pinned.addresses
         target = torch.frombuffer(buffer.segment.view, dtype=torch.uint8)
@@ -88,13 +89,13 @@ def _of_all_kinds() -> dict[str, torch.Tensor]:
     return state
 
 
-def _on_device(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_device(state: dict[str, torch.Tensor], device_type: str) -> dict[str, torch.Tensor]:
     """With the same layouts and lazy signs, and with what shares memory sharing it."""
     moved: dict[int, torch.Tensor] = {}
     result = {}
     for name, tensor in state.items():
         if id(tensor) not in moved:
-            there = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
+            there = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device_type)
             there.copy_(tensor)
             if tensor.is_conj():
                 there = there.conj_physical_().conj()
@@ -108,7 +109,7 @@ def _on_device(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("short", [False, True])
 def test_the_same_bytes_as_from_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool, short: bool
+    device_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool, short: bool
 ) -> None:
     if cut:
         monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 300_000)
@@ -116,7 +117,7 @@ def test_the_same_bytes_as_from_the_host(
     if short:  # of memory on the device
         monkeypatch.setattr(device_copy, "allocate_slab_buffers", lambda _: [])
     host = _of_all_kinds()
-    state = _on_device(host)
+    state = _on_device(host, device_type)
     for name, tensor in state.items():
         assert tensor.is_conj() == host[name].is_conj() and tensor.is_neg() == host[name].is_neg()
     with Checkpointer(tmp_path / "host") as checkpointer:
@@ -127,10 +128,10 @@ def test_the_same_bytes_as_from_the_host(
             assert _data_files(path) == _data_files(tmp_path / "host" / "step-00000001")
 
 
-def test_the_host_goes_on_while_the_step_waits(root: Path) -> None:
+def test_the_host_goes_on_while_the_step_waits(device_type: str, root: Path) -> None:
     """The copies wait behind a busy compute stream; the optimizer's step is queued meanwhile, and comes after them."""
-    model = torch.nn.ParameterList([torch.full((1 << 20,), 1.0, device="cuda") for _ in range(8)])
-    model.extend(torch.nn.Parameter(torch.full((50,), 1.0, device="cuda")) for _ in range(500))
+    model = torch.nn.ParameterList([torch.full((1 << 20,), 1.0, device=device_type) for _ in range(8)])
+    model.extend(torch.nn.Parameter(torch.full((50,), 1.0, device=device_type)) for _ in range(500))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with Checkpointer(root, Config(overlap=True)) as checkpointer:
         checkpointer.prepare({"model": model})
@@ -138,10 +139,10 @@ def test_the_host_goes_on_while_the_step_waits(root: Path) -> None:
         for parameter in model:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()  # kernels are loaded
-        torch.cuda.current_stream().synchronize()
+        module().current_stream().synchronize()
         for step in range(1, 4):
             before = [parameter.detach().clone() for parameter in model]
-            torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # a second or more
+            busy(1.0)
             save = checkpointer.save(step, {"model": model})
             optimizer.step()
             assert not save.staged()
@@ -151,12 +152,12 @@ def test_the_host_goes_on_while_the_step_waits(root: Path) -> None:
             assert all(torch.equal(now + 1, then) for now, then in zip(model, before, strict=True))
 
 
-def test_what_only_the_save_holds_stays_until_it_is_copied(root: Path) -> None:
+def test_what_only_the_save_holds_stays_until_it_is_copied(device_type: str, root: Path) -> None:
     """Temporaries of the caller are freed and their memory taken again while the side streams are yet to read it."""
     with Checkpointer(root, Config(overlap=True)) as checkpointer:
         for step in range(1, 4):
-            torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
-            kept = {f"{number}": torch.full((number * 9000 + 1,), 1.0, device="cuda") for number in range(60)}
+            busy(0.3)
+            kept = {f"{number}": torch.full((number * 9000 + 1,), 1.0, device=device_type) for number in range(60)}
             save = checkpointer.save(step, {name: tensor * step for name, tensor in kept.items()})
             other = [torch.full_like(tensor, -1.0) for tensor in kept.values()]
             save.result(60)
@@ -166,51 +167,61 @@ def test_what_only_the_save_holds_stays_until_it_is_copied(root: Path) -> None:
 
 
 def test_a_refused_registration_leaves_no_error_and_is_no_harm(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(devices, "_PORTABLE", 0xFFFF)  # no such flags
-    state = _state()
+    monkeypatch.setattr(pinners, "_PORTABLE", 0xFFFF)  # no such flags
+    state = _state(device_type)
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(state)
         assert "are not pinned" in caplog.text
-        assert torch.ones(3, device="cuda").sum() == 3
+        assert torch.ones(3, device=device_type).sum() == 3
         checkpointer.save(1, state).result(60)
         checkpointer.load(into := zeros_like(state))
         assert same({name: tensor.cpu() for name, tensor in into.items()}, {n: t.cpu() for n, t in state.items()})
 
 
-def test_a_stale_registration_is_replaced() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+def test_a_stale_registration_is_replaced(device_type: str) -> None:
+    device = torch.device(device_type, module().current_device())
     with Segment.create("asyncckpt-test", 4 * PAGE) as segment:
         segment.touch()
-        pinner = devices.CudaPinner()
+        pinner = pinners.CudaPinner(device_type)
         assert pinner.register(segment.address, segment.nbytes) == 0
         memory = PinnedMemory(segment, [], device)
         assert memory.addresses == [segment.address]
-        assert torch.ones(3, device="cuda").sum() == 3
+        assert torch.ones(3, device=device_type).sum() == 3
         memory.close()
         assert pinner.unregister(segment.address) == 713  # cudaErrorHostMemoryNotRegistered: it is taken back
-        assert torch.ones(3, device="cuda").sum() == 3
+        assert torch.ones(3, device=device_type).sum() == 3
 
 
-def test_threads_use_the_device_of_the_tensors(root: Path) -> None:
+def test_threads_use_the_device_of_the_tensors(device_type: str, root: Path) -> None:
     """The thread that stages has no current device of its own; it opens no context on another."""
-    if torch.cuda.device_count() < 2:
+    if module().device_count() < 2:
         pytest.skip("one device")
-    state = {"a": torch.arange(1 << 20, device="cuda:1"), **{f"{n}": torch.ones(n, device="cuda:1") for n in range(50)}}
-    free = torch.cuda.mem_get_info(0)[0]
+    state = {
+        "a": torch.arange(1 << 20, device=f"{device_type}:1"),
+        **{f"{n}": torch.ones(n, device=f"{device_type}:1") for n in range(50)},
+    }
+    free = module().mem_get_info(0)[0]
     with Checkpointer(root, Config(overlap=True)) as checkpointer:
         checkpointer.save(1, state).result(60)
         checkpointer.load(into := zeros_like(state))
         assert all(torch.equal(into[name], state[name]) for name in state)
-    assert free - torch.cuda.mem_get_info(0)[0] < 100 << 20
+    assert free - module().mem_get_info(0)[0] < 100 << 20
 
 
-def test_weights_are_published_from_the_device() -> None:
+def test_weights_are_published_from_the_device(device_type: str) -> None:
     torch.manual_seed(0)
-    weights = {f"layer.{number}": torch.randn(37, 41 + number, device="cuda") for number in range(40)}
-    weights |= {"large": torch.randn(3000, 2000, device="cuda"), "columns": torch.randn(90, 70, device="cuda").t()}
-    weights |= {"half": torch.randn(7, device="cuda").bfloat16(), "host": torch.randn(50), "n": torch.arange(9).cuda()}
+    weights = {f"layer.{number}": torch.randn(37, 41 + number, device=device_type) for number in range(40)}
+    weights |= {
+        "large": torch.randn(3000, 2000, device=device_type),
+        "columns": torch.randn(90, 70, device=device_type).t(),
+    }
+    weights |= {
+        "half": torch.randn(7, device=device_type).bfloat16(),
+        "host": torch.randn(50),
+        "n": torch.arange(9, device=device_type),
+    }
     with WeightPublisher("policy") as publisher, WeightSubscriber("policy") as subscriber:
         for version, dtype in enumerate((None, None, torch.bfloat16, torch.bfloat16), start=1):
             weights["large"].add_(1.0)  # queued, and not awaited

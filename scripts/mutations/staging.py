@@ -1,0 +1,214 @@
+"""The mutations of staging: each takes away one wait, one hold, or one check."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_DEVICE_COPY = "asyncckpt/staging/device_copy.py"
+_COALESCE = "asyncckpt/staging/coalesce.py"
+_DEVICES = "asyncckpt/staging/devices.py"
+_PINNED = "asyncckpt/staging/pinned.py"
+_PINNERS = "asyncckpt/staging/pinners.py"
+_BUFFER = "asyncckpt/staging/buffer.py"
+_CAPTURES = "asyncckpt/staging/captures.py"
+
+_ON_DEVICE = "tests/staging/test_on_device.py"
+_OVERLAP = "tests/staging/test_device_overlap.py"
+_MEMORY = "tests/staging/test_device_memory.py"
+_WEIGHTS = "tests/weights/test_device_weights.py"
+
+
+class Mutation(NamedTuple):
+    """A change to a file: ``old``, which stands there once, becomes ``new``; one of ``tests`` should fail then."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = (
+    Mutation(
+        "copies wait for compute",
+        _DEVICE_COPY,
+        "streams.copying.wait_event(ready[self._device])",
+        "pass",
+        f"{_OVERLAP}::test_copies_wait_for_what_was_computed",
+    ),
+    Mutation(
+        "coalescing waits for compute",
+        _DEVICE_COPY,
+        "streams.coalescing.wait_event(ready[self._device])",
+        "pass",
+        f"{_OVERLAP}::test_copies_wait_for_what_was_computed",
+    ),
+    Mutation(
+        "a slab is copied when it is coalesced",
+        _DEVICE_COPY,
+        "self.copying.wait_event(self._kind.record(self.coalescing))",
+        "pass",
+        f"{_OVERLAP}::test_a_side_stream_that_is_behind",
+    ),
+    Mutation(
+        "a slab buffer is filled when it is copied out",
+        _DEVICE_COPY,
+        "self.coalescing.wait_event(slab.buffer.free)",
+        "pass",
+        f"{_OVERLAP}::test_a_side_stream_that_is_behind",
+    ),
+    Mutation(
+        "the fence",
+        _DEVICE_COPY,
+        "return lambda: kind.current_stream(device).wait_event(last)",
+        "return lambda: None",
+        f"{_OVERLAP}::test_a_guarded_step_comes_after_the_copies",
+    ),
+    Mutation(
+        "the fence is behind all copies",
+        _DEVICE_COPY,
+        "copied[-1]  # the last copy",
+        "copied[0]  # the last copy",
+        f"{_OVERLAP}::test_a_guarded_step_comes_after_the_copies",
+    ),
+    Mutation(
+        "staged when the copies have come",
+        _DEVICE_COPY,
+        "event.synchronize()\n",
+        "pass\n",
+        f"{_OVERLAP}::test_copies_wait_for_what_was_computed",
+    ),
+    Mutation(
+        "a failed queue waits for what copies",
+        _DEVICE_COPY,
+        "record(streams.copying).synchronize()",
+        "pass",
+        f"{_OVERLAP}::test_a_copy_that_cannot_be_queued",
+    ),
+    Mutation(
+        "copies are queued on the side stream",
+        _DEVICE_COPY,
+        "with self._kind.use(self._device, streams.copying):",
+        "with self._kind.use(self._device):",
+        f"{_OVERLAP} {_ON_DEVICE}",
+    ),
+    Mutation(
+        "a lazy conjugate is carried out on the device",
+        _DEVICE_COPY,
+        "tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()",
+        "tensor.is_contiguous()",
+        f"{_ON_DEVICE}::test_the_same_bytes_as_from_the_host",
+    ),
+    Mutation(
+        "the ready event is of the caller's stream",
+        _DEVICES,
+        "events[device] = kind.record(kind.current_stream(device))",
+        "events[device] = kind.record(kind.new_stream(device))",
+        f"{_OVERLAP}::test_copies_wait_for_what_was_computed",
+    ),
+    Mutation(
+        "an unknown device is waited for",
+        _DEVICES,
+        "unknown.synchronize(device)",
+        "pass",
+        f"{_OVERLAP}::test_a_device_that_is_not_known_is_waited_for",
+    ),
+    Mutation(
+        "what was queued anywhere is waited for",
+        _DEVICES,
+        "self._module.synchronize(index)",
+        "pass",
+        f"{_WEIGHTS}::test_parameters_go_off_the_device_and_come_back",
+    ),
+    Mutation(
+        "all unstaged saves hold a step back",
+        "asyncckpt/checkpointer.py",
+        "copying = list(filter(_is_copying, self._staging))",
+        "copying = list(filter(_is_copying, self._staging[-1:]))",
+        f"{_OVERLAP}::test_a_guarded_step_waits_for_older_saves_too",
+    ),
+    Mutation(
+        "the memory of parameters is held on to",
+        "asyncckpt/engine/save_operation.py",
+        "tensors = held_memory(tensors)",
+        "pass",
+        f"{_OVERLAP}::test_a_parameter_gets_other_memory",
+    ),
+    Mutation(
+        "offloading waits for copies",
+        "asyncckpt/weights/offload.py",
+        "wait_for_copies(_COPY_LIMIT_S)",
+        "pass",
+        f"{_OVERLAP}::test_offloading_waits_for_copies",
+    ),
+    Mutation(
+        "no save in a capture",
+        _CAPTURES,
+        "if is_capturing():\n        raise",
+        "if False:\n        raise",
+        f"{_OVERLAP}::test_nothing_is_copied_while_a_graph_is_captured",
+    ),
+    Mutation(
+        "no publication in a capture",
+        "asyncckpt/weights/buffer.py",
+        "        check_not_capturing()\n",
+        "",
+        f"{_WEIGHTS}::test_nothing_is_published_while_a_graph_is_captured",
+    ),
+    Mutation(
+        "no guarded step in a capture",
+        _CAPTURES,
+        "if copies_are_under_way:",
+        "if False:",
+        f"{_OVERLAP}::test_a_guarded_step_that_is_captured",
+    ),
+    Mutation(
+        "bits that are no numbers",
+        _COALESCE,
+        "if as_bits and dtype not in",
+        "if False and dtype not in",
+        f"{_MEMORY}::test_bits_that_are_no_numbers_stay",
+    ),
+    Mutation(
+        "what is converted is no bits",
+        _COALESCE,
+        "as_bits=not is_converted",
+        "as_bits=True",
+        f"{_WEIGHTS}::test_what_is_converted_is_so_on_the_device",
+    ),
+    Mutation(
+        "ranges of pinned memory end at cuts",
+        _PINNED,
+        "sorted(cut // PAGE * PAGE for cut in cuts)",
+        "*range(0, nbytes, PAGE * 300)",
+        f"{_MEMORY}::test_in_pieces_that_no_copy_crosses",
+    ),
+    Mutation(
+        "a stale registration is replaced",
+        _PINNED,
+        "            pinner.unregister(address)\n            code = pinner.register(address, nbytes)\n",
+        "            code = 0\n",
+        f"{_ON_DEVICE}::test_a_stale_registration_is_replaced",
+    ),
+    Mutation(
+        "the driver's last error is taken",
+        _PINNERS,
+        "            with contextlib.suppress(RuntimeError):\n                torch.ones((), device=self._type)\n",
+        "            pass\n",
+        f"{_ON_DEVICE}::test_a_refused_registration_leaves_no_error_and_is_no_harm",
+    ),
+    Mutation(
+        "memory is unpinned before it goes",
+        _BUFFER,
+        "    def _release(self) -> None:\n        if self._pinned is not None:\n            self._pinned.close()\n",
+        "    def _release(self) -> None:\n",
+        f"{_MEMORY}::test_memory_that_goes_is_not_pinned_any_more",
+    ),
+    Mutation(
+        "memory stays pinned when its worker dies",
+        _BUFFER,
+        "pinned=self._pinned)",
+        "pinned=None)",
+        f"{_MEMORY}::test_it_stays_pinned_when_the_worker_dies",
+    ),
+)

@@ -1,0 +1,276 @@
+"""Saves that overlap with the training on a device: whatever it does meanwhile, the values are those of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.accelerators import busy, module
+from support.states import zeros_like
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointError
+from asyncckpt.staging import coalesce, device_copy, devices
+from asyncckpt.staging.coalesce import Slab
+from asyncckpt.weights import OffloadedParameters
+
+pytestmark = pytest.mark.device
+
+OVERLAP = Config(overlap=True, timeout=60)
+LARGE = 600_000
+"""Elements of a tensor that is copied by itself."""
+
+
+def _full(device: str, value: float, sizes: list[int]) -> dict[str, torch.Tensor]:
+    return {f"{number}": torch.full((size,), value, device=device) for number, size in enumerate(sizes)}
+
+
+def _holds(checkpointer: Checkpointer, step: int, like: dict[str, torch.Tensor], value: float) -> bool:
+    """Whether the checkpoint of ``step`` has ``value`` everywhere."""
+    checkpointer.load(into := zeros_like(like), step)
+    return all(bool((tensor == value).all()) for tensor in into.values())
+
+
+@pytest.fixture
+def checkpointer(device_type: str, root: Path) -> Iterator[Checkpointer]:
+    with Checkpointer(root, OVERLAP) as checkpointer:
+        yield checkpointer
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("sizes", [[LARGE] * 3, [500] * 40], ids=["large", "small"])
+def test_copies_wait_for_what_was_computed(device_type: str, root: Path, overlap: bool, sizes: list[int]) -> None:
+    """Of one kind alone: no other copy waits in its place."""
+    state = _full(device_type, 0, sizes)
+    with Checkpointer(root, Config(overlap=overlap)) as checkpointer:
+        checkpointer.prepare(state)
+        busy(0.15)
+        for tensor in state.values():
+            tensor.fill_(1)
+        checkpointer.save(1, state).result(60)
+        assert _holds(checkpointer, 1, state, 1)
+
+
+def test_work_on_a_stream_of_the_callers_own(device_type: str, checkpointer: Checkpointer) -> None:
+    state = _full(device_type, 0, [LARGE, *[500] * 20])
+    checkpointer.prepare(state)
+    with module().stream(module().Stream(device_type)):
+        module().current_stream().wait_stream(module().default_stream())
+        busy(0.15)
+        for tensor in state.values():
+            tensor.fill_(1)
+        checkpointer.save(1, state).result(60)
+    assert _holds(checkpointer, 1, state, 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_device_that_is_not_known_is_waited_for(
+    device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, overlap: bool
+) -> None:
+    monkeypatch.delitem(devices.KINDS, device_type)
+    devices._warn_of_unknown.cache_clear()
+    state = _full(device_type, 0, [LARGE, *[500] * 20]) | {"host": torch.zeros(10)}
+    with Checkpointer(root, Config(overlap=overlap)) as checkpointer:
+        for step in (1, 2):
+            with module().stream(module().Stream(device_type)):
+                busy(0.1)
+                for tensor in state.values():
+                    tensor.fill_(step)
+                checkpointer.save(step, state).wait_staged(60)
+        checkpointer.wait(60)
+        assert _holds(checkpointer, 1, state, 1) and _holds(checkpointer, 2, state, 2)
+    assert caplog.text.count("nothing is known here of devices") == 1
+
+
+@pytest.mark.parametrize("behind", ["copying", "coalescing"])
+def test_a_side_stream_that_is_behind(
+    device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, behind: str
+) -> None:
+    """A slab buffer is filled before it is copied out, and copied out before it is filled again."""
+    monkeypatch.setattr(coalesce, "SLAB_BYTES", 100_000)
+    state = {f"{number}": torch.zeros(500, device=device_type) for number in range(200)}
+    checkpointer.prepare(state)
+    device = next(iter(state.values())).device
+    stream = getattr(device_copy._all_side_streams[device], behind)
+    for step in (1, 2):
+        for number, tensor in enumerate(state.values()):
+            tensor.fill_(1000 * step + number)
+        with module().stream(stream):
+            busy(0.2)
+        save = checkpointer.save(step, state)
+        save.result(60)
+        checkpointer.load(into := zeros_like(state), step)
+        assert [float(tensor[0]) for tensor in into.values()] == [1000 * step + number for number in range(200)]
+
+
+def _guarded(checkpointer: Checkpointer, sizes: list[int], device: str) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    """Parameters of value 5, and a guarded optimizer that takes 1 from them."""
+    parameters = {f"{n}": torch.nn.Parameter(torch.full((size,), 5.0, device=device)) for n, size in enumerate(sizes)}
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+    checkpointer.guard(optimizer)
+    return {name: parameter.detach() for name, parameter in parameters.items()}, optimizer
+
+
+@pytest.mark.parametrize("sizes", [[LARGE] * 3, [*[500] * 40, LARGE]], ids=["large", "both"])
+def test_a_guarded_step_comes_after_the_copies(device_type: str, checkpointer: Checkpointer, sizes: list[int]) -> None:
+    state, optimizer = _guarded(checkpointer, sizes, device_type)
+    checkpointer.prepare(state)
+    for step in range(1, 4):
+        with module().stream(device_copy._all_side_streams[state["0"].device].copying):
+            busy(0.1)  # the step has nothing to wait for but the copies
+        checkpointer.save(step, state)
+        optimizer.step()
+    checkpointer.wait(60)
+    assert all(_holds(checkpointer, step, state, 6.0 - step) for step in range(1, 4))
+
+
+@pytest.mark.parametrize("newest", ["skipped", "refused"])
+def test_a_guarded_step_waits_for_older_saves_too(device_type: str, root: Path, newest: str) -> None:
+    """The newest save counts as staged when it was skipped, or could not be saved."""
+    config = Config(overlap=True, slots=1, when_busy="skip", failure="warn")
+    with Checkpointer(root, config) as checkpointer:
+        state, optimizer = _guarded(checkpointer, [LARGE] * 2, device_type)
+        checkpointer.prepare(state)
+        busy(0.3)
+        first = checkpointer.save(1, state)
+        meta = {"a": torch.empty(3, device="meta")}
+        second = checkpointer.save(2, state if newest == "skipped" else meta)
+        assert second.staged() and not first.staged()
+        optimizer.step()
+        first.result(60)
+        assert second.future.exception(60) is not None
+        assert _holds(checkpointer, 1, state, 5.0)
+
+
+def test_each_guarded_optimizer_waits(device_type: str, checkpointer: Checkpointer) -> None:
+    one, first = _guarded(checkpointer, [LARGE], device_type)
+    other, second = _guarded(checkpointer, [LARGE], device_type)
+    state = {"one": one["0"], "other": other["0"]}
+    checkpointer.prepare(state)
+    with module().stream(device_copy._all_side_streams[one["0"].device].copying):
+        busy(0.15)
+    save = checkpointer.save(1, state)
+    second.step()
+    first.step()
+    save.result(60)
+    assert _holds(checkpointer, 1, state, 5.0)
+
+
+def test_a_parameter_gets_other_memory(device_type: str, checkpointer: Checkpointer) -> None:
+    """As ``Module.to`` does it, while its values are yet to be copied."""
+    model = torch.nn.ParameterDict({"a": torch.full((LARGE,), 1.0, device=device_type)})
+    state = {"a": model["a"], "b": torch.full((LARGE,), 1.0, device=device_type)}
+    checkpointer.prepare(state)
+    busy(0.2)
+    save = checkpointer.save(1, state)
+    model["a"].data = torch.full((LARGE,), 2.0, device=device_type)
+    save.result(60)
+    assert _holds(checkpointer, 1, {name: tensor.detach() for name, tensor in state.items()}, 1.0)
+
+
+def test_offloading_waits_for_copies(device_type: str, checkpointer: Checkpointer) -> None:
+    model = torch.nn.Linear(700, 700).to(device_type).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.fill_(1.0)
+    offloaded = OffloadedParameters(model, device_type)
+    state = dict(model.state_dict())
+    checkpointer.prepare(state)
+    device = state["weight"].device
+    with module().stream(device_copy._all_side_streams[device].copying):
+        busy(0.2)
+    save = checkpointer.save(1, state)
+    assert offloaded.offload() > 0
+    other = [torch.full((700, 700), -1.0, device=device_type) for _ in range(3)]  # takes the memory
+    save.result(60)
+    assert offloaded.load() > 0
+    assert _holds(checkpointer, 1, state, 1.0)
+    del other
+
+
+def test_two_checkpointers_share_the_side_streams(device_type: str, tmp_path: Path) -> None:
+    states = [_full(device_type, 0, [500] * 60), _full(device_type, 0, [300] * 80)]
+    with Checkpointer(tmp_path / "0", OVERLAP) as one, Checkpointer(tmp_path / "1", OVERLAP) as other:
+        for step in range(1, 5):
+            saves = []
+            for number, (checkpointer, state) in enumerate(zip((one, other), states, strict=True)):
+                for tensor in state.values():
+                    tensor.fill_(step + 100 * number)
+                saves.append(checkpointer.save(step, state))
+            for save in saves:
+                save.synchronize_staging(60)
+        for number, (checkpointer, state) in enumerate(zip((one, other), states, strict=True)):
+            checkpointer.wait(60)
+            assert all(_holds(checkpointer, step, state, step + 100 * number) for step in range(1, 5))
+
+
+def test_a_copy_that_cannot_be_queued(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was queued before is awaited: the tensors may go when the error is there."""
+    monkeypatch.setattr(coalesce, "SLAB_BYTES", 100_000)
+    state = _full(device_type, 1, [500] * 200)
+    copy_out, calls = Slab.copy_out, iter(range(100))
+
+    def broken(self: Slab) -> None:
+        if next(calls) == 2:
+            raise RuntimeError("launch failed")
+        copy_out(self)
+
+    with Checkpointer(root, OVERLAP) as checkpointer:
+        checkpointer.prepare(state)
+        streams: Any = device_copy._all_side_streams[state["0"].device]
+        with monkeypatch.context() as patch:
+            patch.setattr(Slab, "copy_out", broken)
+            with module().stream(streams.copying):
+                busy(0.1)
+            save = checkpointer.save(1, state)
+            save.wait_staged(60)
+            assert streams.copying.query() and streams.coalescing.query()
+            with pytest.raises(CheckpointError, match="launch failed"):
+                save.result(60)
+        checkpointer.save(2, state).result(60)
+        assert _holds(checkpointer, 2, state, 1)
+
+
+@pytest.mark.parametrize("call", ["prepare", "save"])
+def test_nothing_is_copied_while_a_graph_is_captured(
+    device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    state = _full(device_type, 1, [500] * 20)
+    with Checkpointer(root) as checkpointer:
+        calls: dict[str, Callable[[], object]] = {
+            "prepare": partial(checkpointer.prepare, state),
+            "save": partial(checkpointer.save, 1, state),
+        }
+        with monkeypatch.context() as patch:
+            patch.setattr(module(), "is_current_stream_capturing", lambda: True)
+            with pytest.raises(CheckpointError, match="graph is being captured"):
+                calls[call]()
+        checkpointer.save(2, state).result(60)
+        assert _holds(checkpointer, 2, state, 1) and checkpointer.steps() == [2]
+
+
+def test_a_guarded_step_that_is_captured(
+    device_type: str,
+    checkpointer: Checkpointer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state, optimizer = _guarded(checkpointer, [LARGE], device_type)
+    checkpointer.prepare(state)
+    busy(0.2)
+    save = checkpointer.save(1, state)
+    with monkeypatch.context() as patch:
+        patch.setattr(module(), "is_current_stream_capturing", lambda: True)
+        with pytest.raises(CheckpointError, match="still copies"):
+            optimizer.step()
+        save.result(60)
+        assert "replays wait for no copy" not in caplog.text
+        optimizer.step()
+        assert "replays wait for no copy" in caplog.text
+    assert _holds(checkpointer, 1, state, 5.0)

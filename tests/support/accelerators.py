@@ -1,0 +1,49 @@
+"""The device that the device tests run on: a GPU where there is one, else the simulated device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from asyncckpt.staging import devices
+from asyncckpt.staging.devices import TorchDevices
+from asyncckpt.staging.pinners import CudaPinner
+from support import simulated_device
+
+CHOICE = os.environ.get("ASYNCCKPT_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else simulated_device.TYPE)
+"""Its type."""
+
+if CHOICE == simulated_device.TYPE:
+    simulated_device.claim_name()  # before any test has asked for the old one
+
+
+def load() -> str:
+    """Make the device ready, for the rest of this process, in a kind that staging knows; its type. Skips a test."""
+    if CHOICE == simulated_device.TYPE and CHOICE not in devices.KINDS:
+        if (why_not := simulated_device.why_not()) is not None:
+            pytest.skip(why_not)
+        simulated_device.load()
+        kind = TorchDevices(CHOICE, CudaPinner(CHOICE), module().is_used, {"blocking": True})
+        devices.KINDS[CHOICE] = kind
+    return CHOICE
+
+
+def module() -> Any:
+    """The module of torch for it."""
+    return torch.get_device_module(CHOICE)
+
+
+def busy(seconds: float) -> None:
+    """Have the current stream of the device do nothing for about so long."""
+    if CHOICE == "cuda":
+        torch.cuda._sleep(int(seconds * 1.5e9))  # type: ignore[no-untyped-call]  # in cycles
+    else:
+        module().sleep(seconds)
+
+
+def registrations() -> int:
+    """How many ranges of the host's memory the simulated device knows."""
+    return int(module().registrations()) if hasattr(torch, simulated_device.TYPE) else 0

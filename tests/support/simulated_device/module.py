@@ -1,0 +1,182 @@
+"""``torch.simulated``: what ``torch.cuda`` is for CUDA, as far as the tests and torch ask for it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+TYPE = "simulated"
+_library = torch.ops.simulated_device
+
+
+class Stream(torch.Stream):
+    """A stream of a device, from a pool."""
+
+    def __new__(cls, device: Any = None, **given: Any) -> Stream:
+        if given:
+            return super().__new__(cls, **given)
+        index = _index(device)
+        return _stream(_library.new_stream(index), index)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+class Event(torch.Event):
+    """An event. ``blocking``: as CUDA has it; all of these wait asleep."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
+        return super().__new__(cls, TYPE)
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream or current_stream())
+
+
+class Graph:
+    """What was queued on a stream while it was captured, to be queued again."""
+
+    def __init__(self) -> None:
+        self._number = -1
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """What is queued meanwhile on what is the current stream now is not done, but captured."""
+        stream = current_stream()
+        _library.begin_capture()
+        try:
+            yield
+        finally:
+            with use_stream(stream):
+                self._number = _library.end_capture()
+
+    def replay(self) -> None:
+        _library.replay(self._number)
+
+
+class device:
+    """Makes a device the calling thread's current one."""
+
+    def __init__(self, which: Any) -> None:
+        self._index = _index(which)
+
+    def __enter__(self) -> None:
+        self._before = _library.exchange_device(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        _library.exchange_device(self._before)
+
+
+@contextlib.contextmanager
+def use_stream(stream: Stream | None) -> Iterator[None]:
+    """Make ``stream`` its device's current one of the calling thread, and the device the current one."""
+    if stream is None:
+        yield
+        return
+    with device(stream.device):
+        before = _library.exchange_stream(stream.device.index, stream.stream_id)
+        try:
+            yield
+        finally:
+            _library.exchange_stream(stream.device.index, before)
+
+
+def current_stream(which: Any = None) -> Stream:
+    index = _index(which)
+    return _stream(_library.current_stream(index), index)
+
+
+def default_stream(which: Any = None) -> Stream:
+    return _stream(0, _index(which))
+
+
+def synchronize(which: Any = None) -> None:
+    _library.synchronize(_index(which))
+
+
+def empty_cache() -> None:
+    for index in filter(is_used, range(device_count())):
+        _library.empty_cache(index)
+
+
+def mem_get_info(which: Any = None) -> tuple[int, int]:
+    """Bytes that are free, and all."""
+    total = _library.memory_limit(_index(which))
+    return total - _library.memory_reserved(_index(which)), total
+
+
+def set_device(which: Any) -> None:
+    _library.exchange_device(_index(which))
+
+
+def device_count() -> int:
+    return 2
+
+
+def is_used(index: int) -> bool:
+    """Whether this process has asked anything of the device: where CUDA would have a context."""
+    return bool(_library.is_used(index))
+
+
+def is_initialized() -> bool:
+    return any(map(is_used, range(device_count())))
+
+
+def is_available() -> bool:
+    """Whether torch is to choose it where nobody says which device is meant: never, for tests that know nothing of it
+    run in the same process.
+    """
+    return False
+
+
+class Runtime:
+    """What ``torch.cuda.cudart()`` is for CUDA."""
+
+    def __init__(self) -> None:
+        self.cudaHostRegister = _library.host_register
+        self.cudaHostUnregister = _library.host_unregister
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def make() -> ModuleType:
+    """The module, for ``torch._register_device_module``. The library is loaded already."""
+    made = ModuleType(f"torch.{TYPE}")
+    for each in (Stream, Event, Graph, device, current_stream, default_stream, synchronize, empty_cache, mem_get_info):
+        setattr(made, each.__name__, each)
+    for call in (set_device, device_count, is_used, is_initialized, is_available):
+        setattr(made, call.__name__, call)
+    namespace: Any = made
+    namespace.stream = use_stream
+    namespace.current_device = _library.current_device
+    namespace.is_current_stream_capturing = _library.is_capturing
+    namespace.cudart, namespace.registrations = Runtime, _library.registrations
+    namespace.set_memory_limit, namespace.set_longest_delay = _library.set_memory_limit, _library.set_longest_delay
+    namespace.sleep = _library.sleep
+    namespace._is_in_bad_fork, namespace.manual_seed_all = lambda: False, _nothing
+    _library.init()
+    # Before torch's own kernels are taken down: threads of the streams may be in the midst of one.
+    atexit.register(_library.stop_all)
+    return made
+
+
+def _index(which: Any) -> int:
+    if which is None:
+        return int(_library.current_device())
+    if isinstance(which, int):
+        return which
+    index = torch.device(which).index
+    return int(_library.current_device()) if index is None else index
+
+
+def _stream(number: int, index: int) -> Stream:
+    kind = torch._C._autograd.DeviceType.PrivateUse1.value
+    return Stream(stream_id=number, device_index=index, device_type=kind)

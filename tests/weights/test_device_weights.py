@@ -1,0 +1,145 @@
+"""Weights on a device: published with conversion, offloaded, broadcast out of its memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import accelerators, ranks
+from support.accelerators import busy, module
+from support.broadcasts import Taken, share
+from support.ranks import alone, say
+from support.states import same
+from torch import nn
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.staging import device_copy
+from asyncckpt.weights import OffloadedParameters, WeightPublisher, WeightSubscriber
+from asyncckpt.weights.broadcast.broadcast import close_broadcasts
+from asyncckpt.weights.buffer import WeightBuffer
+
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("forkserver")]
+
+
+def _weights(device: str) -> dict[str, torch.Tensor]:
+    weights = {f"small {number}": torch.randn(37, 41 + number, device=device) for number in range(30)}
+    weights |= {"large": torch.randn(1200, 900, device=device), "turned": torch.randn(900, 700, device=device).t()}
+    weights |= {"half": torch.randn(7, device=device).half(), "number": torch.arange(9, device=device)}
+    return weights | {"host": torch.randn(50)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_converted_is_so_on_the_device(
+    device_type: str,
+    publisher: WeightPublisher,
+    subscriber: WeightSubscriber,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+) -> None:
+    """On a side stream, like all copies: nothing is awaited one by one, as blocking copies are."""
+    monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(WeightBuffer, "views", lambda *_: pytest.fail("copied one by one"))
+    weights = _weights(device_type)
+    for version in (1, 2):
+        busy(0.1)
+        for tensor in weights.values():
+            tensor.add_(1)
+        publisher.publish(weights, version, dtype=dtype)
+        with subscriber.acquire(version) as acquired:
+            for name, tensor in weights.items():
+                expected = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                assert same(acquired[name].clone(), expected.cpu()), (version, name)
+
+
+def test_nothing_is_published_while_a_graph_is_captured(
+    device_type: str, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = _weights(device_type)
+    with monkeypatch.context() as patch:
+        patch.setattr(module(), "is_current_stream_capturing", lambda: True)
+        with pytest.raises(CheckpointError, match="graph is being captured"):
+            publisher.publish(weights, 1)
+    publisher.publish(weights, 2)
+
+
+def _filled(model: nn.Module, value: float) -> bool:
+    return all(bool((parameter == value).all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_parameters_go_off_the_device_and_come_back(device_type: str, index: int) -> None:
+    if index >= module().device_count():
+        pytest.skip("one device")
+    device = f"{device_type}:{index}"
+    model = nn.Sequential(*(nn.Linear(300, 200) for _ in range(8))).to(device).requires_grad_(False)
+    parameters = OffloadedParameters(model, device)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    module().empty_cache()
+    free = module().mem_get_info(index)[0]
+    for value in (1.0, 2.0, 3.0):
+        with module().device(index):
+            busy(0.05)
+        for parameter in model.parameters():
+            parameter.fill_(value)
+        assert parameters.offload() == nbytes
+        module().empty_cache()
+        assert module().mem_get_info(index)[0] >= free + nbytes
+        assert parameters.load() == nbytes
+        assert _filled(model, value)
+    assert parameters.offload(unchanged=True) == 0
+    parameters.load()
+    assert _filled(model, 3.0)
+
+
+def _train(device: str, *, offloads: bool) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(50, 60), nn.GELU(), nn.Linear(60, 50)).to(device)
+    parameters = OffloadedParameters(model, device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.linspace(-1, 1, 500).reshape(10, 50).to(device)
+    for _ in range(4):
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if offloads:
+            parameters.offload()
+            parameters.load()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def _trains_alike() -> None:
+    device = accelerators.load()
+    say(same(_train(device, offloads=True), _train(device, offloads=False)))
+
+
+def test_trains_as_if_it_was_never_offloaded() -> None:
+    accelerators.load()  # or skip
+    assert alone(_trains_alike) == (0, True)
+
+
+def _on_device(weights: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in weights.items()}
+
+
+def _arrives(local: bool) -> bool:
+    device = accelerators.load()
+    generator = torch.Generator().manual_seed(5)
+    expected = {f"{number}": torch.randn(100 + number, 7, generator=generator) for number in range(30)}
+    right = True
+    for version in range(2):
+        given = _on_device(expected, device)
+        taken = Taken()
+        share(given, taken, version=version, local=local)
+        right = right and (dist.get_rank() == 0 or same(dict(taken), expected))
+        expected = {name: tensor + 1 for name, tensor in expected.items()}
+    close_broadcasts()
+    return right
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["shared", "sent"])
+def test_broadcast_out_of_device_memory(tmp_path: Path, local: bool) -> None:
+    accelerators.load()
+    assert ranks.run(2, partial(_arrives, local), folder=tmp_path) == [True, True]
