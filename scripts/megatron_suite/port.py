@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from megatron_suite import fused
 from megatron_suite.cpu import patch_cuda, patch_tracker
@@ -38,8 +40,33 @@ def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
     for module in ("megatron.training.checkpointing", "megatron.training.training", "pytest"):
         importlib.import_module(module)
     patch_tracker()
-    specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    specs.get_gpt_layer_with_transformer_engine_spec = _local_layers(specs.get_gpt_layer_local_spec)
+    utils: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
+    utils.PersistentAsyncCaller.async_loop = staticmethod(functools.partial(_persistent_worker, ranks))
+    _do_without_transformer_engine()
+
+
+def close_groups() -> None:
+    """Close what Megatron-LM has let go of, when a test has ended on all ranks: each of gloo's groups has threads.
+
+    A test leaves dozens of groups. Those that it has not let go of are closed after a later test.
+    """
+    state: Any = importlib.import_module("megatron.core.parallel_state")
+    if not dist.is_initialized() or state.model_parallel_is_initialized():
+        return
+    dist.barrier()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
+
+
+def _persistent_worker(ranks: int, *arguments: Any) -> None:
+    """Megatron-LM's own, in a process that is no fork of this one: it looks for a device first."""
+    patch_cuda()
+    torch.cuda.device_count = lambda: ranks
+    torch.set_num_threads(1)
+    utils: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
+    utils.PersistentAsyncCaller.async_loop(*arguments)
 
 
 def _on_gloo(function: Any) -> Any:
@@ -53,8 +80,19 @@ def _on_gloo(function: Any) -> Any:
     return call
 
 
+def _do_without_transformer_engine() -> None:
+    """Its layers are for GPUs: tests get Megatron-LM's own, and hear of a version that can do nothing."""
+    specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    specs.get_gpt_layer_with_transformer_engine_spec = _local_layers(specs.get_gpt_layer_local_spec)
+    specs = importlib.import_module("megatron.core.models.bert.bert_layer_specs")
+    specs.bert_layer_with_transformer_engine_spec = specs.bert_layer_local_spec
+    importlib.import_module("megatron.core.utils")._te_version = Version("0")  # type: ignore[attr-defined]
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules[name].__dict__.update(check_fp8_support=lambda: (False, "this is a CPU"), fp8_autocast=None)
+
+
 def _local_layers(make: Any) -> Any:
-    """TransformerEngine's layers are for GPUs."""
 
     def spec(num_experts: Any = None, moe_grouped_gemm: Any = False, *_: Any, **options: Any) -> Any:
         known = {name: value for name, value in options.items() if name in ("qk_layernorm", "multi_latent_attention")}

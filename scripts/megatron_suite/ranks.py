@@ -25,6 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megatron_suite import port
 from megatron_suite.cpu import OnCpu
 
 TESTS = "tests/unit_tests/dist_checkpointing"
@@ -68,11 +69,11 @@ class _Job:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with socket.create_server(("localhost", 0)) as server:
-            port = server.getsockname()[1]
+            tcp = server.getsockname()[1]
         self._ranks: dict[Connection, Any] = {}
         for rank in range(ranks):
             here, there = _fork.Pipe(duplex=False)
-            process = _fork.Process(target=_rank, args=(self._tests, folder, rank, ranks, port, ours, there))
+            process = _fork.Process(target=_rank, args=(self._tests, folder, rank, ranks, tcp, ours, there))
             process.start()
             there.close()
             self._ranks[here] = process
@@ -125,11 +126,11 @@ def _told(rank: Connection) -> str:
         return "failed"
 
 
-def _rank(tests: list[str], folder: Path, rank: int, ranks: int, port: int, ours: bool, parent: Connection) -> None:
+def _rank(tests: list[str], folder: Path, rank: int, ranks: int, tcp: int, ours: bool, parent: Connection) -> None:
     with (folder / f"{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": tcp}
     os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="localhost")
     torch.set_num_threads(1)
     if ours:
@@ -164,6 +165,8 @@ class _Rank:
         outcome = next(word for word in ("failed", "passed", "skipped") if word in self._seen)
         self._seen.clear()
         self._parent.send(outcome)
+        if outcome != "failed":  # after which the parent kills this rank
+            port.close_groups()
 
 
 class _Collected:
