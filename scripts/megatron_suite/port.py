@@ -37,7 +37,8 @@ def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
     torch.cuda.device_count = lambda: ranks
     dist.init_process_group = _on_gloo(dist.init_process_group)
     dist.new_group = _on_gloo(dist.new_group)
-    for module in ("megatron.training.checkpointing", "megatron.training.training", "pytest"):
+    own = "asyncckpt.integrations.megatron"  # which changes nothing by itself
+    for module in ("megatron.training.checkpointing", "megatron.training.training", "pytest", own):
         importlib.import_module(module)
     patch_tracker()
     utils: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
@@ -84,6 +85,7 @@ def _do_without_transformer_engine() -> None:
     """Its layers are for GPUs: tests get Megatron-LM's own, and hear of a version that can do nothing."""
     specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     specs.get_gpt_layer_with_transformer_engine_spec = _local_layers(specs.get_gpt_layer_local_spec)
+    specs.TENorm = specs.LNImpl
     specs = importlib.import_module("megatron.core.models.bert.bert_layer_specs")
     specs.bert_layer_with_transformer_engine_spec = specs.bert_layer_local_spec
     importlib.import_module("megatron.core.utils")._te_version = Version("0")  # type: ignore[attr-defined]
