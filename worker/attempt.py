@@ -1,8 +1,8 @@
 """All or nothing: from a slot, as it fills, to a committed checkpoint or a single file.
 
-A checkpoint in this order, each step durable before the next: on every rank the data file and its index; then on the
-first rank DCP's ``.metadata``, the manifest, and the final name. A single file: its bytes, then the name. So whatever
-has its final name is complete. ``committer.py`` decides when that name is given, storage how.
+A checkpoint in this order, each step durable before the next: on every rank its data files and their indexes; then on
+the first rank DCP's ``.metadata``, the manifest, and the final name. A single file: its bytes, then the name. So
+whatever has its final name is complete. ``committer.py`` decides when that name is given, storage how.
 """
 
 from __future__ import annotations
@@ -113,27 +113,34 @@ class CheckpointAttempt(Attempt):
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The image is written as it arrives."""
         begun: float | None = None  # where there is nothing to write, never
+        begin = 0  # of the file that is being written
 
         def wait_beyond(nbytes: int, whole: int) -> int:
             nonlocal begun
-            arrived = self.staged_image.wait_beyond(nbytes, whole)
+            arrived = self.staged_image.wait_beyond(begin + nbytes, layout.data_bytes)
             begun = begun or time.perf_counter()
-            return arrived
+            return min(arrived - begin, whole)
 
-        image, bounds = self._image(), self._region(self.layout.spans).cast("Q")
-        file = self.opened.create(self.layout.data_name, large=True)
-        checksums, self.direct = write_image(file, pool, image, bounds, wait_beyond)
-        self._index_tail = Index.tail(checksums)
+        layout, checksums = self.layout, array("Q")
+        self._index_tails: list[bytes] = []
+        for each in layout.data_files:
+            begin = each.begin
+            image, bounds = self._region(layout.data(self.request.slot, each)), self._region(each.spans).cast("Q")
+            file = self.opened.create(each.name(self.request.rank), large=True)
+            its, self.direct = write_image(file, pool, image, bounds, wait_beyond)
+            self._index_tails.append(Index.tail(its))
+            checksums += its
         self.timings["write_s"] = 0.0 if begun is None else time.perf_counter() - begun
         return checksums
 
     def seal(self) -> bytes:
         layout = self.layout
-        index = index_name(layout.data_name)
-        files: dict[str, Any] = {
-            layout.data_name: {"bytes": layout.data_bytes, "xxh3": None},
-            index: self._write_small(index, self._region(layout.index_head), self._index_tail),
-        }
+        files: dict[str, Any] = {}
+        for each, tail in zip(layout.data_files, self._index_tails, strict=True):
+            data = each.name(self.request.rank)
+            files[data] = {"bytes": each.nbytes, "xxh3": None}
+            index = index_name(data)
+            files[index] = self._write_small(index, self._region(each.index_head), tail)
         if self.request.rank == 0:
             tail = storage_meta(self.request.path, self.request.attempt)
             files[METADATA_NAME] = self._write_small(METADATA_NAME, self._region(layout.metadata)[:-1], tail)
@@ -168,8 +175,8 @@ class CheckpointAttempt(Attempt):
         Only the first rank finalizes, so only it can be sure that what it removes has not been finalized meanwhile. The
         others' files are named by the path of the attempt, where nothing stands any more once it is finalized.
         """
-        data = self.layout.data_name
-        self.opened.discard(None if self.request.rank == 0 else [data, index_name(data)])
+        data = [each.name(self.request.rank) for each in self.layout.data_files]
+        self.opened.discard(None if self.request.rank == 0 else [*data, *map(index_name, data)])
 
     def _write_small(self, name: str, *parts: bytes | memoryview) -> dict[str, Any]:
         """Write ``parts`` one after the other to a new file, durably. Returns its entry for the manifest."""

@@ -34,9 +34,9 @@ SPAN_BYTES = 8 << 20
 _KEYS = {"nbytes": "bytes"}
 
 
-def data_name(rank: int) -> str:
-    """The data file of ``rank``; DCP's own naming."""
-    return f"__{rank}_0.distcp"
+def data_name(rank: int, number: int = 0, prefix: str = "") -> str:
+    """The data file ``number`` of ``rank``; DCP's own naming, behind a ``prefix`` of the caller's."""
+    return f"{prefix}__{rank}_{number}.distcp"
 
 
 def index_name(data: str) -> str:

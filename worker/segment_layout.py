@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncckpt.worker.manifest import data_name
+
 
 @dataclass(frozen=True)
 class Region:
@@ -14,24 +16,51 @@ class Region:
 
 
 @dataclass(frozen=True)
-class CheckpointLayout:
-    """Where in a segment the files of a checkpoint stand.
+class DataFile:
+    """A data file in an image: ``nbytes`` from ``begin``, both whole pages. Its name has its ``number`` among those of
+    a rank, and a ``prefix``.
 
-    ``data_name`` is the one file that differs from save to save: ``data_bytes`` (a multiple of the page) at each of
-    ``slots`` (offsets in bytes). ``metadata`` is DCP's ``.metadata``, ``index_head`` the index of the data file up to
-    its checksums. ``spans`` holds unsigned 64-bit numbers: the boundaries, in the file, of what has one checksum.
+    ``index_head`` is its index up to the checksums. ``spans`` holds unsigned 64-bit numbers: the boundaries, in the
+    file, of what has one checksum.
     """
 
-    data_name: str
-    data_bytes: int
-    slots: tuple[int, ...]
-    metadata: Region
+    number: int
+    prefix: str
+    begin: int
+    nbytes: int
     index_head: Region
     spans: Region
 
+    def name(self, rank: int) -> str:
+        """What it is called where ``rank`` has saved it."""
+        return data_name(rank, self.number, self.prefix)
+
+    @property
+    def checksums(self) -> int:
+        """How many it has."""
+        return self.spans.nbytes // 8 - 1
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """Where in a segment the files of a checkpoint stand.
+
+    ``data_files`` are those that differ from save to save, one after the other: an image of them, of ``data_bytes`` (a
+    multiple of the page), is at each of ``slots`` (offsets in bytes). ``metadata`` is DCP's ``.metadata``.
+    """
+
+    data_files: tuple[DataFile, ...]
+    data_bytes: int
+    slots: tuple[int, ...]
+    metadata: Region
+
     def constants(self) -> tuple[Region, ...]:
         """Of what is the same in every save."""
-        return self.metadata, self.index_head, self.spans
+        return self.metadata, *(region for file in self.data_files for region in (file.index_head, file.spans))
+
+    def data(self, slot: int, file: DataFile) -> Region:
+        """Where ``file`` is in the image of ``slot``."""
+        return Region(self.slots[slot] + file.begin, file.nbytes)
 
 
 @dataclass(frozen=True)

@@ -253,11 +253,11 @@ class SegmentStore:
     def _held(self, image: _ImageRecord) -> messages.HeldImage:
         hosted = self._hosted[image.request.segment]
         if image.checksums is None:  # not written yet, or writing failed
-            layout = image.layout
-            bounds = hosted.region(layout.spans).cast("Q")
-            data = hosted.region(Region(layout.slots[image.request.slot], layout.data_bytes))
-            spans = zip(bounds[:-1], bounds[1:], strict=True)
-            image.checksums = array("Q", (checksum(data[begin:end]) for begin, end in spans))
+            layout, image.checksums = image.layout, array("Q")
+            for each in layout.data_files:
+                bounds, data = hosted.region(each.spans).cast("Q"), hosted.region(layout.data(image.request.slot, each))
+                spans = zip(bounds[:-1], bounds[1:], strict=True)
+                image.checksums.extend(checksum(data[begin:end]) for begin, end in spans)
         return messages.HeldImage(
             image.request,
             image.layout,

@@ -120,6 +120,7 @@ class Engine:
         existing: Existing = "refuse",
         retention: Retention | None = None,
         planner: SavePlanner | None = None,
+        separate: str = "",
     ) -> Save:
         """Save a state dict as a checkpoint.
 
@@ -130,6 +131,7 @@ class Engine:
             existing: What becomes of what is at ``path``, unless ``retention`` says that.
             retention: What becomes of the steps beside it; None: nothing.
             planner: DCP's or the caller's own; None: DCP's default.
+            separate: Values whose names begin with it go to a file of their own, whose name begins with it, too.
 
         Returns:
             Its handle. What goes wrong later comes from there, on all ranks the same.
@@ -150,7 +152,8 @@ class Engine:
             check = partial(self._saves.check_place, save, retention.existing)
             state = stateful_to_dict(state_dict)
             call = Call.of_save(step, str(save.path))
-            return self._plans.for_state(StateToSave(save.group, save.number, state, planner, call, check))
+            wanted = StateToSave(save.group, save.number, state, planner, call, check, separate)
+            return self._plans.for_state(wanted)
 
         return self._carry_out(absolute(path), step, retention, capture)
 

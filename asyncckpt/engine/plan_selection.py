@@ -45,13 +45,16 @@ class StateToSave(NamedTuple):
     """What this rank does, which all others have to do, too."""
     check: Callable[[], object] = lambda: None
     """What it raises on any rank is raised on all, before anything is planned."""
+    separate: str = ""
+    """Values whose names begin with it are stored in a file of their own; "": none."""
 
     def key(self) -> Any:
-        """Equal for planners that plan alike."""
+        """Equal where the same values are planned alike."""
         if self.planner is None or type(self.planner) is DefaultSavePlanner:
             its = self.planner or DefaultSavePlanner()
-            return its.flatten_state_dict, its.flatten_sharded_tensors, its.dedup_save_to_lowest_rank
-        return type(self.planner)
+            plans = its.flatten_state_dict, its.flatten_sharded_tensors, its.dedup_save_to_lowest_rank
+            return *plans, self.separate
+        return type(self.planner), self.separate
 
 
 class Captured(NamedTuple):
@@ -157,7 +160,7 @@ class PlanSelection:
     def _planned_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured:
         """By a new plan, which takes the place of one for the same names in another form."""
         group, number, state, planner = wanted[:4]
-        plan = make_plan(state, planner, group, number, None if group.alone else self.differing)
+        plan = make_plan(state, planner, group, number, None if group.alone else self.differing, wanted.separate)
         made: list[StagingBuffer] = []
 
         def allocate() -> int:

@@ -7,13 +7,14 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import endpoint_name
-from asyncckpt.worker.manifest import Index, checksum, data_name
+from asyncckpt.worker.manifest import Index, checksum
 from asyncckpt.worker.messages import HeldImage, WriteRequest
 from asyncckpt.worker.segment_layout import Region
 from asyncckpt.worker.storage import step_folder, storage_for
@@ -44,13 +45,15 @@ class HeldImages:
         self._check(held)
         return bytes(self._region(held, held.layout.metadata))
 
-    def file(self, held: HeldImage) -> ChecksummedFile:
-        """The data file that an image is. Raises ``DamagedCheckpointError``."""
+    def file(self, held: HeldImage, number: int) -> ChecksummedFile:
+        """The data file ``number`` of an image. Raises ``DamagedCheckpointError``."""
         self._check(held)
-        layout = held.layout
-        path = os.path.join(held.request.path, layout.data_name)
-        text = bytes(self._region(held, layout.index_head)) + Index.tail(array("Q", held.checksums))
-        data = self._region(held, Region(layout.slots[held.request.slot], layout.data_bytes))
+        *before, each = held.layout.data_files[: number + 1]
+        path = os.path.join(held.request.path, each.name(held.request.rank))
+        first = sum(file.checksums for file in before)
+        checksums = array("Q", held.checksums)[first : first + each.checksums]
+        text = bytes(self._region(held, each.index_head)) + Index.tail(checksums)
+        data = self._region(held, held.layout.data(held.request.slot, each))
         return MemoryFile(path, Index.parse(text, path), data)
 
     def _check(self, held: HeldImage) -> None:
@@ -132,16 +135,16 @@ class MemorySource:
         return self._metadata
 
     def data_files(self) -> list[str]:
-        return [data_name(rank) for rank in range(self._held.request.world_size)]
+        return list(self._places)
 
     def open(self, name: str) -> ChecksummedFile:
         """As ``Source.open``. Raises ``CheckpointNotFoundError`` where the file is out of reach."""
         request = self._held.request
-        if name == self._held.layout.data_name:
-            return self._images.file(self._held)
-        for rank in range(request.world_size):
-            if name == data_name(rank) and (file := self._of_other(rank)) is not None:
-                return file
+        rank, number = self._places.get(name, (None, 0))
+        if rank == request.rank:
+            return self._images.file(self._held, number)
+        if rank is not None and (file := self._of_other(rank, number)) is not None:
+            return file
         if storage_for(request.path).is_finalized(request.path, request.attempt):
             return StorageSource(request.path).open(name)
         raise CheckpointNotFoundError(
@@ -154,7 +157,13 @@ class MemorySource:
             takeover.close()
         self._takeovers.clear()
 
-    def _of_other(self, rank: int) -> ChecksummedFile | None:
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """The rank and the number of each data file. All ranks have as many."""
+        ranks, files = range(self._held.request.world_size), self._held.layout.data_files
+        return {each.name(rank): (rank, each.number) for rank in ranks for each in files}
+
+    def _of_other(self, rank: int, number: int) -> ChecksummedFile | None:
         takeover = self._takeovers.get(rank)
         if takeover is None:
             try:
@@ -166,5 +175,5 @@ class MemorySource:
             self._takeovers[rank] = takeover
         for held in takeover.images:
             if held.request.attempt == self._held.request.attempt:
-                return HeldImages(self._images.job, takeover.segments, takeover.images).file(held)
+                return HeldImages(self._images.job, takeover.segments, takeover.images).file(held, number)
         return None

@@ -7,9 +7,10 @@ import copyreg
 import io
 import pickle
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import checkpoint
@@ -24,7 +25,15 @@ from torch.distributed.tensor import DTensor
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout, TensorSpec
 from asyncckpt.planning.objects import StoredObjects
-from asyncckpt.planning.plan import CheckpointPlan, FlatCapture, PlannerCapture, StateDict, is_opaque, split_items
+from asyncckpt.planning.plan import (
+    CheckpointPlan,
+    FlatCapture,
+    PlannedFile,
+    PlannerCapture,
+    StateDict,
+    is_opaque,
+    split_items,
+)
 from asyncckpt.planning.replicas import Replicas, digests, warn_differing
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key, has_shards
 from asyncckpt.ranks.group import Group
@@ -32,7 +41,12 @@ from asyncckpt.worker.manifest import Index, Item, data_name, spans
 
 
 def make_plan(
-    state_dict: StateDict, planner: SavePlanner | None, group: Group, number: int, differing: set[str] | None
+    state_dict: StateDict,
+    planner: SavePlanner | None,
+    group: Group,
+    number: int,
+    differing: set[str] | None,
+    separate: str = "",
 ) -> CheckpointPlan:
     """Plan a state dict with all ranks. What any rank raises, all raise.
 
@@ -43,15 +57,16 @@ def make_plan(
         number: The number of the plan: new, and the same on all ranks.
         differing: Under which names ranks are known, by the first, to have different values; it adds others. None: this
             rank is alone.
+        separate: Values whose names begin with it are stored in a file of their own; "": there is one file.
 
     Returns:
-        The plan of this rank's file.
+        The plan of this rank's files.
 
     Raises:
         UnsavableStateError: A value cannot be saved.
         RankFailedError, SaveTimeoutError: Another rank failed, or the ranks did not meet in time.
     """
-    draft = Draft(state_dict, _fresh(planner), group.rank, differing)
+    draft = Draft(state_dict, _fresh(planner), group.rank, differing, separate)
     final = group.ask_all("plan", number, draft.local_plan, draft.global_plans)
     metadata = group.ask_all("layout", number, partial(draft.lay_out, final, number), draft.metadata)
     draft.plan.metadata = metadata
@@ -81,25 +96,47 @@ def _fresh(planner: SavePlanner | None) -> SavePlanner:
 # How many properties of a tensor torch 2.6 knows.
 _PROPERTIES = 5
 
-# Where a rank's items stand in its file: their offsets and sizes in bytes, in the order of its final plan, and their
-# indices where those are not the ones that the first rank knows.
-_Places = tuple["array[int]", "array[int]", Sequence[MetadataIndex] | None]
+
+class StoredPlaces(NamedTuple):
+    """Where a rank's items stand in its image: their offsets and sizes in bytes, in the order of its final plan.
+
+    ``indices``: of them, where those are not the ones that the first rank knows. ``files``: the prefix and the first
+    byte of each data file.
+    """
+
+    at: array[int]
+    nbytes: array[int]
+    indices: Sequence[MetadataIndex] | None
+    files: Sequence[tuple[str, int]]
+
+    def storage(self, rank: int, plan: SavePlan) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+        """As DCP's metadata has it, of ``rank`` with the final ``plan``."""
+        names = [data_name(rank, number, prefix) for number, (prefix, _) in enumerate(self.files)]
+        begins = [begin for _, begin in self.files]
+        for index, at, nbytes in zip(
+            self.indices or [item.index for item in plan.items], self.at, self.nbytes, strict=True
+        ):
+            file = bisect_right(begins, at) - 1
+            yield index, _StorageInfo(names[file], at - begins[file], nbytes)
 
 
 class Draft:
     """A plan being made, step by step, as all ranks take the steps together."""
 
-    def __init__(self, state_dict: StateDict, planner: SavePlanner, rank: int, differing: set[str] | None) -> None:
+    def __init__(
+        self, state_dict: StateDict, planner: SavePlanner, rank: int, differing: set[str] | None, separate: str = ""
+    ) -> None:
         """Plan nothing yet.
 
         Args:
             state_dict: This rank's part, without ``Stateful`` values.
             planner: One that has planned no other state.
             rank: The number of this rank.
-            differing: As of ``make_plan``.
+            differing, separate: As of ``make_plan``.
         """
         self.plan: CheckpointPlan  # from ``lay_out`` on; complete with the metadata
         self._state_dict, self._planner, self._rank, self._differing = state_dict, planner, rank, differing
+        self._separate = separate
         self._flat: dict[str, Any] | None = None
         self._local = SavePlan([])
         # First rank: what all have, until it becomes the metadata.
@@ -135,10 +172,12 @@ class Draft:
             self._finals, self._metadata = self._planner.create_global_plan(plans)
         return self._finals
 
-    def lay_out(self, final: SavePlan, number: int) -> _Places:
-        """Lay out this rank's file for its ``final`` plan. Returns where its items stand."""
+    def lay_out(self, final: SavePlan, number: int) -> StoredPlaces:
+        """Lay out this rank's files for its ``final`` plan. Returns where its items stand."""
         with _planning():
             items = self._planner.finish_plan(final).items
+        if self._separate:
+            items = sorted(items, key=self._is_separate)
         values = self._capture(items)
         try:
             tensors, objects = values.take(self._state_dict, self._planner)
@@ -151,9 +190,8 @@ class Draft:
         ]
         tensor_items, object_items = split_items(items)
         stored = StoredObjects([item.index.fqn for item in object_items], objects)
-        layout = DataLayout.lay_out(specs, stored.reserved)
-        indexed = _index_items(layout, tensor_items, object_items)
-        data = data_name(self._rank)
+        layout = DataLayout.lay_out(specs, stored.reserved, self._counts(tensor_items, object_items))
+        files = self._planned_files(layout, tensor_items, object_items)
         names = dict.fromkeys(item.index.fqn for item in self._local.items)
         self.plan = CheckpointPlan(
             number=number,
@@ -162,29 +200,24 @@ class Draft:
             fingerprint=Fingerprint(tensors, sorted(aliases.items())),
             values=values,
             names=frozenset(names),
-            data_name=data,
-            index_head=Index.head(data, layout.nbytes, indexed),
-            spans=spans((item.at for item in indexed), layout.nbytes),
+            files=files,
             replicas=Replicas(self._state_dict, () if self._differing is None else names),
         )
         tensor_places, object_places = iter(layout.tensors), iter(layout.objects)
         places = [next(object_places if item.type == WriteItemType.BYTE_IO else tensor_places) for item in items]
         same = [item.index for item in final.items] == [item.index for item in items]
-        return (
+        return StoredPlaces(
             array("Q", (place.at for place in places)),
             array("Q", (place.nbytes for place in places)),
             None if same else [item.index for item in items],
+            [(file.prefix, file.begin) for file in files],
         )
 
-    def metadata(self, places: list[_Places]) -> list[bytes]:
+    def metadata(self, places: list[StoredPlaces]) -> list[bytes]:
         """First rank: DCP's metadata, with the places of all ranks; for the first alone, which writes it."""
         storage: dict[MetadataIndex, _StorageInfo] = {}
-        for rank, (plan, (at, nbytes, indices)) in enumerate(zip(self._finals, places, strict=True)):
-            if indices is None:
-                indices = [item.index for item in plan.items]
-            data = data_name(rank)
-            for index, offset, size in zip(indices, at, nbytes, strict=True):
-                storage[index] = _StorageInfo(data, offset, size)
+        for rank, (plan, its) in enumerate(zip(self._finals, places, strict=True)):
+            storage.update(its.storage(rank, plan))
         self._metadata.storage_data = storage
         self._metadata.storage_meta = StorageMeta()
         self._metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
@@ -194,6 +227,40 @@ class Draft:
         if self._flat is not None and isinstance(self._planner, DefaultSavePlanner):
             return FlatCapture(self._state_dict, self._flat, self._planner.flatten_state_dict, items)
         return PlannerCapture(self._planner, self._local, items, self._rank == 0)
+
+    def _is_separate(self, item: WriteItem) -> bool:
+        return item.index.fqn.startswith(self._separate)
+
+    def _counts(self, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]) -> list[tuple[int, int]]:
+        """How many of them each data file has."""
+        if not self._separate:
+            return []
+        apart = sum(map(self._is_separate, tensors)), sum(map(self._is_separate, objects))
+        return [(len(tensors) - apart[0], len(objects) - apart[1]), apart]
+
+    def _planned_files(
+        self, layout: DataLayout, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]
+    ) -> list[PlannedFile]:
+        """The data files with what stands in each, in its order."""
+        indexed: list[list[Item]] = [[] for _ in layout.begins]
+        for item, spec, place in zip(tensors, layout.specs, layout.tensors, strict=True):
+            offsets = list(item.index.offset or [0] * len(spec.shape))
+            dtype = str(spec.dtype).removeprefix("torch.")
+            file = layout.file_of(place)
+            its_place = place.since(layout.begins[file])
+            indexed[file].append(Item(item.index.fqn, "tensor", dtype, list(spec.shape), offsets, *its_place))
+        for item, place in zip(objects, layout.objects, strict=True):
+            file = layout.file_of(place)
+            its_place = place.since(layout.begins[file])
+            indexed[file].append(Item(item.index.fqn, "object", "", [], [], *its_place))
+        files = []
+        for number, items in enumerate(indexed):
+            begin, end = [*layout.begins, layout.nbytes][number : number + 2]
+            prefix = self._separate if number else ""
+            head = Index.head(data_name(self._rank, number, prefix), end - begin, items)
+            bounds = spans((item.at for item in items), end - begin)
+            files.append(PlannedFile(prefix, begin, end - begin, head, bounds))
+        return files
 
 
 class _Opaque:
@@ -231,18 +298,6 @@ def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         if key is not None and first.setdefault(key, number) != number:
             aliases[number] = first[key]
     return aliases
-
-
-def _index_items(layout: DataLayout, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]) -> list[Item]:
-    """What stands in the file, in its order."""
-    items = []
-    for item, spec, place in zip(tensors, layout.specs, layout.tensors, strict=True):
-        offsets = list(item.index.offset or [0] * len(spec.shape))
-        dtype = str(spec.dtype).removeprefix("torch.")
-        items.append(Item(item.index.fqn, "tensor", dtype, list(spec.shape), offsets, *place))
-    for item, place in zip(objects, layout.objects, strict=True):
-        items.append(Item(item.index.fqn, "object", "", [], [], *place))
-    return items
 
 
 def _is_sharded(value: object) -> bool:

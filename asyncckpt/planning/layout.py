@@ -1,4 +1,4 @@
-"""The layout of an image: which byte of a data file stands where.
+"""The layout of an image: which byte of its data files stands where.
 
 A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.save`` writes it (a zip with
 the tensor's bytes, its *payload*, in the middle), an object as pickled bytes with more reserved behind them. Between
@@ -12,6 +12,7 @@ import math
 import os
 import struct
 import zipfile
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, NamedTuple
@@ -84,19 +85,24 @@ class TensorSpec(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an item stands in the file, and its payload in it; bytes from the start of the file."""
+    """Where an item stands in the image, and its payload in it; bytes from the start of the image."""
 
     at: int
     nbytes: int
     payload_at: int
     payload_bytes: int
 
+    def since(self, begin: int) -> Place:
+        """The same, in bytes from ``begin`` of the image."""
+        return Place(self.at - begin, self.nbytes, self.payload_at - begin, self.payload_bytes)
+
 
 @dataclass(frozen=True)
 class DataLayout:
-    """Where all items of a data file stand: tensors, then objects, in the order given. ``nbytes`` is whole pages.
+    """Where all items of an image stand: those of a data file after those of another, in each tensors, then objects.
 
-    ``constants`` are the bytes around the items, each with its offset.
+    The files begin at ``begins``. They are whole pages, and so are the ``nbytes`` of all. ``constants`` are the bytes
+    around the items, each with its offset.
     """
 
     specs: Sequence[TensorSpec]
@@ -104,28 +110,45 @@ class DataLayout:
     objects: Sequence[Place]
     nbytes: int
     constants: Sequence[tuple[int, bytes]] = ()
+    begins: Sequence[int] = (0,)
 
     @classmethod
-    def lay_out(cls, specs: Sequence[TensorSpec], reserved: Sequence[int]) -> DataLayout:
-        """Place tensors of ``specs``, and objects with ``reserved`` bytes for each."""
+    def lay_out(
+        cls, specs: Sequence[TensorSpec], reserved: Sequence[int], counts: Sequence[tuple[int, int]] = ()
+    ) -> DataLayout:
+        """Place tensors and objects, in the order given.
+
+        Args:
+            specs: The tensors.
+            reserved: For each object, how many bytes there are to be for it.
+            counts: How many of the tensors, and of the objects, each data file has; empty: there is one file.
+        """
         tensors: list[Place] = []
+        objects: list[Place] = []
         constants: list[tuple[int, bytes]] = []
+        begins: list[int] = []
         end = 0
-        for spec in specs:
-            if spec.alias is not None:
-                tensors.append(tensors[spec.alias])
-                continue
-            before, after = _envelope(spec.dtype, spec.shape)
-            payload_bytes = math.prod(spec.shape) * spec.dtype.itemsize
-            alignment = PAGE if payload_bytes >= PAGE_ALIGNED_FROM else _ALIGNMENT
-            payload_at = round_up(end + len(before), alignment)
-            at = payload_at - len(before)
-            end = payload_at + payload_bytes + len(after)
-            tensors.append(Place(at, end - at, payload_at, payload_bytes))
-            constants += [(at, before), (payload_at + payload_bytes, after)]
-        objects = []
-        for nbytes in reserved:
-            at = round_up(end, _ALIGNMENT)
-            objects.append(Place(at, nbytes, at, nbytes))
-            end = at + nbytes
-        return cls(specs, tensors, objects, round_up(end), constants)
+        for tensor_count, object_count in counts or [(len(specs), len(reserved))]:
+            begins.append(end)
+            for spec in specs[len(tensors) : len(tensors) + tensor_count]:
+                if spec.alias is not None:
+                    tensors.append(tensors[spec.alias])
+                    continue
+                before, after = _envelope(spec.dtype, spec.shape)
+                payload_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+                alignment = PAGE if payload_bytes >= PAGE_ALIGNED_FROM else _ALIGNMENT
+                payload_at = round_up(end + len(before), alignment)
+                at = payload_at - len(before)
+                end = payload_at + payload_bytes + len(after)
+                tensors.append(Place(at, end - at, payload_at, payload_bytes))
+                constants += [(at, before), (payload_at + payload_bytes, after)]
+            for nbytes in reserved[len(objects) : len(objects) + object_count]:
+                at = round_up(end, _ALIGNMENT)
+                objects.append(Place(at, nbytes, at, nbytes))
+                end = at + nbytes
+            end = round_up(end)
+        return cls(specs, tensors, objects, end, constants, begins)
+
+    def file_of(self, place: Place) -> int:
+        """The number of the data file that has the item at ``place``."""
+        return bisect_right(self.begins, place.at) - 1

@@ -31,11 +31,22 @@ from asyncckpt.planning.structure import (
     has_no_bytes,
     picker,
 )
-from asyncckpt.worker.segment_layout import CheckpointLayout, Region
+from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 
 StateDict = Mapping[str, Any]
 
 _spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A data file of a plan, as ``DataFile`` is one of a segment, with the bytes that it has regions for."""
+
+    prefix: str
+    begin: int
+    nbytes: int
+    index_head: bytes
+    spans: array[int]
 
 
 @dataclass
@@ -52,9 +63,7 @@ class CheckpointPlan:
     fingerprint: Fingerprint
     values: FlatCapture | PlannerCapture
     names: frozenset[str]
-    data_name: str
-    index_head: bytes
-    spans: array[int]
+    files: Sequence[PlannedFile]
     replicas: Replicas
     metadata: bytes = b""
 
@@ -71,12 +80,22 @@ class CheckpointPlan:
 
     def constants(self) -> dict[str, bytes | memoryview]:
         """The files that are the same in every save, by the name of their region in the segment."""
-        spans = memoryview(self.spans).cast("B")
-        return {"metadata": self.metadata, "index_head": self.index_head, "spans": spans}
+        constants: dict[str, bytes | memoryview] = {"metadata": self.metadata}
+        for number, file in enumerate(self.files):
+            constants |= {f"index_head {number}": file.index_head, f"spans {number}": memoryview(file.spans).cast("B")}
+        return constants
 
     def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> CheckpointLayout:
         """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
-        return CheckpointLayout(self.data_name, self.layout.nbytes, slots, **regions)
+        files = tuple(
+            DataFile(
+                *(number, file.prefix, file.begin, file.nbytes),
+                index_head=regions[f"index_head {number}"],
+                spans=regions[f"spans {number}"],
+            )
+            for number, file in enumerate(self.files)
+        )
+        return CheckpointLayout(files, self.layout.nbytes, slots, regions["metadata"])
 
 
 class FlatCapture:

@@ -137,8 +137,9 @@ def _as_integers(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def group_by_slab(numbers: Sequence[int], views: SlotViews) -> Iterator[tuple[bool, list[int]]]:
     """All of ``numbers``, in their order, in groups: with True those that make a slab.
 
-    A slab has no number between that is not of ``numbers``: its bytes would be somebody else's to write. Nor has it a
-    tensor of a megabyte or more, where a range of pinned memory may end, which no copy may cross.
+    A slab has no number between that is not of ``numbers``: its bytes would be somebody else's to write. So are
+    the objects at the end of a file. Nor has it a tensor of a megabyte or more, where a range of pinned memory may end,
+    which no copy may cross.
     """
     group: list[int] = []
     for number in numbers:
@@ -146,6 +147,7 @@ def group_by_slab(numbers: Sequence[int], views: SlotViews) -> Iterator[tuple[bo
         joins = (
             bool(group)
             and number == group[-1] + 1
+            and views.file_of(number) == views.file_of(group[0])
             and place.payload_bytes < _SMALL_BYTES
             and views.places[group[0]].payload_bytes < _SMALL_BYTES
             and place.payload_at + place.payload_bytes - views.places[group[0]].payload_at <= SLAB_BYTES

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
@@ -47,7 +48,14 @@ _LOOK_AGAIN_S = 0.1  # for an end whose message an interrupted wait has taken
 class SlotViews:
     """Views of a slot: where each tensor of a plan goes, by the number that it has in the layout."""
 
-    def __init__(self, specs: Sequence[TensorSpec], places: Sequence[Place], segment: Segment, offset: int) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        places: Sequence[Place],
+        segment: Segment,
+        offset: int,
+        begins: Sequence[int] = (0,),
+    ) -> None:
         """The views are made when they are asked for.
 
         Args:
@@ -55,12 +63,18 @@ class SlotViews:
             places: Where each stands, in bytes from the start of the slot.
             segment: The memory; it cannot be unmapped while there are views.
             offset: Where the slot begins in the segment, in bytes.
+            begins: Where the files in the slot begin.
         """
         self.specs = specs
         self.places = places
+        self._begins = begins
         self._view = segment.view
         self._address = segment.address + offset
         self._offset = offset
+
+    def file_of(self, number: int) -> int:
+        """The number of the file that a tensor is in."""
+        return bisect_right(self._begins, self.places[number].payload_at) - 1
 
     def address(self, number: int) -> int:
         """Where the first byte of a tensor goes."""

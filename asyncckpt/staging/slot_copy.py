@@ -40,7 +40,7 @@ class SlotStager:
         ]
         self._all_own = all(self._own)
         specs, places = list(compress(layout.specs, self._own)), list(compress(layout.tensors, self._own))
-        self._views: SlotViews | None = SlotViews(specs, places, segment, offset)
+        self._views: SlotViews | None = SlotViews(specs, places, segment, offset, layout.begins)
         self._converted = list(compress(converted, self._own)) or [False] * len(specs)
         self._nbytes = layout.nbytes
         # How the work is divided depends on which devices the tensors are on, and is kept as long as they stay there.

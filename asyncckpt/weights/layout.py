@@ -11,6 +11,7 @@ import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.shm.segment import round_up
 from asyncckpt.worker.manifest import Index, Item
+from asyncckpt.worker.segment_layout import CheckpointLayout
 
 _ALIGNMENT = 64
 _PREFIX_BYTES = 8
@@ -100,13 +102,14 @@ def read_entries(image: memoryview) -> dict[str, TensorEntry]:
     return entries
 
 
-def read_index(head: memoryview) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint by name, from the head of its index (``Index.head``)."""
-    items = [Item(*fields) for fields in json.loads(bytes(head) + Index.tail(array("Q")))["items"]]
-    return {
-        item.name: TensorEntry(
-            item.name, getattr(torch, item.dtype), tuple(item.shape), tuple(item.offsets), None, item.payload_at
-        )
-        for item in items
-        if item.kind == "tensor"
-    }
+def read_indexes(segment: memoryview, layout: CheckpointLayout) -> dict[str, TensorEntry]:
+    """The tensors of a checkpoint by name, from the heads of its indexes (``Index.head``)."""
+    entries: dict[str, TensorEntry] = {}
+    for file in layout.data_files:
+        head = segment[file.index_head.offset :][: file.index_head.nbytes]
+        for item in starmap(Item, json.loads(bytes(head) + Index.tail(array("Q")))["items"]):
+            if item.kind == "tensor":
+                dtype, begin = getattr(torch, item.dtype), file.begin + item.payload_at
+                shape, offsets = tuple(item.shape), tuple(item.offsets)
+                entries[item.name] = TensorEntry(item.name, dtype, shape, offsets, None, begin)
+    return entries

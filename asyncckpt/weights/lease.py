@@ -14,7 +14,7 @@ from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.shm.published_slots import ReadableSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.weights.layout import TensorEntry, read_entries, read_index
+from asyncckpt.weights.layout import TensorEntry, read_entries, read_indexes
 from asyncckpt.worker.messages import PublishedSegment
 from asyncckpt.worker.segment_layout import CheckpointLayout
 from asyncckpt.worker.takeover import ReaderClient
@@ -121,8 +121,7 @@ class _MappedSegment:
         layout = self._layout
         if isinstance(layout, CheckpointLayout):
             image, begin, nbytes = self._segment, layout.slots[slot], layout.data_bytes
-            head = layout.index_head
-            entries = self._entries or read_index(image.view[head.offset :][: head.nbytes])
+            entries = self._entries or read_indexes(image.view, layout)
         else:
             if slot not in self._images:
                 self._images[slot] = self.client.open_segment(layout.slots[slot])

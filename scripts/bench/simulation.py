@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncckpt.planning.draft import Draft
+from asyncckpt.planning.draft import Draft, StoredPlaces
 from asyncckpt.ranks.group import pack, unpack
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import store_connection
@@ -39,7 +39,7 @@ from asyncckpt.worker.attempt import begin_attempt
 from asyncckpt.worker.manifest import data_name, index_name
 from asyncckpt.worker.messages import Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, round_name
-from asyncckpt.worker.segment_layout import CheckpointLayout, Region
+from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
@@ -72,7 +72,8 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
         bounds = Region(PAGE, 16)
         segment.view[PAGE : PAGE + 16] = memoryview(bytes(8) + PAGE.to_bytes(8, "little"))
         small = Region(2 * PAGE, 64)
-        layout = CheckpointLayout(data_name(0), PAGE, (3 * PAGE,), metadata=small, index_head=small, spans=bounds)
+        file = DataFile(0, "", 0, PAGE, index_head=small, spans=bounds)
+        layout = CheckpointLayout((file,), PAGE, (3 * PAGE,), metadata=small)
         hosted = HostedSegment(segment)
         hosted.layout = layout
         for save in range(1, saves + 1):
@@ -169,7 +170,8 @@ def simulate_plan(world_size: int, items: int) -> tuple[float, float]:
     """What the first save costs the first rank's trainer: seconds, and bytes received for each rank."""
     plans = [_plan(rank, world_size, items) for rank in range(world_size)]
     local = [pack((plan, array("Q", range(1, len(plan.items) + 1)))) for plan in plans]
-    places = [pack(([0] * items, [0] * items, None)) for _ in range(world_size)]
+    zeros = array("Q", bytes(8 * items))
+    places = [pack(StoredPlaces(zeros, zeros, None, [("", 0)])) for _ in range(world_size)]
     draft = Draft({}, DefaultSavePlanner(), 0, set())
     begun = time.perf_counter()
     for answer in draft.global_plans([unpack(each) for each in local]):

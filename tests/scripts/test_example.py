@@ -55,11 +55,12 @@ def test_told_to_end_it_saves_first(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 60
-        while not complete_steps(str(root)) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 150
+        while not complete_steps(str(root)):
+            assert trainers.poll() is None and time.monotonic() < deadline, "nothing was saved"
             time.sleep(0.05)
         trainers.send_signal(signal.SIGTERM)
-        trainers.wait(60)
+        trainers.wait(100)
     finally:
         trainers.kill()
         trainers.wait()

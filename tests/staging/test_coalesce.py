@@ -40,6 +40,17 @@ def test_units_bring_every_bit(monkeypatch: pytest.MonkeyPatch, with_slabs: bool
         slot.segment.close()
 
 
+def test_no_slab_is_of_two_files() -> None:
+    """Between them are the objects of the first, which the host writes."""
+    tensors = [torch.zeros(3) for _ in range(100)]
+    slot = Slot(tensors, counts=[(37, 1), (63, 1)])
+    try:
+        _, views = slot.own()
+        assert list(group_by_slab(range(100), views)) == [(True, list(range(37))), (True, list(range(37, 100)))]
+    finally:
+        slot.segment.close()
+
+
 def test_a_slab_has_only_what_is_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is all small, without a gap, at least so many, and no longer than a slab buffer."""
     monkeypatch.setattr(coalesce, "SLAB_BYTES", 60_000)

@@ -10,7 +10,7 @@ from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.attempt import Attempt, begin_attempt
 from asyncckpt.worker.manifest import spans
 from asyncckpt.worker.messages import Existing, WriteRequest
-from asyncckpt.worker.segment_layout import CheckpointLayout, Region
+from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
@@ -24,14 +24,9 @@ def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "r
     segment.view[PAGE + 64 : PAGE + 68] = b"head"
     segment.view[PAGE + 128 : PAGE + 128 + len(words)] = words
     segment.view[2 * PAGE : 4 * PAGE] = os.urandom(2 * PAGE)
-    layout = CheckpointLayout(
-        "__0_0.distcp",
-        2 * PAGE,
-        (2 * PAGE,),
-        metadata=Region(PAGE, 4),
-        index_head=Region(PAGE + 64, 4),
-        spans=Region(PAGE + 128, len(words)),
-    )
+    head, spans_ = Region(PAGE + 64, 4), Region(PAGE + 128, len(words))
+    file = DataFile(0, "", 0, 2 * PAGE, index_head=head, spans=spans_)
+    layout = CheckpointLayout((file,), 2 * PAGE, (2 * PAGE,), metadata=Region(PAGE, 4))
     request = WriteRequest(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
     hosted = HostedSegment(segment)
     hosted.layout = layout

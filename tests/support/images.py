@@ -59,10 +59,15 @@ def _raw(tensor: torch.Tensor) -> bytes:
 class Slot:
     """An image of ``tensors`` at a page of a segment, with its envelopes; closed by the test."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], aliases: dict[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        aliases: dict[int, int] | None = None,
+        counts: Sequence[tuple[int, int]] = (),
+    ) -> None:
         aliases = aliases or {}
         specs = [TensorSpec(each.dtype, tuple(each.shape), aliases.get(number)) for number, each in enumerate(tensors)]
-        self.layout = DataLayout.lay_out(specs, [100])
+        self.layout = DataLayout.lay_out(specs, [100] * (len(counts) or 1), counts)
         self.segment = Segment.create("asyncckpt-test", PAGE + self.layout.nbytes)
         for at, data in self.layout.constants:
             self.segment.view[PAGE + at : PAGE + at + len(data)] = data
@@ -76,7 +81,7 @@ class Slot:
         ]
         specs = [self.layout.specs[number] for number in mine]
         places = [self.layout.tensors[number] for number in mine]
-        return mine, SlotViews(specs, places, self.segment, PAGE)
+        return mine, SlotViews(specs, places, self.segment, PAGE, self.layout.begins)
 
     def image_bytes(self) -> bytes:
         return bytes(self.segment.view[PAGE:])

@@ -98,19 +98,20 @@ class FileSystemWriterAsync(FileSystemWriter):
         open_file: Callable[..., Any] = open,
         **kwargs: Any,
     ) -> None:
-        """Each rank writes one file, with ``Config.io_threads`` threads, whatever ``thread_count`` says.
+        """Each rank writes one file, or two, with ``Config.io_threads`` threads, whatever ``thread_count`` says.
 
         Args:
             path, args, kwargs: As of DCP's ``FileSystemWriter``.
-            separation_hint: Refused with ``ValueError``.
+            separation_hint: Values whose names begin with it go to a second file of each rank, whose name begins with
+                it, too.
             use_msc: Whether paths mean what multi-storage-client says. Refused with ``ValueError`` where it says
                 that ``path`` is in no mounted file system.
             open_file: Refused, unless it is ``open``.
             is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Change nothing: all tensors are
                 staged in CPU shared memory, which is kept for the next save.
         """
-        if separation_hint is not None:
-            raise ValueError("separation_hint cannot be had with asyncckpt: each rank writes one file; leave it out")
+        if separation_hint and "/" in separation_hint:
+            raise ValueError(f"separation_hint {separation_hint!r} cannot begin the name of a file: leave out the /")
         if use_msc and not _is_in_a_file_system(path):
             raise ValueError(
                 f"use_msc: {os.fspath(path)} is in a storage of multi-storage-client's, and asyncckpt writes to mounted"
@@ -121,6 +122,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "open_file cannot be had with asyncckpt, whose worker opens its files itself; leave it out"
             )
         super().__init__(path, *args, **kwargs)
+        self.separation_hint = separation_hint
         self.staged: StagedWrite | None = None
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, None, list[Any]]:
@@ -188,7 +190,8 @@ def save_state_dict_async_plan(
     if enable_cache and planner is not None:
         _keep_local_plans(planner)
     try:
-        save = engine(process_group).save(path, state_dict, existing=existing, planner=planner)
+        separate = storage_writer.separation_hint or ""
+        save = engine(process_group).save(path, state_dict, existing=existing, planner=planner, separate=separate)
     except CheckpointError as error:
         save = Save.finished(path, error)
     storage_writer.staged = StagedWrite(save, process_group)

@@ -66,7 +66,7 @@ def test_it_does_not_overwrite_unless_it_may(queue: nvrx.AsyncCallsQueue, tmp_pa
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
-    for option in ({"separation_hint": "model"}, {"open_file": os.open}):
+    for option in ({"separation_hint": "a/b"}, {"open_file": os.open}):
         with pytest.raises(ValueError, match=next(iter(option))):
             nvrx.FileSystemWriterAsync(tmp_path, **option)
     for path in ("msc://profile/checkpoints", Path("msc://profile/checkpoints")):
@@ -75,6 +75,16 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
     assert nvrx.FileSystemWriterAsync(tmp_path, use_msc=True).path == tmp_path
     with pytest.raises(ValueError, match="io_priority"):
         nvrx.AsyncCallsQueue(io_priority=4)
+
+
+def test_a_hint_separates(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
+    """Under the names that nvrx's own writer gives, with two threads."""
+    for folder, hint in (("apart", "optimizer"), ("whole", None), ("again", "optimizer")):
+        writer = nvrx.FileSystemWriterAsync(tmp_path / folder, separation_hint=hint, thread_count=2)
+        nvrx.save_state_dict_async_finalize(*nvrx.save_state_dict_async_plan(state := small_state(), writer))
+        names = {name for name in os.listdir(tmp_path / folder) if name.endswith(".distcp")}
+        assert names == {"__0_0.distcp", *(["optimizer__0_1.distcp"] if hint else [])}
+        assert is_there(state, tmp_path / folder)
 
 
 def test_the_newest_keywords(tmp_path: Path) -> None:
