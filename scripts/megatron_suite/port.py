@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import logging
 import os
 import sys
 from datetime import timedelta
@@ -41,6 +42,8 @@ def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
     for module in ("megatron.training.checkpointing", "megatron.training.training", "pytest", own):
         importlib.import_module(module)
     patch_tracker()
+    # Tests want nothing logged, and this logger of torch's lets pass all that it has.
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)
     utils: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
     utils.PersistentAsyncCaller.async_loop = staticmethod(functools.partial(_persistent_worker, ranks))
     _do_without_transformer_engine()
