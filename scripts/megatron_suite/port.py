@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron_suite import fused
 from megatron_suite.cpu import patch_cuda, patch_tracker
@@ -42,6 +43,9 @@ def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
     for module in ("megatron.training.checkpointing", "megatron.training.training", "pytest", own):
         importlib.import_module(module)
     patch_tracker()
+    writers: Any = FileSystemWriter
+    if not hasattr(writers, "metadata_path"):  # torch had it when core 0.16 was made
+        writers.metadata_path = property(lambda writer: writer.fs.concat_path(writer.path, ".metadata"))
     # Tests want nothing logged, and this logger of torch's lets pass all that it has.
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)
     utils: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")

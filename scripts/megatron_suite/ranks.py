@@ -11,6 +11,7 @@ import importlib
 import itertools
 import multiprocessing
 import os
+import random
 import shutil
 import socket
 import sys
@@ -68,8 +69,7 @@ class _Job:
         self._tests = list(tests)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        with socket.create_server(("localhost", 0)) as server:
-            tcp = server.getsockname()[1]
+        tcp = _free_port()
         self._ranks: dict[Connection, Any] = {}
         for rank in range(ranks):
             here, there = _fork.Pipe(duplex=False)
@@ -116,6 +116,14 @@ class _Job:
         if waiting:
             return "hung"
         return "passed" if "passed" in seen else "skipped"
+
+
+def _free_port() -> int:
+    """A port that no connection is given meanwhile, as those of Linux are from 32768 on."""
+    while True:
+        tcp = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("localhost", tcp)):
+            return tcp
 
 
 def _told(rank: Connection) -> str:
