@@ -40,8 +40,9 @@ def data_name(rank: int, number: int = 0, prefix: str = "") -> str:
 
 
 def index_name(data: str) -> str:
-    """The index of the data file ``data``."""
-    return data.removesuffix(".distcp") + ".index.json"
+    """The index of the data file ``data``. Its name has no prefix: who removes what begins so keeps it."""
+    name = data.removesuffix(".distcp")
+    return name[max(name.rfind("__"), 0) :] + ".index.json"
 
 
 def is_checkpoint_file(name: str) -> bool:

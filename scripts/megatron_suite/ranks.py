@@ -1,56 +1,38 @@
-"""One test as all ranks of a job run it: each in a fork of this process, which has imported what takes long."""
+"""Tests as all ranks of a job run them: each rank is a fork of this process, which has imported what takes long.
+
+A job runs the tests of one file, one after the other, as Megatron-LM does it. After one that fails, or hangs, the ranks
+may be at different places: they are killed, and another job runs the rest of the file.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import itertools
 import multiprocessing
 import os
+import random
 import shutil
 import socket
 import sys
 import time
-from datetime import timedelta
-from multiprocessing.connection import wait
+from collections import defaultdict
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_suite import fused
-from megatron_suite.cpu import OnCpu, patch_cuda, patch_tracker
+from megatron_suite import port
+from megatron_suite.cpu import OnCpu
 
 TESTS = "tests/unit_tests/dist_checkpointing"
 _LIMIT_S = 180.0
 _GRACE_S = 5.0
-_GLOO_LIMIT = timedelta(seconds=60)
 _fork = multiprocessing.get_context("fork")
-# What pytest ends with, where no test failed.
-_PASSED, _NOTHING_RAN = 0, 5
-
-
-def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
-    """Have this process, and its forks, find Megatron-LM and run it on CPUs."""
-    sys.path[:0] = [str(checkout), *([str(nvrx)] if nvrx else [])]
-    os.chdir(checkout)
-    importlib.import_module("torch._inductor.compile_fx")  # which would take what follows for the real triton
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module("triton")
-    for name in ("triton", "triton.language"):
-        sys.modules.setdefault(name, _Anything(name))
-    patch_cuda()
-    fused.stand_in()
-    torch.cuda.device_count = lambda: ranks
-    dist.init_process_group = _on_gloo(dist.init_process_group)
-    dist.new_group = _on_gloo(dist.new_group)
-    for module in ("megatron.training.checkpointing", "megatron.training.training", "pytest"):
-        importlib.import_module(module)
-    patch_tracker()
-    specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    specs.get_gpt_layer_with_transformer_engine_spec = _local_layers(specs.get_gpt_layer_local_spec)
 
 
 def collect(folder: Path, names: list[str]) -> list[str]:
@@ -62,65 +44,137 @@ def collect(folder: Path, names: list[str]) -> list[str]:
     return (folder / "tests").read_text().splitlines()
 
 
-def run(test: str, folder: Path, ranks: int, *, ours: bool) -> str:
-    """How ``test`` ends: "passed", "skipped", "failed" or "hung". What the ranks print is left in ``folder``."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [_fork.Process(target=_rank, args=(test, folder, rank, ranks, port, ours)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    waiting, codes = list(processes), set[int | None]()
-    deadline = time.monotonic() + _LIMIT_S
-    while waiting and time.monotonic() < deadline:
-        wait([process.sentinel for process in waiting], timeout=1)
-        codes |= {process.exitcode for process in waiting} - {None}
-        waiting = [process for process in waiting if process.exitcode is None]
-        if codes - {_PASSED, _NOTHING_RAN}:  # the others may be waiting for that one
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
-    for process in processes:
-        process.kill()
-        process.join()
-    if codes - {_PASSED, _NOTHING_RAN}:
+def run(tests: list[str], folder: Path, ranks: int, *, ours: bool) -> Iterator[tuple[str, str, float]]:
+    """Each of ``tests``, how it ends ("passed", "skipped", "failed" or "hung"), and after how many seconds.
+
+    What the ranks of a job print is left in a folder in ``folder``, which has the name of the first test's file.
+    """
+    files = defaultdict(list)
+    for test in tests:
+        files[test.partition("::")[0]].append(test)
+    for file, left in files.items():
+        for number in itertools.count():
+            if not left:
+                break
+            with _Job(left, folder / f"{Path(file).stem}-{number}", ranks, ours=ours) as job:
+                for result in job.results():
+                    del left[0]
+                    yield result
+
+
+class _Job:
+    """All ranks, running ``tests``, until one does not end well."""
+
+    def __init__(self, tests: list[str], folder: Path, ranks: int, *, ours: bool) -> None:
+        self._tests = list(tests)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        tcp = _free_port()
+        self._ranks: dict[Connection, Any] = {}
+        for rank in range(ranks):
+            here, there = _fork.Pipe(duplex=False)
+            process = _fork.Process(target=_rank, args=(self._tests, folder, rank, ranks, tcp, ours, there))
+            process.start()
+            there.close()
+            self._ranks[here] = process
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill what is left, also what the ranks have started."""
+        for process in self._ranks.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+            process.kill()
+            process.join()
+
+    def results(self) -> Iterator[tuple[str, str, float]]:
+        """As of ``run``."""
+        for test in self._tests:
+            start = time.monotonic()
+            outcome = self._outcome()
+            yield test, outcome, time.monotonic() - start
+            if outcome in ("failed", "hung"):
+                break
+
+    def _outcome(self) -> str:
+        """How the next test ends."""
+        seen, waiting = set(), dict(self._ranks)
+        deadline = time.monotonic() + _LIMIT_S
+        while waiting and time.monotonic() < deadline:
+            dead = {rank for rank, process in waiting.items() if not process.is_alive()}
+            told = wait(list(waiting), timeout=1)
+            for rank in [rank for rank in waiting if rank in told or rank in dead]:
+                seen.add(_told(rank))
+                del waiting[rank]
+            if "failed" in seen:  # the others may be waiting for that one
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if "failed" in seen:
+            return "failed"
+        if waiting:
+            return "hung"
+        return "passed" if "passed" in seen else "skipped"
+
+
+def _free_port() -> int:
+    """A port that no connection is given meanwhile, as those of Linux are from 32768 on."""
+    while True:
+        tcp = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("localhost", tcp)):
+            return tcp
+
+
+def _told(rank: Connection) -> str:
+    """What ``rank`` says of its next test; it has said so, or is dead."""
+    try:
+        return str(rank.recv()) if rank.poll() else "failed"
+    except EOFError:
         return "failed"
-    if waiting:
-        return "hung"
-    return "skipped" if _NOTHING_RAN in codes else "passed"
 
 
-def _rank(test: str, folder: Path, rank: int, ranks: int, port: int, ours: bool) -> None:
+def _rank(tests: list[str], folder: Path, rank: int, ranks: int, tcp: int, ours: bool, parent: Connection) -> None:
     with (folder / f"{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": tcp}
     os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="localhost")
+    torch.set_num_threads(1)
     if ours:
         importlib.import_module("asyncckpt.integrations.megatron").install()
     with OnCpu():
-        outcome = _Outcome()
-        _pytest([test, f"--basetemp={folder / str(rank)}"], outcome)
+        _pytest([tests[0].partition("::")[0], "-s", "-v", f"--basetemp={folder / str(rank)}"], _Rank(tests, parent))
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(outcome.code())
+    os._exit(0)
 
 
-class _Outcome:
-    """A plugin that looks on."""
+class _Rank:
+    """A plugin that runs these tests in this order, and tells how each has ended."""
 
-    def __init__(self) -> None:
-        self._seen: list[str] = []
+    def __init__(self, tests: list[str], parent: Connection) -> None:
+        self._tests = tests
+        self._parent = parent
+        self._seen: set[str] = set()
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        found = {item.nodeid: item for item in items}
+        items[:] = [found[test] for test in self._tests]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self._seen.append(report.outcome)
+            self._seen.add(report.outcome)
+        if report.failed:
+            print(report.longreprtext, flush=True)
 
-    def code(self) -> int:
-        """An exit code of pytest's."""
-        if "failed" in self._seen or not self._seen:
-            return 1
-        return _PASSED if "passed" in self._seen else _NOTHING_RAN
+    def pytest_runtest_logfinish(self) -> None:
+        outcome = next(word for word in ("failed", "passed", "skipped") if word in self._seen)
+        self._seen.clear()
+        self._parent.send(outcome)
+        if outcome != "failed":  # after which the parent kills this rank
+            port.close_groups()
 
 
 class _Collected:
@@ -144,43 +198,6 @@ def _pytest(arguments: list[str], *plugins: object) -> None:
 
     from megatron_suite import plugin
 
-    options = ["-q", "--noconftest", "-c", os.devnull, f"--rootdir={os.getcwd()}", "-p", "no:cacheprovider"]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # each takes seconds of each rank
+    options = ["--noconftest", "-c", os.devnull, f"--rootdir={os.getcwd()}", "-p", "no:cacheprovider", "--assert=plain"]
     pytest.main([*options, *arguments], plugins=[plugin, *plugins])
-
-
-def _on_gloo(function: Any) -> Any:
-    @functools.wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        arguments = tuple("gloo" if argument == "nccl" else argument for argument in arguments)
-        if "backend" in keywords:
-            keywords["backend"] = "gloo"
-        return function(*arguments, **keywords | {"timeout": _GLOO_LIMIT})
-
-    return call
-
-
-def _local_layers(make: Any) -> Any:
-    """TransformerEngine's layers are for GPUs."""
-
-    def spec(num_experts: Any = None, moe_grouped_gemm: Any = False, *_: Any, **options: Any) -> Any:
-        known = {name: value for name, value in options.items() if name in ("qk_layernorm", "multi_latent_attention")}
-        return make(num_experts=num_experts, moe_grouped_gemm=moe_grouped_gemm, **known)
-
-    return spec
-
-
-class _Anything(ModuleType):
-    """Stands for triton, whose kernels are never run here."""
-
-    __path__: list[str] = []
-    __version__ = "3.0.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        child = _Anything(f"{self.__name__}.{name}")
-        sys.modules[child.__name__] = child
-        return child
-
-    def __call__(self, *arguments: Any, **_: Any) -> Any:
-        return arguments[0] if arguments and callable(arguments[0]) else lambda function: function

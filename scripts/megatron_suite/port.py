@@ -1,0 +1,127 @@
+"""Megatron-LM's sources in this process and its forks: on CPUs, and on gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from megatron_suite import fused
+from megatron_suite.cpu import patch_cuda, patch_tracker
+
+_GLOO_LIMIT = timedelta(seconds=60)
+
+
+def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
+    """Have this process, and its forks, find Megatron-LM and run it on CPUs."""
+    sys.path[:0] = [str(checkout), *([str(nvrx)] if nvrx else [])]
+    os.chdir(checkout)
+    importlib.import_module("torch._inductor.compile_fx")  # which would take what follows for the real triton
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("triton")
+    for name in ("triton", "triton.language"):
+        sys.modules.setdefault(name, _Anything(name))
+    patch_cuda()
+    fused.stand_in()
+    torch.cuda.device_count = lambda: ranks
+    dist.init_process_group = _on_gloo(dist.init_process_group)
+    dist.new_group = _on_gloo(dist.new_group)
+    own = "asyncckpt.integrations.megatron"  # which changes nothing by itself
+    for module in ("megatron.training.checkpointing", "megatron.training.training", "pytest", own):
+        importlib.import_module(module)
+    patch_tracker()
+    writers: Any = FileSystemWriter
+    if not hasattr(writers, "metadata_path"):  # torch had it when core 0.16 was made
+        writers.metadata_path = property(lambda writer: writer.fs.concat_path(writer.path, ".metadata"))
+    # Tests want nothing logged, and this logger of torch's lets pass all that it has.
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)
+    utils: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
+    utils.PersistentAsyncCaller.async_loop = staticmethod(functools.partial(_persistent_worker, ranks))
+    _do_without_transformer_engine()
+
+
+def close_groups() -> None:
+    """Close what Megatron-LM has let go of, when a test has ended on all ranks: each of gloo's groups has threads.
+
+    A test leaves dozens of groups. Those that it has not let go of are closed after a later test.
+    """
+    state: Any = importlib.import_module("megatron.core.parallel_state")
+    if not dist.is_initialized() or state.model_parallel_is_initialized():
+        return
+    dist.barrier()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
+
+
+def _persistent_worker(ranks: int, *arguments: Any) -> None:
+    """Megatron-LM's own, in a process that is no fork of this one: it looks for a device first."""
+    patch_cuda()
+    torch.cuda.device_count = lambda: ranks
+    torch.set_num_threads(1)
+    utils: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
+    utils.PersistentAsyncCaller.async_loop(*arguments)
+
+
+def _on_gloo(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        arguments = tuple("gloo" if argument == "nccl" else argument for argument in arguments)
+        if "backend" in keywords:
+            keywords["backend"] = "gloo"
+        return function(*arguments, **keywords | {"timeout": _GLOO_LIMIT})
+
+    return call
+
+
+def _do_without_transformer_engine() -> None:
+    """Its layers are for GPUs: tests get Megatron-LM's own, and hear of a version that can do nothing."""
+    specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    specs.get_gpt_layer_with_transformer_engine_spec = _local_layers(specs.get_gpt_layer_local_spec)
+    specs.TENorm = specs.LNImpl
+    specs = importlib.import_module("megatron.core.models.bert.bert_layer_specs")
+    specs.bert_layer_with_transformer_engine_spec = specs.bert_layer_local_spec
+    importlib.import_module("megatron.core.utils")._te_version = Version("0")  # type: ignore[attr-defined]
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules[name].__dict__.update(check_fp8_support=lambda: (False, "this is a CPU"), fp8_autocast=None)
+
+
+def _local_layers(make: Any) -> Any:
+
+    def spec(num_experts: Any = None, moe_grouped_gemm: Any = False, *_: Any, **options: Any) -> Any:
+        known = {name: value for name, value in options.items() if name in ("qk_layernorm", "multi_latent_attention")}
+        return make(num_experts=num_experts, moe_grouped_gemm=moe_grouped_gemm, **known)
+
+    return spec
+
+
+class _Anything(ModuleType):
+    """Stands for triton, whose kernels are never run here."""
+
+    __path__: list[str] = []
+    __version__ = "3.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        child = _Anything(f"{self.__name__}.{name}")
+        sys.modules[child.__name__] = child
+        return child
+
+    def __call__(self, *arguments: Any, **_: Any) -> Any:
+        return arguments[0] if arguments and callable(arguments[0]) else lambda function: function
