@@ -189,7 +189,8 @@ def test_unzip_finds_no_fault(path: Path) -> None:
     assert done.returncode == 0 and not done.stderr, done
 
 
-@pytest.mark.cuda
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_from_a_device(path: Path) -> None:
     base = torch.randn(1 << 20, device="cuda:0")
     obj = {"base": base, "view": base[::2], "small": torch.ones(3, device="cuda:0"), "cpu": torch.ones(3)}

@@ -165,7 +165,7 @@ def between_devices(bypass_cpu: bool) -> tuple[bool, Broadcast]:
     return rank == 0 or (on_device and same(found, plain(odd_weights()))), broadcast
 
 
-@pytest.mark.cuda
+@pytest.mark.device
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each rank")
 @pytest.mark.parametrize("bypass_cpu", [True, False])
 def test_from_device_to_device(bypass_cpu: bool, tmp_path: Path) -> None:
@@ -182,7 +182,8 @@ def from_a_device(local: bool) -> bool:
     return dist.get_rank() == 0 or same(dict(taken), plain(odd_weights()))
 
 
-@pytest.mark.cuda
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @both_ways
 def test_from_a_device_by_gloo(local: bool, tmp_path: Path) -> None:
     assert all(ranks.run(2, from_a_device, local, folder=tmp_path))
