@@ -28,7 +28,7 @@ from asyncckpt.loading.memory_source import HeldImages, MemorySource, choose_in_
 from asyncckpt.loading.source import find_step, read_manifest, settled_step
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
-from asyncckpt.ranks.collectives import check_same, from_first, gather
+from asyncckpt.ranks.collectives import check_same, from_first, gather, is_first
 from asyncckpt.save_handle import Save
 from asyncckpt.staging.captures import check_guarded_capture
 from asyncckpt.worker.messages import Existing, HeldImage
@@ -36,7 +36,7 @@ from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import absolute, complete_steps, set_aside, step_folder
-from asyncckpt.worker.storage.history import Origin, older_step, origin_of
+from asyncckpt.worker.storage.history import Origin, newest_step, older_step, origin_of
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class Loaded:
     seconds: float
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Saves and loads the checkpoints ``root/step-00000100``.
 
     Make one at the start of a run and close it at the end, or use it as a context manager. The methods are for one
@@ -84,14 +84,15 @@ class Checkpointer:
         try:
             os.makedirs(self.root, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"making the folder for checkpoints failed: {error.strerror}", path=self.root) from error
+            why = "this is a file" if isinstance(error, FileExistsError) else error.strerror
+            raise StorageError(f"making the folder for checkpoints failed: {why}", path=self.root) from error
         job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id)
         self._engine = Engine(config, process_group, job=job, claim=claim)
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._staging: list[Save] = []  # those whose tensors may still be read
         self._origin: Origin | None = None
-        self._terminated = False
+        self._terminated = self._has_saved = False
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
         """What the last ``load`` has loaded, and from where."""
@@ -123,6 +124,9 @@ class Checkpointer:
         none but ``ClosedError``: the handle has it.)
         """
         step = whole_number(step, "step")
+        if not self._has_saved and self._origin is None and is_first(self._process_group):
+            _warn_of_others(self.root)
+        self._has_saved = True
         retention = _retention(self.config, self._origin, self.root, step)
         save = self._engine.save(step_folder(self.root, step), state_dict, step=step, retention=retention)
         self._staging = [*filter(_is_copying, self._staging), save]
@@ -330,18 +334,15 @@ class Checkpointer:
         self._close(linger=False)
 
     def _close(self, *, linger: bool) -> None:
-        self._closed = True
-        if self._had_sigterm is not None:
-            signal.signal(signal.SIGTERM, self._had_sigterm)
-            self._had_sigterm = None
+        self._closed, had = True, self._had_sigterm
+        if had is not None:
+            signal.signal(signal.SIGTERM, had)
+        self._had_sigterm = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._staging.clear()
         self._engine.close(linger=linger)
-
-    def __enter__(self) -> Checkpointer:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -358,6 +359,19 @@ class Checkpointer:
 
 def _is_copying(save: Save) -> bool:
     return not save.staged()
+
+
+def _warn_of_others(root: str) -> None:
+    """Say what becomes of checkpoints that are there, and were not loaded: whoever forgot to should know at once."""
+    with contextlib.suppress(CheckpointError):  # the save says it better
+        if (newest := newest_step(root)) is not None:
+            logger.warning(
+                "there are checkpoints up to step %d in %s, and none was loaded: this is a training of its own, whose"
+                " checkpoints count as newer, and Config.keep_last removes the others; call load first to go on, or"
+                " save to another folder",
+                newest,
+                root,
+            )
 
 
 def _retention(config: Config, origin: Origin | None, root: str, step: int) -> Retention:

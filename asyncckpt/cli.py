@@ -11,6 +11,7 @@ import datetime
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,13 +29,15 @@ from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.running_workers import RunningWorker, end_worker, running_workers
 
 _GOOD, _DAMAGED, _UNUSABLE = 0, 1, 2
+_UNREAD = 128 + signal.SIGPIPE  # what a shell says of a command that a closed pipe has ended
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit status: 0, all is good; 1, a checkpoint is damaged; 2, something is not there, or cannot be used.
+        The exit status: 0, all is good; 1, a checkpoint is damaged; 2, something is not there, or cannot be used; 141,
+        nobody read the answer to its end.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["demo"]:  # which has options of its own, and wants torch
@@ -53,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:  # `asyncckpt ls | head`, or a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
-            return _GOOD
+            return _UNREAD
         print(f"asyncckpt: nothing can be written to stdout: {error.strerror}", file=sys.stderr)
         return _UNUSABLE
 
@@ -75,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
             "paths",
             metavar="PATH",
             nargs="+",
-            help="a folder of checkpoints, or a checkpoint, also one that stock DCP has written",
+            help="a folder of checkpoints, or a checkpoint; also stock DCP's, which have no checksums",
         )
         added.add_argument("--json", action="store_true", help="print JSON")
         added.set_defaults(run=run)
@@ -201,7 +204,8 @@ def _inspect(answers: _Answers, given: str, args: argparse.Namespace) -> None:
             answers.line(f"{path}: a checkpoint of stock DCP, without checksums")
         else:
             written = f"written by {_number(manifest.world_size, 'rank')} at {_time(manifest.created)}"
-            answers.line(f"{path}: the checkpoint of step {manifest.step}, {written}")
+            what = "a checkpoint" if manifest.step is None else f"the checkpoint of step {manifest.step}"
+            answers.line(f"{path}: {what}, {written}")
         facts = {"stock": True} if manifest is None else {**_facts(manifest), "files": manifest.files}
         answers.add({"path": path, **facts, "values": [value.facts() for value in values]})
         _show_values(answers, values, shards=args.shards)

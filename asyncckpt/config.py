@@ -128,7 +128,10 @@ class Config:
         }
         for name, good in checks.items():
             if not good:
-                raise ValueError(f"Config.{name} cannot be {getattr(self, name)!r}; see its description")
+                about = _OPTIONS[name].help if name in _OPTIONS else ""
+                raise ValueError(
+                    f"Config.{name} cannot be {getattr(self, name)!r}; it is: {about or 'see help(Config)'}"
+                )
 
     @classmethod
     def given(cls, config: Config | None) -> Config:

@@ -203,11 +203,11 @@ class Supervisor:
                 other.close_owner(linger=True)
 
     def close_owner(self, *, linger: bool) -> None:
-        """Close all that the worker is for. What was lost is logged: there is nobody to be told."""
+        """Close all that the worker is for. What goes wrong is logged: there is nobody to be told."""
         try:
             self._close_owner(linger)
         except CheckpointError as error:
-            logger.error("lost at the end: %s", str(error))
+            logger.error("at the end: %s", str(error))
 
     def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
         """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""

@@ -29,6 +29,7 @@ from asyncckpt.errors import (
     MismatchError,
     OutOfMemoryError,
     StorageError,
+    UntrustedValueError,
 )
 from asyncckpt.worker.storage import complete_steps, storage_for
 
@@ -330,3 +331,36 @@ def test_a_save_while_the_interpreter_ends_is_made(root: Path) -> None:
         assert not ended.returncode and not ended.stderr, ended.stderr
         assert complete_steps(str(root)) == [1, 2]
         shutil.rmtree(root)
+
+
+def test_who_forgot_to_load_is_warned_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = "none was loaded"
+    for step, loads, warns in ((1, False, False), (2, True, False), (3, False, True)):
+        caplog.clear()
+        with Checkpointer(root) as checkpointer:
+            if loads:
+                checkpointer.load(small_state())
+            for number in (step * 10, step * 10 + 1):
+                checkpointer.save(number, small_state()).result(60)
+        assert caplog.text.count(words) == warns
+    assert "up to step 21" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["", "file"])
+def test_what_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="this is a file" if place else "the path is empty"):
+        Checkpointer(place)
+
+
+def test_values_that_a_load_refuses_are_named_when_they_are_saved(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"w": torch.ones(3), "rng": np.random.get_state(), "best": np.float64(0.5), "lr": 0.1, "names": ["a", {}]}
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state).result(60)
+        (said,) = [record.message for record in caplog.records if "weights_only=False" in record.message]
+        assert said.startswith("2 values") and "'rng'" in said and "'best'" in said
+        with pytest.raises(UntrustedValueError):
+            checkpointer.load(dict(state))
+        checkpointer.load(dict(state), weights_only=False)

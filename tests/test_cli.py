@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -19,6 +20,7 @@ import asyncckpt
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import _OPTIONS, Config, add_arguments, is_switched_on
+from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.loading.contents import Shard, Value
 
@@ -182,3 +184,25 @@ def test_errors_pickle_and_say_where() -> None:
             assert type(again) is kind and str(again) == str(error) == "what happened [path /a/b, rank 0, step 7]"
             assert (again.path, again.rank, again.step) == ("/a/b", 0, 7)
     assert issubclass(SaveTimeoutError, TimeoutError) and str(StorageError("x")) == "x"
+
+
+def test_a_pipe_that_is_closed_is_no_good_end(saved: Path) -> None:
+    """Of ``verify | head``: whoever asks how that went (``pipefail``) must not hear that all is good."""
+    command = [sys.executable, "-m", "asyncckpt", "verify", str(saved)]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 141 and not done.stderr
+
+
+def test_checkpoints_of_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Engine(Config(linger=0), alone=True) as engine:
+        for name in ("b", "a"):
+            engine.save(tmp_path / "folder" / name, {"w": torch.ones(3)}).result(60)
+    (tmp_path / "folder/notes").mkdir()
+    (tmp_path / "file").touch()
+    assert cli.main(["ls", "--json", str(tmp_path / "folder")]) == 0
+    assert [Path(each["path"]).name for each in json.loads(capsys.readouterr().out)] == ["a", "b"]
+    assert cli.main(["inspect", str(tmp_path / "folder/a")]) == 0 and "step None" not in capsys.readouterr().out
+    assert cli.main(["ls", str(tmp_path / "file")]) == 2

@@ -335,7 +335,7 @@ def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, left: bool, ov
     request = save.request
     error: CheckpointError = death
     if left:
-        error = SaveTimeoutError(f"this process has left; its worker {worker} is still writing, and goes on")
+        error = SaveTimeoutError(f"it is not known how this ended: the worker {worker} goes on with it, alone")
     elif overdue:
         error = SaveTimeoutError(
             f"the worker {worker} did not say within {request.timeout:g} s how it went, and was killed; it may have"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
-from asyncckpt.errors import StructureChangedError, UnsavableStateError, WorkerDiedError
+from asyncckpt.errors import (
+    CheckpointError,
+    StructureChangedError,
+    UnsavableStateError,
+    UntrustedValueError,
+    WorkerDiedError,
+)
+from asyncckpt.loading.direct_load import some
+from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.draft import flat_names, make_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.replicas import warn_differing
@@ -27,6 +37,9 @@ from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.rounds import Call, check_same_call
 
 logger = logging.getLogger(__name__)
+
+# To unpickle one takes some 50 us.
+_MOST_TRIED = 1000
 
 # How long the end of a worker may take to be noticed.
 _NOTICE_S = 2.0
@@ -67,6 +80,25 @@ class Captured(NamedTuple):
     buffer: StagingBuffer
     tensors: Sequence[torch.Tensor]
     pickle_bytes: int = 0
+
+
+def _warn_untrusted(plan: CheckpointPlan) -> None:
+    """Say which values a load would refuse, unless it is told to run code: after a crash is late to learn that."""
+    refused = []
+    for name, data in islice(plan.objects.own_pickles(), _MOST_TRIED):
+        try:
+            load_object(io.BytesIO(data), name, "", weights_only=True)
+        except UntrustedValueError:
+            refused.append(name)
+        except CheckpointError:  # it may need what is not there yet
+            continue
+    if refused:
+        logger.warning(
+            "%d values are of kinds that could run code when they are loaded, so load will refuse them unless it is"
+            " given weights_only=False: %s; save what they are made of (numbers, text, tensors) to do without",
+            len(refused),
+            some(refused),
+        )
 
 
 @dataclass(frozen=True)
@@ -170,6 +202,7 @@ class PlanSelection:
             made.append(self.buffers.make(wanted.key(), plan, client))
             return len(made[0].saves)
 
+        _warn_untrusted(plan)
         try:
             least = group.ask_all("memory", number, allocate, lambda slots: [min(slots)] * len(slots))
             made[0].limit(least)

@@ -49,7 +49,8 @@ class Value:
 
 
 def checkpoints_at(path: str) -> list[str]:
-    """The checkpoints that ``path`` stands for: itself, or those in it, by their steps; none in an empty folder.
+    """The checkpoints that ``path`` stands for: itself, or those in it, by their steps, or else by their names; none in
+    an empty folder.
 
     Raises ``CheckpointNotFoundError`` where there is nothing, or something else; ``StorageError``.
     """
@@ -58,8 +59,11 @@ def checkpoints_at(path: str) -> list[str]:
         return [path]
     names = list(storage.names_in(path))
     steps = named_steps(path)
-    if steps or (storage.exists(path) and not names):
+    if steps or (os.path.isdir(path) and not names):
         return [step_folder(path, step) for step in steps]
+    inside = [os.path.join(path, name) for name in sorted(names)]
+    if found := [each for each in inside if storage.exists(os.path.join(each, MANIFEST_NAME)) or is_stock(each)]:
+        return found
     if step_of(path) is not None and names:
         return [path]  # what made it one is missing
     raise CheckpointNotFoundError("there is no checkpoint here, nor a folder of checkpoints", path=path)

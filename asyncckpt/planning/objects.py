@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,12 @@ class StoredObjects:
         """The bytes reserved for each."""
         # For each slot that was written to, the numbers of the objects that have changed since.
         self._stale: dict[int, set[int]] = {}
+
+    def own_pickles(self) -> Iterator[tuple[str, bytes]]:
+        """The names and the bytes of those that pickled by code of their own, as classes and arrays do."""
+        for name, data, known in zip(self._names, self._bytes, self._known, strict=True):
+            if known is None and not isinstance(data, Raw) and data != _NONE:
+                yield name, data
 
     def forget_slots(self) -> None:
         """The slots are in other memory now, which has nothing of the objects."""

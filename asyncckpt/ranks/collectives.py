@@ -71,6 +71,11 @@ def many(process_group: Any) -> bool:
     return dist.get_world_size(process_group) > 1
 
 
+def is_first(process_group: Any) -> bool:
+    """Whether this is the first rank, or the only one."""
+    return not many(process_group) or dist.get_rank(process_group) == 0
+
+
 def has_cpu_backend(process_group: dist.ProcessGroup | None) -> bool:
     """Whether the group can send what is in the memory of the host. torch tells it only as a text ("cpu:gloo,...")."""
     return "cpu" in str(dist.get_backend_config(process_group))

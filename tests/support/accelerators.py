@@ -46,4 +46,5 @@ def busy(seconds: float) -> None:
 
 def registrations() -> int:
     """How many ranges of the host's memory the simulated device knows."""
-    return int(module().registrations()) if hasattr(torch, simulated_device.TYPE) else 0
+    simulated: Any = getattr(torch, simulated_device.TYPE, None)
+    return int(simulated.registrations()) if hasattr(simulated, "registrations") else 0

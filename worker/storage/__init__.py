@@ -34,6 +34,8 @@ def storage_for(path: str, *, direct_io: bool = True) -> Storage:
 def absolute(path: str | os.PathLike[str]) -> str:
     """``path`` from the root of the file system on; "~" is the user's home. Raises ``StorageError`` for an address."""
     text = os.fspath(path)
+    if not text:
+        raise StorageError("the path is empty: name a folder ('.' is the current one)")
     if _URL.match(text):
         raise StorageError(f"{text} is an address, and checkpoints are saved to file systems only: mount it")
     return os.path.abspath(os.path.expanduser(text))

@@ -24,7 +24,7 @@ import torch
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from support.simulated_device.build import build, compiler
-from support.simulated_device.module import TYPE, make
+from support.simulated_device.module import TYPE, fill, register
 
 __all__ = ["TYPE", "claim_name", "load", "why_not"]
 
@@ -35,8 +35,9 @@ def why_not() -> str | None:
 
 
 def claim_name() -> None:
-    """Have torch call its backend for others as it will be called when it is loaded."""
+    """Have torch call its backend for others as it will be called when it is loaded. There is no such device yet."""
     rename_privateuse1_backend(TYPE)
+    register()
 
 
 @functools.cache
@@ -44,4 +45,4 @@ def load() -> None:
     """Build it, if need be, and make it known to torch; for the rest of this process."""
     claim_name()
     torch.ops.load_library(build())  # type: ignore[no-untyped-call]
-    torch._register_device_module(TYPE, make())  # type: ignore[no-untyped-call]
+    fill()

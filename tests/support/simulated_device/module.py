@@ -147,12 +147,24 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def make() -> ModuleType:
-    """The module, for ``torch._register_device_module``. The library is loaded already."""
-    made = ModuleType(f"torch.{TYPE}")
+_made = ModuleType(f"torch.{TYPE}")
+
+
+def register() -> None:
+    """Have torch know the module, which says that there is no device, as long as the library is not loaded."""
+    if not hasattr(torch, TYPE):
+        namespace: Any = _made
+        namespace.is_available, namespace.device_count = is_available, lambda: 0
+        namespace._is_in_bad_fork, namespace.manual_seed_all = lambda: False, _nothing
+        torch._register_device_module(TYPE, _made)  # type: ignore[no-untyped-call]
+
+
+def fill() -> None:
+    """Give the module all it has. The library is loaded already."""
+    made = _made
     for each in (Stream, Event, Graph, device, current_stream, default_stream, synchronize, empty_cache, mem_get_info):
         setattr(made, each.__name__, each)
-    for call in (set_device, device_count, is_used, is_initialized, is_available):
+    for call in (set_device, device_count, is_used, is_initialized):
         setattr(made, call.__name__, call)
     namespace: Any = made
     namespace.stream = use_stream
@@ -161,11 +173,9 @@ def make() -> ModuleType:
     namespace.cudart, namespace.registrations = Runtime, _library.registrations
     namespace.set_memory_limit, namespace.set_longest_delay = _library.set_memory_limit, _library.set_longest_delay
     namespace.sleep = _library.sleep
-    namespace._is_in_bad_fork, namespace.manual_seed_all = lambda: False, _nothing
     _library.init()
     # Before torch's own kernels are taken down: threads of the streams may be in the midst of one.
     atexit.register(_library.stop_all)
-    return made
 
 
 def _index(which: Any) -> int:
