@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import results
+from bench import loads, results
 
 from gpu_check.device import Device
 from gpu_check.figures import Figure
@@ -26,7 +26,7 @@ def measure(device: Device, scale: float) -> Iterator[Figure]:
     common = ["--state", "400", "--gib", f"{4 * scale:g}", "--rounds", "3", "--pause", "0", "--device", where]
     with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as folder:
         saves = _bench(folder, ["save", *common, "--contestants", _OTHERS])["results"]
-        loads = _bench(folder, ["load", *common, "--contestants", "asyncckpt"])["results"]
+        to_device = _bench(folder, ["load", *common, "--contestants", "asyncckpt"])["results"]
         on_host = _bench(folder, ["load", *common[:-1], "cpu", "--contestants", "asyncckpt"])["results"]
     for name, each in saves.items():
         yield Figure(f"{name}: save holds the caller", median(each["blocked_s"]) * 1e3, "ms")
@@ -35,11 +35,9 @@ def measure(device: Device, scale: float) -> Iterator[Figure]:
         for key, what in (("blocked_s", "held"), ("durable_s", "durable")):
             by = median(saves["asyncckpt"][key]) / median(saves[other][key])
             yield Figure(f"{what}, by {other}", by, at_most=1.0)
-    yield Figure("load to the device, by one to the host", _load_s(on_host) / _load_s(loads), at_least=0.7)
-
-
-def _load_s(found: dict[str, Any]) -> float:
-    return float(median(found["asyncckpt"]["load_s"]))
+    for name in loads.OURS:
+        speed = median(on_host[name]["load_s"]) / median(to_device[name]["load_s"])
+        yield Figure(f"{name}: speed of a load to the device, by one to the host", speed, at_least=0.7)
 
 
 def _bench(folder: str, arguments: list[str]) -> dict[str, Any]:
