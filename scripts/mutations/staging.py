@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         "ranges of pinned memory end at cuts",
         _PINNED,
-        "sorted(cut // PAGE * PAGE for cut in cuts)",
+        "*sorted(cut // PAGE * PAGE for cut in cuts)",
         "*range(0, nbytes, PAGE * 300)",
         f"{_MEMORY}::test_in_pieces_that_no_copy_crosses",
     ),
