@@ -186,8 +186,8 @@ MUTATIONS = (
     Mutation(
         "a stale registration is replaced",
         _PINNED,
-        "            pinner.unregister(address)\n            code = pinner.register(address, nbytes)\n",
-        "            code = 0\n",
+        "            pinner.unregister(address)\n            code",
+        "            code",
         f"{_ON_DEVICE}::test_a_stale_registration_is_replaced",
     ),
     Mutation(
