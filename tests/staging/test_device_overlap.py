@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.staging import coalesce, device_copy, devices
 from asyncckpt.staging.coalesce import Slab
+from asyncckpt.staging.device_copy import DeviceCopy
+from asyncckpt.staging.host_copy import BatchCopy
 from asyncckpt.weights import OffloadedParameters
 
 pytestmark = pytest.mark.device
@@ -119,12 +123,20 @@ def _guarded(checkpointer: Checkpointer, sizes: list[int], device: str) -> tuple
 
 
 @pytest.mark.parametrize("sizes", [[LARGE] * 3, [*[500] * 40, LARGE]], ids=["large", "both"])
-def test_a_guarded_step_comes_after_the_copies(device_type: str, checkpointer: Checkpointer, sizes: list[int]) -> None:
+def test_a_guarded_step_comes_after_the_copies(
+    device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    """After the last of them, above all: the step has nothing else to wait for."""
+    copy = BatchCopy.copy
+
+    def late(self: BatchCopy, tensors: Sequence[torch.Tensor]) -> None:
+        busy(0.1)  # the stream that copies, behind the slabs
+        copy(self, tensors)
+
+    monkeypatch.setattr(BatchCopy, "copy", late)
     state, optimizer = _guarded(checkpointer, sizes, device_type)
     checkpointer.prepare(state)
     for step in range(1, 4):
-        with module().stream(device_copy._all_side_streams[state["0"].device].copying):
-            busy(0.1)  # the step has nothing to wait for but the copies
         checkpointer.save(step, state)
         optimizer.step()
     checkpointer.wait(60)
@@ -138,7 +150,8 @@ def test_a_guarded_step_waits_for_older_saves_too(device_type: str, root: Path, 
     with Checkpointer(root, config) as checkpointer:
         state, optimizer = _guarded(checkpointer, [LARGE] * 2, device_type)
         checkpointer.prepare(state)
-        busy(0.3)
+        with module().stream(device_copy._all_side_streams[state["0"].device].copying):
+            busy(0.3)
         first = checkpointer.save(1, state)
         meta = {"a": torch.empty(3, device="meta")}
         second = checkpointer.save(2, state if newest == "skipped" else meta)
@@ -163,28 +176,44 @@ def test_each_guarded_optimizer_waits(device_type: str, checkpointer: Checkpoint
     assert _holds(checkpointer, 1, state, 5.0)
 
 
-def test_a_parameter_gets_other_memory(device_type: str, checkpointer: Checkpointer) -> None:
-    """As ``Module.to`` does it, while its values are yet to be copied."""
+def test_a_parameter_gets_other_memory(
+    device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``Module.to`` does it, before the thread that copies has looked at it."""
     model = torch.nn.ParameterDict({"a": torch.full((LARGE,), 1.0, device=device_type)})
     state = {"a": model["a"], "b": torch.full((LARGE,), 1.0, device=device_type)}
     checkpointer.prepare(state)
-    busy(0.2)
+    queue, is_moved = DeviceCopy.queue, threading.Event()
+
+    def late(self: DeviceCopy, *args: Any) -> Any:
+        assert is_moved.wait(60)
+        return queue(self, *args)
+
+    monkeypatch.setattr(DeviceCopy, "queue", late)
     save = checkpointer.save(1, state)
     model["a"].data = torch.full((LARGE,), 2.0, device=device_type)
+    is_moved.set()
     save.result(60)
     assert _holds(checkpointer, 1, {name: tensor.detach() for name, tensor in state.items()}, 1.0)
 
 
-def test_offloading_waits_for_copies(device_type: str, checkpointer: Checkpointer) -> None:
+def test_offloading_waits_for_copies(
+    device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for those that the thread that copies has yet to queue."""
     model = torch.nn.Linear(700, 700).to(device_type).requires_grad_(False)
     for parameter in model.parameters():
         parameter.fill_(1.0)
     offloaded = OffloadedParameters(model, device_type)
     state = dict(model.state_dict())
     checkpointer.prepare(state)
-    device = state["weight"].device
-    with module().stream(device_copy._all_side_streams[device].copying):
-        busy(0.2)
+    queue = DeviceCopy.queue
+
+    def late(self: DeviceCopy, *args: Any) -> Any:
+        time.sleep(0.5)
+        return queue(self, *args)
+
+    monkeypatch.setattr(DeviceCopy, "queue", late)
     save = checkpointer.save(1, state)
     assert offloaded.offload() > 0
     other = [torch.full((700, 700), -1.0, device=device_type) for _ in range(3)]  # takes the memory
@@ -217,7 +246,7 @@ def test_a_copy_that_cannot_be_queued(device_type: str, root: Path, monkeypatch:
     copy_out, calls = Slab.copy_out, iter(range(100))
 
     def broken(self: Slab) -> None:
-        if next(calls) == 2:
+        if next(calls) == 1:  # no slab buffer was needed again, for which one stream waits for the other
             raise RuntimeError("launch failed")
         copy_out(self)
 
@@ -227,7 +256,7 @@ def test_a_copy_that_cannot_be_queued(device_type: str, root: Path, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(Slab, "copy_out", broken)
             with module().stream(streams.copying):
-                busy(0.1)
+                busy(0.8)
             save = checkpointer.save(1, state)
             save.wait_staged(60)
             assert streams.copying.query() and streams.coalescing.query()
