@@ -340,8 +340,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._had_sigterm = None
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
-        self._staging.clear()
+        self._hooks, self._staging = [], []
         self._engine.close(linger=linger)
 
     def __exit__(

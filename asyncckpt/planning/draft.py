@@ -176,14 +176,12 @@ class Draft:
         """Lay out this rank's files for its ``final`` plan. Returns where its items stand."""
         with _planning():
             items = self._planner.finish_plan(final).items
-        if self._separate:
-            items = sorted(items, key=self._is_separate)
         values = self._capture(items)
         try:
             tensors, objects = values.take(self._state_dict, self._planner)
-            by_device = _by_device(items, tensors)
-            if by_device != items:
-                items, values = by_device, self._capture(by_device)
+            ordered = self._ordered(items, tensors)
+            if ordered is not None:
+                items, values = ordered, self._capture(ordered)
                 tensors, objects = values.take(self._state_dict, self._planner)
         except StructureChanged as error:
             raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
@@ -231,6 +229,20 @@ class Draft:
         if self._flat is not None and isinstance(self._planner, DefaultSavePlanner):
             return FlatCapture(self._state_dict, self._flat, self._planner.flatten_state_dict, items)
         return PlannerCapture(self._planner, self._local, items, self._rank == 0)
+
+    def _ordered(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[WriteItem] | None:
+        """The items of each file after those of another, in each with those on devices first; None: they are so.
+
+        AdamW has its steps on the host, between its moments on the device: these could not be brought over many at a
+        time.
+        """
+        its = iter(tensors)
+        keys = [
+            (bool(self._separate) and self._is_separate(item), item.type == WriteItemType.BYTE_IO or next(its).is_cpu)
+            for item in items
+        ]
+        order = sorted(range(len(items)), key=keys.__getitem__)
+        return None if order == list(range(len(items))) else [items[number] for number in order]
 
     def _is_separate(self, item: WriteItem) -> bool:
         return item.index.fqn.startswith(self._separate)
@@ -291,21 +303,6 @@ def _planning() -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
-
-
-def _by_device(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[WriteItem]:
-    """The items with those on devices first, in their order.
-
-    AdamW has its steps on the host, between its moments on the device: these could not be brought over many at a time.
-    """
-    its = iter(tensors)
-    on_host = [item.type == WriteItemType.BYTE_IO or next(its).is_cpu for item in items]
-    return [
-        item
-        for wanted in (False, True)
-        for item, is_on_host in zip(items, on_host, strict=True)
-        if is_on_host == wanted
-    ]
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

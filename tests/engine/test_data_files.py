@@ -104,6 +104,26 @@ def test_without_the_files_apart_the_rest_loads(engine: Engine, tmp_path: Path) 
     assert [damage.path for damage in verify(str(path)).damages] == [str(path / "optimizer__0_1.distcp")]
 
 
+@pytest.mark.device
+def test_on_a_device_too(engine: Engine, tmp_path: Path, device_type: str) -> None:
+    """In each file, tensors of the device stand before those of the host."""
+
+    def part(value: float) -> dict[str, Any]:
+        tensors = [torch.full((3,), value + number) for number in range(20)]
+        return {str(number): each.to(device_type) if number % 2 else each for number, each in enumerate(tensors)}
+
+    state = {"model": part(0), "optimizer": part(100), "step": 7}
+    engine.save(path := tmp_path / "one", state, separate="optimizer").result(60)
+    files = _files(path)
+    for name, top in (("__0_0.distcp", "model"), ("optimizer__0_1.distcp", "optimizer")):
+        expected = [f"{top}.{number}" for number in [*range(1, 20, 2), *range(0, 20, 2)]]
+        assert [each for each in files[name] if each != "step"] == expected
+    load(loaded := zeros_like({"model": part(0), "optimizer": part(100), "step": 7}), str(path), no_dist=True)
+    assert same(loaded["step"], 7)
+    for top, first in (("model", 0), ("optimizer", 100)):
+        assert [each.cpu()[0].item() for each in loaded[top].values()] == [first + number for number in range(20)]
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", "optimizer__0_1.distcp"])
 def test_damage_is_found_in_each(engine: Engine, tmp_path: Path, name: str) -> None:
     engine.save(path := tmp_path / "one", small_state(), separate="optimizer").result(60)
