@@ -204,12 +204,15 @@ def test_while_the_worker_still_writes_nobody_waits(
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     train(root, 1, "staged", "write:hold")
-    with Checkpointer(root, Config(timeout=0.5)) as checkpointer:
+    retire = Takeover.retire
+    with Checkpointer(root) as checkpointer:
         assert checkpointer.latest() == 1 and checkpointer.steps() == []
         assert checkpointer.load(state := empty()) == 1 and is_of(state, 1)
         assert source(checkpointer) == "memory" and checkpointer.steps() == []
         # Nor is that worker waited for without end: what it holds is safe.
-        checkpointer.prepare(state)
+        with monkeypatch.context() as patch:
+            patch.setattr(Takeover, "retire", lambda takeover, _: retire(takeover, 0.5))
+            checkpointer.prepare(state)
         assert "is killed" in caplog.text and checkpointer.steps() == []
         checkpointer.save(1, state).result(60)
         assert checkpointer.load(state, memory=False) == 1 and is_of(state, 1)
