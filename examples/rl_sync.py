@@ -110,7 +110,7 @@ def train(steps: int, address: str, root: str | None, experiences: Any) -> None:
                 save = checkpointer.save(step, {"model": policy.state_dict(), "optimizer": optimizer.state_dict()})
                 checkpointer.publish(save)
             published.append(time.perf_counter() - begun)
-            experience = experiences.get(timeout=60)
+            experience = experiences.get(timeout=150)
             acquired.append(experience.acquire_s)
             staleness.append(step - experience.version)
             letters = torch.tensor(experience.letters)

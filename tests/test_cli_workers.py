@@ -19,6 +19,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.weights import WeightPublisher
+from asyncckpt.worker import running_workers
 from asyncckpt.worker.storage import complete_steps
 from asyncckpt.worker.takeover import is_running
 
@@ -50,7 +51,8 @@ class Shell:
 
 
 @pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.setattr(running_workers, "_ANSWER_S", 30.0)  # on a loaded machine they may need a moment
     return Shell(capsys)
 
 

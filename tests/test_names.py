@@ -40,7 +40,7 @@ def test_a_root_that_is_not_utf8(tmp_path: Path) -> None:
             ],
             capture_output=True,
             env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
-            timeout=60,
+            timeout=120,
         )
         assert done.returncode == 0, done.stderr
         assert command == "inspect" or b"caf\xe9 \xff" in done.stdout
@@ -81,5 +81,5 @@ def test_a_module_in_a_folder_with_a_colon_is_found(tmp_path: Path, monkeypatch:
     (folder := tmp_path / "a:b").mkdir()
     (folder / "only_here.py").write_text("import sys; print(__name__, sys.argv[1:])")
     monkeypatch.syspath_prepend(str(folder))
-    done = subprocess.run([*run_module("only_here"), "7"], capture_output=True, env=same_modules(), timeout=60)
+    done = subprocess.run([*run_module("only_here"), "7"], capture_output=True, env=same_modules(), timeout=120)
     assert done.stdout == b"__main__ ['7']\n", done.stderr

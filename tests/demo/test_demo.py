@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 STEPS, EVERY = 8, 2
-TIMEOUT_S = 200
+TIMEOUT_S = 500
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from support.states import same, small_state, zeros_like
-from support.workers import FAULTY, Faulty
+from support.workers import FAULTY, Faulty, overdue, wait_reached
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
@@ -27,6 +27,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.worker.root_lock import LOCK_NAME
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.partial import attempt_path
+from asyncckpt.worker.takeover import is_running
 
 
 def test_the_next_call_raises_what_nobody_was_told(root: Path, faulty_worker: Faulty) -> None:
@@ -125,15 +126,16 @@ def test_storage_that_stalls_stops_nobody(
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker("write:hold")
     with Checkpointer(root, Config(commit_timeout=2.0)) as checkpointer:
-        begun = time.monotonic()
         save = checkpointer.save(1, small_state())
+        begun = time.monotonic()
         with pytest.raises(SaveTimeoutError, match="step 1") as caught:
             save.result(60)
-        assert time.monotonic() - begun < 10 and caught.value.rank == 0
+        assert time.monotonic() - begun < 30 and caught.value.rank == 0
         (tmp_path / "gate").touch()
+        checkpointer._engine.config = replace(checkpointer._engine.config, commit_timeout=60)  # it must succeed
         checkpointer.save(2, small_state()).result(60)
         assert checkpointer.steps() == [2]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while list(root.glob(".*")) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not list(root.glob(".*"))
@@ -146,11 +148,11 @@ def test_what_was_told_as_failed_is_never_saved(
     """Its worker is only slow, and goes on when nobody waits for it any more."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker(fault)
-    with Checkpointer(root, Config(commit_timeout=1.0)) as checkpointer:
+    with Checkpointer(root) as checkpointer:
         save = checkpointer.save(1, small_state())
         worker = checkpointer._engine.worker
         assert worker is not None
-        with pytest.raises(SaveTimeoutError, match="step 1"):
+        with overdue(tmp_path / "gate"), pytest.raises(SaveTimeoutError, match="step 1"):
             save.result(60)
         (tmp_path / "gate").touch()
         with contextlib.suppress(ProcessLookupError):
@@ -165,8 +167,10 @@ def test_what_was_saved_is_told_as_saved(
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker(fault)
-    with Checkpointer(root, Config(commit_timeout=1.0)) as checkpointer:
-        checkpointer.save(1, small_state()).result(60)
+    with Checkpointer(root) as checkpointer:
+        save = checkpointer.save(1, small_state())
+        with overdue(tmp_path / "gate"):
+            save.result(60)
         assert checkpointer.steps() == [1] and checkpointer.failures == 0
         faulty_worker("")
         checkpointer.save(2, small_state()).result(60)
@@ -203,12 +207,8 @@ def test_a_write_that_never_returns_keeps_no_process(
         [sys.executable, "-c", STUCK, str(root), script], stdout=subprocess.PIPE, timeout=120, cwd="/", check=False
     )
     assert trainer.returncode == -signal.SIGKILL
-    try:
-        worker = psutil.Process(int(trainer.stdout))
-    except psutil.NoSuchProcess:
-        return
     deadline = time.monotonic() + 30
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+    while is_running(int(trainer.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -221,8 +221,7 @@ def test_a_file_system_that_vanishes(
     faulty_worker("finalize:hold")
     with Checkpointer(root) as checkpointer:
         save = checkpointer.save(1, state := small_state())
-        while not (tmp_path / "gate.reached").exists():
-            time.sleep(0.005)
+        wait_reached(tmp_path / "gate")
         shutil.rmtree(root)
         (tmp_path / "gate").touch()
         with pytest.raises(StorageError, match="step 1"):

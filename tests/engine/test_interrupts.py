@@ -103,12 +103,12 @@ class Training:
         """The next save is made, soon, and right."""
         self.next_state()
         begun = time.monotonic()
-        self.save().result(20)
-        assert time.monotonic() - begun < 5
+        self.save().result(60)
+        assert time.monotonic() - begun < 30
         found = zeros_like(self.state)
         assert self.checkpointer.load(found, self.step, memory=False) == self.step
         assert same(found, self.state)
-        self.checkpointer.wait(20)
+        self.checkpointer.wait(60)
 
     def holds(self) -> dict[str, int]:
         """What this process and its worker have of memory and descriptors."""
@@ -125,7 +125,7 @@ class Training:
 
     def check_holds(self, held: dict[str, int], where: object = None) -> None:
         """The worker takes a moment to give back what it is told to."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while self.holds() != held and time.monotonic() < deadline:
             time.sleep(0.005)
         assert self.holds() == held, where
@@ -142,6 +142,7 @@ def _descriptors(pid: int) -> int:
     return sum(kind.startswith(("/memfd:", "socket:")) for kind in kinds)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("overlap", "grows", "every"),
     [(False, 0, 1), (True, 0, 1), (False, 1, 4)],
@@ -160,7 +161,7 @@ def test_at_every_call_of_a_save(root: Path, overlap: bool, grows: int, every: i
             training.check()
             another()
         points = _points(training.save)[::every]
-        checkpointer.wait(20)
+        checkpointer.wait(60)
         training.check()
         held = training.holds()
         interrupted = 0
@@ -234,9 +235,9 @@ def test_a_save_within_a_save_is_refused(root: Path, monkeypatch: pytest.MonkeyP
         engine = checkpointer._engine
         with monkeypatch.context() as patched:
             patched.setattr(SlotStager, "copy", within)
-            checkpointer.save(1, {"w": torch.ones(1000)}).result(20)
+            checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
         assert len(told) == 3
-        checkpointer.save(2, {"w": torch.ones(1000)}).result(20)
+        checkpointer.save(2, {"w": torch.ones(1000)}).result(60)
         found = {"w": torch.zeros(1000)}
         assert checkpointer.steps() == [1, 2] and checkpointer.load(found, 1) == 1
         assert bool((found["w"] == 1).all())

@@ -27,7 +27,7 @@ from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import connect, endpoint_name
 from asyncckpt.worker.storage import complete_steps
-from asyncckpt.worker.takeover import Takeover
+from asyncckpt.worker.takeover import Takeover, is_running
 
 NUMBERS = 3_000_000
 
@@ -86,7 +86,7 @@ def has_left(worker: psutil.Process | None, within: float = 30.0) -> bool:
     """Whether it ends; whether somebody takes note of that (a zombie) is for the system."""
     assert worker is not None
     deadline = time.monotonic() + within
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+    while is_running(worker.pid):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
@@ -204,12 +204,15 @@ def test_while_the_worker_still_writes_nobody_waits(
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     train(root, 1, "staged", "write:hold")
-    with Checkpointer(root, Config(timeout=0.5)) as checkpointer:
+    retire = Takeover.retire
+    with Checkpointer(root) as checkpointer:
         assert checkpointer.latest() == 1 and checkpointer.steps() == []
         assert checkpointer.load(state := empty()) == 1 and is_of(state, 1)
         assert source(checkpointer) == "memory" and checkpointer.steps() == []
         # Nor is that worker waited for without end: what it holds is safe.
-        checkpointer.prepare(state)
+        with monkeypatch.context() as patch:
+            patch.setattr(Takeover, "retire", lambda takeover, _: retire(takeover, 0.5))
+            checkpointer.prepare(state)
         assert "is killed" in caplog.text and checkpointer.steps() == []
         checkpointer.save(1, state).result(60)
         assert checkpointer.load(state, memory=False) == 1 and is_of(state, 1)
@@ -276,7 +279,8 @@ def test_two_at_a_time(root: Path, tmp_path: Path) -> None:
 
 def test_it_lingers_and_leaves_without_a_trace(root: Path, runtime: Path) -> None:
     worker = train(root, 1, linger=0.5)
-    assert has_left(worker) and not list(runtime.iterdir())
+    assert worker is None or has_left(worker)
+    assert not list(runtime.iterdir())
     with Checkpointer(root) as checkpointer:
         checkpointer.load(empty())
         assert source(checkpointer) == "storage"
@@ -287,7 +291,8 @@ def test_sigterm_sends_it_away_once_it_only_lingers(root: Path, tmp_path: Path, 
     assert worker is not None
     deadline = time.monotonic() + 30
     while not has_left(worker, 0.05) and time.monotonic() < deadline:
-        worker.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just left
+            worker.terminate()
     assert not list(runtime.iterdir())
     assert not verify(str(root / "step-00000001")).damages
 
@@ -366,7 +371,7 @@ def test_at_any_instant_somebody_holds_it(root: Path, when: str) -> None:
     """A trainer that takes over, and is killed on the way."""
     train(root, 2)
     assert alone(_take_over, str(root), when)[0] == -signal.SIGKILL
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         with Checkpointer(root) as checkpointer:
             assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)

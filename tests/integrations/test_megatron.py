@@ -60,7 +60,7 @@ def run(function, world=2):
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(80)
+        rank.join(100)
     for rank in ranks:
         if rank.exitcode is None:
             rank.kill()

@@ -94,8 +94,8 @@ def test_rollouts_die(hosts: list[str]) -> None:
 
 
 def rollouts_die(workers: Crew) -> None:
-    master = workers.master(timeout=20)
-    here, reader, relay, other = (workers.rollout(host, timeout=20) for host in (0, 0, 1, 1))
+    master = workers.master()
+    here, reader, relay, other = (workers.rollout(host) for host in (0, 0, 1, 1))
     manager([master], [here, reader, relay, other]).update_weights(global_steps=1)
     reader.call("kill_at", "embedding")
     with pytest.raises(EOFError):
@@ -106,7 +106,7 @@ def rollouts_die(workers: Crew) -> None:
     begun = time.monotonic()
     with pytest.raises(Exception, match=r"died|gone|lost|closed"):
         manager([master], [here, relay, other]).update_weights(global_steps=8)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 40
     assert other.call("pull_weights") == 7
     assert is_version(other.call("got"), 7)
     manager([master], [here, other]).update_weights(global_steps=9)
@@ -128,7 +128,7 @@ def trainer_is_started_again(workers: Crew) -> None:
     begun = time.monotonic()
     with pytest.raises((EOFError, CheckpointError)):
         manager([first], rollouts).update_weights(global_steps=8)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 40
     for rollout in rollouts:
         assert rollout.call("pull_weights") == 7
         assert is_version(rollout.call("got"), 7)
@@ -186,7 +186,7 @@ def a_relay_fails(workers: Crew) -> None:
         begun = time.monotonic()
         with pytest.raises(CheckpointError, match="no memory|stopped taking"):
             sync.update_weights(global_steps=version)
-        assert time.monotonic() - begun < 20  # and not their timeout, of twice that
+        assert time.monotonic() - begun < 40  # and not their timeout
         sync.update_weights(global_steps=version + 1)
         assert all(is_version(rollout.call("got"), version + 1) for rollout in (here, relay, other))
 
@@ -216,8 +216,8 @@ def test_bypass_cpu(hosts: list[str]) -> None:
 
 
 def bypass_cpu(workers: Crew) -> None:
-    master = workers.master(bypass_cpu=True, timeout=20)
-    rollouts = [workers.rollout(host, bypass_cpu=True, timeout=20) for host in (0, 0, 1)]
+    master = workers.master(bypass_cpu=True)
+    rollouts = [workers.rollout(host, bypass_cpu=True) for host in (0, 0, 1)]
     for version in (1, 2):
         manager([master], rollouts).update_weights(global_steps=version)
         assert all(is_version(rollout.call("got"), version) for rollout in rollouts)
@@ -227,7 +227,7 @@ def bypass_cpu(workers: Crew) -> None:
     begun = time.monotonic()
     with pytest.raises((EOFError, CheckpointError)):
         manager([master], rollouts).update_weights(global_steps=3)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 40
     assert master.call("how_many") == len(list(weights(0)))  # other actors make them with it
     del rollouts[1]
     manager([master], rollouts).update_weights(global_steps=4)

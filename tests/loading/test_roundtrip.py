@@ -21,6 +21,8 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import UntrustedValueError
 from asyncckpt.loading.load import load
 
+pytestmark = pytest.mark.timeout(600)  # some load a great many
+
 STOCK = """
 import sys, warnings
 warnings.simplefilter("ignore")
@@ -42,19 +44,33 @@ class StockReader:
     """A process with torch and nothing of ours."""
 
     def __init__(self) -> None:
+        self._start()
+        atexit.register(self.close)
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", STOCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
         )
-        atexit.register(self.close)
 
     def load(self, state: Any, path: Path) -> Any:
-        assert self._process.stdin and self._process.stdout
         with tempfile.TemporaryDirectory() as folder:
             torch.save(state, f"{folder}/into")
-            print(f"{folder}/into", path, f"{folder}/out", sep="\t", file=self._process.stdin, flush=True)
-            answer = self._process.stdout.readline()
+            answer = self._ask(f"{folder}/into\t{path}\t{folder}/out")
             assert answer == "good\n", answer
             return torch.load(f"{folder}/out", weights_only=False)
+
+    def _ask(self, question: str) -> str:
+        """What it answers. An answer that comes when nobody waits any more must not be that to another question."""
+        assert self._process.stdin and self._process.stdout
+        answer = ""
+        try:
+            print(question, file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        finally:
+            if not answer:
+                self.close()
+                self._start()
+        return answer
 
     def close(self) -> None:
         self._process.kill()

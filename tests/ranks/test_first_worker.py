@@ -7,7 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch.distributed as dist
 from support.ranks import Job, faulty, gated, run, say
@@ -19,6 +18,7 @@ from asyncckpt.config import WhenBusy
 from asyncckpt.errors import CheckpointError
 from asyncckpt.save_handle import Save
 from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.takeover import is_running
 
 # Longer than a test may take: nothing here may end because a time is up.
 LONG_S = 90.0
@@ -76,7 +76,7 @@ def test_a_stopped_first_worker_holds_up_no_other_rank(tmp_path: Path, when_busy
     """Two saves have slots, and are committed when it goes on; what needs a third fails on all ranks."""
     root = str(tmp_path / "root")
     first, second = run(2, _save_while_it_is_stopped, root, when_busy, count, folder=tmp_path)
-    assert max(second[1]) < 5, second
+    assert max(second[1]) < LONG_S / 3, second
     if when_busy == "wait":
         assert first[0] == second[0] == ["saved", "saved", "SaveTimeoutError"]
     else:
@@ -108,7 +108,7 @@ def _lose_its_own_too(root: str) -> float:
 
 
 def test_nor_one_whose_own_worker_dies_meanwhile(tmp_path: Path) -> None:
-    assert max(run(2, _lose_its_own_too, str(tmp_path / "root"), folder=tmp_path)) < 8
+    assert max(run(2, _lose_its_own_too, str(tmp_path / "root"), folder=tmp_path)) < LONG_S / 3
 
 
 def _die_after_it(root: str) -> None:
@@ -132,12 +132,12 @@ def test_what_is_left_of_the_job_leaves_soon(tmp_path: Path) -> None:
     """The other rank's worker has saves that nobody will commit, and its trainer's successor waits for it."""
     root = str(tmp_path / "root")
     job = Job(2, _die_after_it, root, folder=tmp_path)
-    orphan = psutil.Process(job.hear(1))
+    orphan = job.hear(1)
     assert all(end.killed for end in job.wait())
     begun = time.monotonic()
     assert run(2, _go_on, root, folder=tmp_path) == [[1, 2]] * 2
-    assert time.monotonic() - begun < 20
-    assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
+    assert time.monotonic() - begun < LONG_S / 2
+    assert not is_running(orphan)
 
 
 def _go_on(root: str) -> list[int]:
@@ -176,4 +176,4 @@ def test_another_in_its_place_says_how_saves_ended(tmp_path: Path) -> None:
     gate, root = str(tmp_path / "gate"), str(tmp_path / "root")
     for ends, took in run(2, gated, _replace_it, gate, root, folder=tmp_path):
         assert ends == ["WorkerDiedError", "saved", "WorkerDiedError"]
-        assert took < 15
+        assert took < LONG_S / 2

@@ -79,7 +79,7 @@ def _stop_when_staged(root: str) -> None:
 def test_no_trainer_takes_part_in_a_commit(tmp_path: Path) -> None:
     job = Job(2, _stop_when_staged, str(tmp_path / "root"), folder=tmp_path)
     pids = [job.hear(rank) for rank in range(2)]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (tmp_path / "root/step-00000001").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not verify(str(tmp_path / "root/step-00000001")).damages
@@ -116,11 +116,16 @@ def _in_order(root: str) -> list[float]:
         saves = [checkpointer.save(step, replicas(step)) for step in range(2)]
         for save in saves:
             save.future.add_done_callback(lambda _, save=save: times.setdefault(save.step, time.monotonic()))  # type: ignore[misc]
+        dist.barrier()
         if dist.get_rank() == 1:
             assert not any(save.done() for save in saves)
             Path(os.environ["ASYNCCKPT_TEST_GATE"]).touch()
         for save in reversed(saves):
             save.result(60)
+        deadline = time.monotonic() + 60
+        while len(times) < 2:  # another thread calls back
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     return [times[0], times[1]]
 
 
@@ -254,6 +259,7 @@ def _not_shared(root: str) -> tuple[str, int | None]:
     with pytest.raises(CheckpointError):
         engine.wait()
         raise caught.value
+    dist.barrier()  # the first rank's worker is there until both have been told
     engine.close()
     return str(caught.value), caught.value.rank
 

@@ -47,9 +47,9 @@ def test_other_steps_are_saved_by_none(root: Path, tmp_path: Path, constant: boo
 def _save_while_another_prepares(root: str) -> tuple[str, str]:
     with Checkpointer(root, QUICK) as checkpointer:
         state = replicas(1)
-        if dist.get_rank() == 0:
-            return _told(lambda: checkpointer.prepare(state))
-        return _told(lambda: checkpointer.save(1, state))
+        told = _told(lambda: checkpointer.prepare(state) if dist.get_rank() == 0 else checkpointer.save(1, state))
+        dist.barrier()  # the first rank's worker is there until both have been told
+        return told
 
 
 def test_one_prepares_and_another_saves(root: Path, tmp_path: Path) -> None:
@@ -60,7 +60,9 @@ def test_one_prepares_and_another_saves(root: Path, tmp_path: Path) -> None:
 def _save_elsewhere(root: str) -> tuple[str, str]:
     save = dcp.async_save
     try:
-        return _told(lambda: save(replicas(1), checkpoint_id=f"{root}/at-{dist.get_rank()}").result(60))
+        told = _told(lambda: save(replicas(1), checkpoint_id=f"{root}/at-{dist.get_rank()}").result(60))
+        dist.barrier()  # the first rank's worker is there until both have been told
+        return told
     finally:
         engines.shared.close()
 

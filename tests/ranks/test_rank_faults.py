@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def _fail_in_trainer(checkpointer: Checkpointer, phase: str, fault: str) -> None
     setattr(owner, name, failing)
 
 
+def _limit(checkpointer: Checkpointer, seconds: float) -> None:
+    """From now on saves may take so long; but not the questions to a worker, and the wait for its end."""
+    engine = checkpointer._engine
+    assert engine._group is not None
+    engine.config = replace(engine.config, timeout=seconds, commit_timeout=seconds)
+    engine._saves._config = engine._group._config = engine.config
+
+
 def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str, int | None, float, bool]:
     """How the second save ends: its error and the rank in it, after what seconds, and whether the next one works."""
     mine = dist.get_rank() == bad
@@ -67,9 +76,11 @@ def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str
         nth = {"write": 7 if bad == 0 else 4, "report": 2, "finalize": 2}[phase]
         lost = fault == "exception" and (phase == "report" or (phase == "finalize" and bad == 1))
         faulty(f"{phase}:{'lose' if lost else WORKERS[fault]}:{nth}")
-    limit = SHORT_S if fault == "stall" else LONG_S
-    checkpointer = Checkpointer(root, Config(timeout=limit, commit_timeout=limit, start_timeout=START_S))
-    checkpointer.save(1, replicas(1)).result(30)
+    checkpointer = Checkpointer(root, Config(timeout=LONG_S, commit_timeout=LONG_S, start_timeout=START_S))
+    checkpointer.save(1, replicas(1)).result(60)
+    if fault == "stall":
+        _limit(checkpointer, SHORT_S)
+        dist.barrier()  # nobody is late but who is to be
     worker = checkpointer._engine.worker
     assert worker is not None
     if mine and phase in TRAINERS:
@@ -198,7 +209,7 @@ def test_a_first_rank_that_is_only_slow(tmp_path: Path, fault: str, trainer_dies
 
 def _fail_early(root: str, bad: int, how: str) -> tuple[list[str], float]:
     """One rank's save fails before it has asked the others anything; they must not wait for it."""
-    checkpointer = Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S, failure="raise"))
+    checkpointer = Checkpointer(root, Config(timeout=90, start_timeout=START_S, failure="raise"))
     mine = dist.get_rank() == bad
     if how == "no worker":
         if mine:
@@ -238,7 +249,7 @@ def test_one_that_fails_before_it_asks(tmp_path: Path, bad: int, how: str) -> No
     for end in ended:
         kinds, took = end.result
         assert kinds[0].startswith(kind) and kinds[1] == "saved", kinds
-        assert took < LONG_S / 2
+        assert took < 60  # which the start of a worker does not take
 
 
 def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:
@@ -266,8 +277,8 @@ def test_a_worker_that_died_between_saves_is_replaced(tmp_path: Path, bad: int) 
 
 def _wait_for_workers(root: Path) -> None:
     """Until no worker has anything open under ``root`` any more."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while True:
         left = [
             process
             for process in psutil.process_iter(["cmdline"])
@@ -275,6 +286,7 @@ def _wait_for_workers(root: Path) -> None:
         ]
         if not left:
             return
+        assert time.monotonic() < deadline, f"workers still write: {left}"
         time.sleep(0.05)
 
 

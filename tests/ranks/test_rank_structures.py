@@ -73,8 +73,7 @@ def test_one_ranks_object_grows_and_nothing_vanishes(tmp_path: Path) -> None:
 
 
 def _constant_broken(root: str, rank_that_changes: int) -> tuple[str, int | None, bool]:
-    config = Config(timeout=10, commit_timeout=10, assume_constant_structure=True)
-    with Checkpointer(root, config) as checkpointer:
+    with Checkpointer(root, CONSTANT) as checkpointer:
         checkpointer.save(1, replicas(1)).result(60)
         state = replicas(2)
         if dist.get_rank() == rank_that_changes:
@@ -104,8 +103,7 @@ def test_a_broken_promise_of_constant_structure(tmp_path: Path, rank: int) -> No
 
 
 def _mixed(root: str) -> tuple[str, int | None]:
-    config = Config(timeout=10, commit_timeout=10, assume_constant_structure=True)
-    with Checkpointer(root, config) as checkpointer:
+    with Checkpointer(root, CONSTANT) as checkpointer:
         for step, name in enumerate(["model", "ema"]):
             checkpointer.save(step, {name: replicas(step)["model"]}).result(60)
         # Of the same shapes, so that nothing but their names tells them apart.

@@ -47,7 +47,7 @@ def run(folder: Path, *commands: str) -> dict[str, results.Result]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
     assert done.returncode == 0, done.stderr
     assert not list(where.iterdir())
@@ -66,7 +66,7 @@ def takes_part(found: dict[str, Any]) -> None:
     assert found["left_out"].keys() == MISSING
 
 
-@pytest.mark.timeout(300)  # many processes, each with torch
+@pytest.mark.timeout(600)  # many processes, each with torch
 def test_saves_by_all_contestants(tmp_path: Path) -> None:
     found = run(tmp_path, "save --state 10x20kB --values 5 --changing 2 --rounds 1 --pause 0")["save"]
     takes_part(found)
@@ -77,7 +77,7 @@ def test_saves_by_all_contestants(tmp_path: Path) -> None:
         assert 0 < blocked <= durable and 0 < result["first_blocked_s"] <= result["first_durable_s"]
 
 
-@pytest.mark.timeout(300)  # many processes, each with torch
+@pytest.mark.timeout(600)  # many processes, each with torch
 def test_all_other_measurements(tmp_path: Path) -> None:
     few = "--state 10x400kB --rounds 1 --pause 0 --contestants"
     found = run(

@@ -29,20 +29,23 @@ def threads() -> Iterator[CopyThreads]:
 
 
 class _Unit:
-    """Takes a moment; with ``fails`` it raises on a thread that is not the caller's."""
+    """Takes a moment; with ``failed`` it raises on a thread that is not the caller's, which waits for that."""
 
     begin = 0
 
-    def __init__(self, fails: bool = False) -> None:
-        self.caller, self.fails = threading.get_ident(), fails
+    def __init__(self, failed: threading.Event | None = None) -> None:
+        self.caller, self.failed = threading.get_ident(), failed
         self.under_way = self.copied = 0
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         self.under_way += 1
         try:
             time.sleep(0.001)
-            if self.fails and threading.get_ident() != self.caller:
-                raise ValueError("no room")
+            if self.failed is not None:
+                if threading.get_ident() != self.caller:
+                    self.failed.set()
+                    raise ValueError("no room")
+                assert self.failed.wait(30), "no other thread copies"
             self.copied += 1
         finally:
             self.under_way -= 1
@@ -73,7 +76,8 @@ def test_nobody_copies_once_an_interrupt_has_ended_a_copy(
 
 def test_what_fails_on_another_thread_is_raised(threads: CopyThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copy, "_THREADS", 3)
-    units: list[Any] = [_Unit(fails=True) for _ in range(50)]
+    failed = threading.Event()
+    units: list[Any] = [_Unit(failed) for _ in range(50)]
     with pytest.raises(ValueError, match="no room"):
         copy_units(units, [], threads, _nothing)
     assert not any(unit.under_way for unit in units)

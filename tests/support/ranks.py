@@ -24,7 +24,7 @@ from asyncckpt.config import Config
 from asyncckpt.worker import process as worker_process
 from support.workers import FAULTY
 
-LIMIT_S = 110.0
+LIMIT_S = 200.0
 
 QUICK = Config(timeout=20, commit_timeout=20)
 CONSTANT = Config(timeout=20, commit_timeout=20, assume_constant_structure=True)

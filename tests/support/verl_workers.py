@@ -154,7 +154,7 @@ class Crew:
         return self._new("rollout", host, engine_kwargs)
 
     def _new(self, role: str, host: int, engine_kwargs: dict[str, Any]) -> Worker:
-        self.workers.append(Worker(role, self._hosts[host], {"host": "127.0.0.1", "timeout": 40} | engine_kwargs))
+        self.workers.append(Worker(role, self._hosts[host], {"host": "127.0.0.1", "timeout": 60} | engine_kwargs))
         return self.workers[-1]
 
 

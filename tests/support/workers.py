@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
-from asyncckpt.worker import endpoint
+from asyncckpt.errors import JobTakenError
+from asyncckpt.worker import endpoint, open_saves
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.takeover import Takeover
 
@@ -33,6 +36,23 @@ def _state(task: Path) -> str:
     return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
+def wait_reached(gate: Path) -> None:
+    """Wait until a faulty worker has come to where it stops or waits."""
+    deadline = time.monotonic() + 60
+    while not Path(f"{gate}.reached").exists():
+        assert time.monotonic() < deadline, "the worker does not get to its fault"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def overdue(gate: Path) -> Iterator[None]:
+    """From when a faulty worker has come to its fault, whatever it does not say at once is too late."""
+    wait_reached(gate)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_saves, "longest", lambda _: 0.0)
+        yield
+
+
 def send_away(runtime: Path) -> None:
     """Have the workers leave that linger; nothing of them may stay."""
     deadline = time.monotonic() + 30
@@ -43,7 +63,8 @@ def send_away(runtime: Path) -> None:
                 takeover.retire(60)
                 takeover.close()
             else:
-                endpoint.Endpoint(lock.stem, 0).close()  # its worker was killed; whoever has the name next clears up
+                with contextlib.suppress(JobTakenError):  # it is just leaving
+                    endpoint.Endpoint(lock.stem, 0).close()  # it was killed; whoever has the name next clears up
         # A worker without an endpoint waits for that of another, or is about to leave.
         if not _is_looked_at(runtime):
             assert not {path for path in runtime.glob("*") if path.suffix != ".log"}, "left in the runtime folder"

@@ -289,12 +289,12 @@ def test_saves_of_many_ranks_are_published(tmp_path: Path, root: Path) -> None:
 
 def _publish_where_one_skips(root: str) -> list[bool]:
     skipped = []
-    with Checkpointer(root, Config(timeout=10.0)) as checkpointer:
+    with Checkpointer(root, Config(timeout=60.0)) as checkpointer:
         checkpointer.publish(checkpointer.save(1, sharded(1)))
         part = RankPublications(endpoint_name(job_of_checkpoints(root, None), dist.get_rank()))
         held = None
         if dist.get_rank() == 1:  # here alone somebody reads
-            part.refresh(10.0)
+            part.refresh(60.0)
             (published,) = part.versions()
             held = part.lease(published)
         save = checkpointer.save(2, sharded(2))

@@ -211,4 +211,8 @@ def test_killed_half_way_it_has_saved_nothing(root: Path) -> None:
     with Checkpointer(root) as checkpointer:
         assert checkpointer.load(state := state_of(0)) == 1
         assert all(torch.equal(state[name], tensor) for name, tensor in state_of(1).items())
-        assert checkpointer.steps() == [1] and not list(root.glob(".*"))
+        assert checkpointer.steps() == [1]
+        deadline = time.monotonic() + 30  # its worker may still remove what it has begun
+        while left := list(root.glob(".*")):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)

@@ -78,8 +78,11 @@ class Stranger(Store):
         self.close()
 
 
-def test_strangers_by_the_hundreds_hold_nobody_up(store: Store, rounds: Rounds) -> None:
+def test_strangers_by_the_hundreds_hold_nobody_up(
+    store: Store, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those who send what they like are dropped at once, and of those who wait there may be some, not all."""
+    monkeypatch.setattr("asyncckpt.worker.store._STRANGER_S", 60.0)
     strangers = [_stranger(store) for _ in range(300)]
     for number, stranger in enumerate(strangers):
         if number % 2:
@@ -88,7 +91,7 @@ def test_strangers_by_the_hundreds_hold_nobody_up(store: Store, rounds: Rounds) 
     for number in range(20):
         rounds.report(f"round-{number}", b"mine")
         assert rounds.collect(f"round-{number}", 10) == [b"mine"]
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     for number, stranger in enumerate(strangers):
         if number % 2 or number < 20:  # too many were waiting
             assert _is_dropped(stranger)
