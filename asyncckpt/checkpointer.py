@@ -314,16 +314,16 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """For ``Config.overlap``: have ``optimizer`` wait, before each step, until all saves have their copies.
 
         On devices it is the step that waits, on the current stream, and not the host, which goes on queueing. Replays
-        of a graph do not: call ``Save.synchronize_staging`` before each (capturing a step warns, or raises).
+        of a graph do not: call ``synchronize_staging`` before each (capturing a step warns, or raises).
         """
+        self._hooks.append(optimizer.register_step_pre_hook(self.synchronize_staging))
 
-        def synchronize_staging(*_: object) -> None:
-            copying = list(filter(_is_copying, self._staging))
-            check_guarded_capture(copies_are_under_way=bool(copying))
-            for save in copying:  # not the newest alone: that may have been skipped, or refused
-                save.synchronize_staging(self.config.timeout)
-
-        self._hooks.append(optimizer.register_step_pre_hook(synchronize_staging))
+    def synchronize_staging(self, *_: object) -> None:
+        """What ``guard`` has an optimizer do: what is queued from here on waits until all saves have their copies."""
+        copying = list(filter(_is_copying, self._staging))
+        check_guarded_capture(copies_are_under_way=bool(copying))
+        for save in copying:  # not the newest alone: that may have been skipped, or refused
+            save.synchronize_staging(self.config.timeout)
 
     def close(self) -> None:
         """Wait for all saves, end the worker, give the memory back; safe to call twice.
@@ -365,9 +365,9 @@ def _warn_of_others(root: str) -> None:
     with contextlib.suppress(CheckpointError):  # the save says it better
         if (newest := newest_step(root)) is not None:
             logger.warning(
-                "there are checkpoints up to step %d in %s, and none was loaded: this is a training of its own, whose"
-                " checkpoints count as newer, and Config.keep_last removes the others; call load first to go on, or"
-                " save to another folder",
+                "there are checkpoints here, the newest of step %d in %s, and this has loaded none: it is a training of"
+                " its own, whose checkpoints count as newer than those (Config.keep_last, if set, removes the oldest);"
+                " call load first to go on, or save to another folder",
                 newest,
                 root,
             )

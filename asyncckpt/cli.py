@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=text,
             description=f"{text[0].upper()}{text[1:]}. Exits with 0 if all is good, with 1 if a checkpoint is damaged,"
-            " and with 2 if something is not there or cannot be used.",
+            " and with 2 if something is not there or cannot be used (141: nobody has read all of the answer).",
             epilog=f"examples: asyncckpt {name} checkpoints; asyncckpt {name} checkpoints/step-00000100",
         )
         added.add_argument(
@@ -197,7 +197,7 @@ def _inspect(answers: _Answers, given: str, args: argparse.Namespace) -> None:
             raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
         path = paths[-1]
         if path != given:
-            answers.line(f"{given}: {_number(len(paths), 'checkpoint')}; this is that of the last step")
+            answers.line(f"{given}: {_number(len(paths), 'checkpoint')}; this is the last of them")
         values = contents(path)
         manifest = None if is_stock(path) else read_manifest(path)
         if manifest is None:

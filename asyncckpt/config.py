@@ -34,7 +34,7 @@ class Config:
 
     overlap: bool = False
     """Return from ``save`` before the tensors are copied. They must then stay as they are until ``Save.wait_staged``
-    returns, or ``Save.synchronize_staging``, which has CUDA streams wait instead of the host, and which
+    returns, or ``Save.synchronize_staging``, which has devices' streams wait instead of the host, and which
     ``Checkpointer.guard(optimizer)`` calls before each optimizer step. What a forward pass changes (the running
     statistics of a batch norm) it changes before that."""
 

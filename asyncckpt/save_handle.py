@@ -222,7 +222,7 @@ class Save:
             raise SaveTimeoutError(f"not staged after {timeout:g} s", path=self.path, step=self.step)
 
     def synchronize_staging(self, timeout: float | None = None) -> None:
-        """As ``wait_staged``, but on CUDA devices it is their current streams that wait, from here on, not the host.
+        """As ``wait_staged``, but on devices it is their current streams that wait, from here on, not the host.
 
         The caller may change tensors of the host at once, and those of devices by what it queues after this. Raises
         ``SaveTimeoutError`` where the copies are not even queued after ``timeout`` seconds.

@@ -207,7 +207,7 @@ class Supervisor:
         try:
             self._close_owner(linger)
         except CheckpointError as error:
-            logger.error("at the end: %s", str(error))
+            logger.error("while closing at the end of the process: %s", str(error))
 
     def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
         """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""

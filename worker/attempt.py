@@ -127,7 +127,8 @@ class CheckpointAttempt(Attempt):
             begin = each.begin
             image, bounds = self._region(layout.data(self.request.slot, each)), self._region(each.spans).cast("Q")
             file = self.opened.create(each.name(self.request.rank), large=True)
-            its, self.direct = write_image(file, pool, image, bounds, wait_beyond)
+            its, is_direct = write_image(file, pool, image, bounds, wait_beyond)
+            self.direct = is_direct and (self.direct or not begin)
             self._index_tails.append(Index.tail(its))
             checksums += its
         self.timings["write_s"] = 0.0 if begun is None else time.perf_counter() - begun

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 # To unpickle one takes some 50 us.
 _MOST_TRIED = 1000
+_MOST_BYTES_TRIED = 1 << 20
 
 # How long the end of a worker may take to be noticed.
 _NOTICE_S = 2.0
@@ -86,6 +87,8 @@ def _warn_untrusted(plan: CheckpointPlan) -> None:
     """Say which values a load would refuse, unless it is told to run code: after a crash is late to learn that."""
     refused = []
     for name, data in islice(plan.objects.own_pickles(), _MOST_TRIED):
+        if len(data) > _MOST_BYTES_TRIED:
+            continue
         try:
             load_object(io.BytesIO(data), name, "", weights_only=True)
         except UntrustedValueError:
@@ -94,9 +97,8 @@ def _warn_untrusted(plan: CheckpointPlan) -> None:
             continue
     if refused:
         logger.warning(
-            "%d values are of kinds that could run code when they are loaded, so load will refuse them unless it is"
+            "of kinds that could run code when they are loaded, so that asyncckpt's load will refuse them unless it is"
             " given weights_only=False: %s; save what they are made of (numbers, text, tensors) to do without",
-            len(refused),
             some(refused),
         )
 

@@ -142,10 +142,7 @@ class SaveOperation(SaveState):
         """
         self.buffer = captured.buffer
         self.request = self._write_request(slot, captured.pickle_bytes, retention)
-        tensors = captured.tensors
-        if copier.overlaps:
-            note_copy(self.copied)
-            tensors = held_memory(tensors)
+        tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         ready = ready_events(tensors)
         # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
         self.buffer.slots.take(slot, self.number)
@@ -153,6 +150,8 @@ class SaveOperation(SaveState):
         try:
             self.buffer.begin(slot, self)
             self._begin()
+            if copier.overlaps:
+                note_copy(self.copied)
             failure = copier.run(partial(self._copy, tensors, ready, copier.threads))
         except BaseException as error:  # an interrupt: nobody else would ever call it off
             if not self.copied.is_set() and (not copier.overlaps or self._may_copy.acquire(blocking=False)):

@@ -54,7 +54,7 @@ class Engines:
             try:
                 engine.close()
             except CheckpointError as error:
-                logger.error("at the end: %s", error)
+                logger.error("while closing at the end of the process: %s", error)
 
     def abort(self) -> None:
         """Give up their saves, see ``Engine.abort``."""

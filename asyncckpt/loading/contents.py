@@ -61,8 +61,8 @@ def checkpoints_at(path: str) -> list[str]:
     steps = named_steps(path)
     if steps or (os.path.isdir(path) and not names):
         return [step_folder(path, step) for step in steps]
-    inside = [os.path.join(path, name) for name in sorted(names)]
-    if found := [each for each in inside if storage.exists(os.path.join(each, MANIFEST_NAME)) or is_stock(each)]:
+    inside = [os.path.join(path, name) for name in sorted(names) if not name.startswith(".")]  # those are attempts
+    if found := [each for each in inside if storage.exists(os.path.join(each, MANIFEST_NAME))]:
         return found
     if step_of(path) is not None and names:
         return [path]  # what made it one is missing

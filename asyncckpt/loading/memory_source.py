@@ -48,7 +48,7 @@ class HeldImages:
     def file(self, held: HeldImage, number: int) -> ChecksummedFile:
         """The data file ``number`` of an image. Raises ``DamagedCheckpointError``."""
         self._check(held)
-        *before, each = held.layout.data_files[: number + 1]
+        before, each = held.layout.data_files[:number], held.layout.data_files[number]
         path = os.path.join(held.request.path, each.name(held.request.rank))
         first = sum(file.checksums for file in before)
         checksums = array("Q", held.checksums)[first : first + each.checksums]

@@ -43,7 +43,7 @@ def wait_for_attempts(root: str, timeout: float) -> None:
         if time.monotonic() >= deadline:
             raise StorageError(
                 f"a worker is still writing here after {timeout:g} s; wait for it, or name the step to load",
-                path=[*attempts, root][0],
+                path=attempts[0] if attempts else root,
             )
         time.sleep(_POLL_S)
 

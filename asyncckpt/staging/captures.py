@@ -37,6 +37,6 @@ def check_guarded_capture(*, copies_are_under_way: bool) -> None:
             " (Save.wait_staged)"
         )
     logger.warning(
-        "a guarded step is captured in a graph: its replays wait for no copy; call synchronize_staging of the newest"
-        " save before each replay"
+        "a guarded step is captured in a graph: its replays wait for no copy; call Checkpointer.synchronize_staging"
+        " before each replay"
     )

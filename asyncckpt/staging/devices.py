@@ -199,7 +199,10 @@ def synchronize_used() -> None:
 
 def _module_of_unknown() -> Any:
     """The module of torch for this machine's accelerator, if that has no kind, and is used; else None."""
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # so torch 2.6 says that there is none
+        return None
     if accelerator is None or accelerator.type == "cpu" or accelerator.type in KINDS:
         return None
     module = getattr(torch, accelerator.type, None)

@@ -15,6 +15,8 @@ from asyncckpt.staging.pinners import Pinner
 
 logger = logging.getLogger(__name__)
 
+_MOST_REFUSALS = 64
+
 
 class PinnedMemory:
     """A segment registered with a driver, in ranges that no tensor crosses: a copy into two of them is refused.
@@ -34,6 +36,7 @@ class PinnedMemory:
             CheckpointError: The driver takes the memory for other memory, so that copies would be lost.
         """
         self.addresses: list[int] = []  # where the registered ranges begin
+        self._refusals = 0
         self._device = device
         kind = devices.kind_of(device)
         self._pinner = None if kind is None else kind.pinner
@@ -51,7 +54,11 @@ class PinnedMemory:
                 raise
         if refused:
             logger.warning(
-                "%d of %d bytes of staging memory are not pinned: copies are slower", refused, segment.nbytes
+                "%d of %d bytes of staging memory are not pinned (%s error %d): copies are slower",
+                refused,
+                segment.nbytes,
+                device.type,
+                self._code,
             )
         logger.info("pinned %d bytes in %.2f s", segment.nbytes - refused, time.perf_counter() - started)
 
@@ -68,11 +75,13 @@ class PinnedMemory:
         code = self._register(pinner, segment.address + span.start, len(span))
         if code == 0:
             return 0
-        within = [cut // PAGE * PAGE for cut in cuts if span.start < cut // PAGE * PAGE < span.stop]
+        self._refusals += 1
+        # A driver that refuses so often refuses all.
+        within = [cut // PAGE * PAGE for cut in cuts] if self._refusals < _MOST_REFUSALS else []
+        within = [cut for cut in within if span.start < cut < span.stop]
         if not within:
-            logger.warning(
-                "pinning %d bytes of staging memory failed with %s error %d", len(span), self._device.type, code
-            )
+            logger.debug("pinning %d bytes failed with %s error %d", len(span), self._device.type, code)
+            self._code = code
             return len(span)
         half = min(within, key=lambda cut: abs(cut - (span.start + span.stop) // 2))
         return self._pin(pinner, segment, range(span.start, half), cuts) + self._pin(

@@ -64,6 +64,9 @@ class CudaPinner:
         return int(code)
 
 
+_NO_LIBRARY = -2
+
+
 class AscendPinner:
     """``aclrtHostRegister`` of Ascend's runtime. Untested: written from its documentation, and run on no device yet."""
 
@@ -73,10 +76,12 @@ class AscendPinner:
     def register(self, address: int, nbytes: int) -> int:
         on_device = ctypes.c_void_p()
         mapped = 0  # ACL_HOST_REGISTER_MAPPED
+        try:
+            call = self._runtime.aclrtHostRegister
+        except (OSError, AttributeError):  # no such library here, or none that can
+            return _NO_LIBRARY
         return int(
-            self._runtime.aclrtHostRegister(
-                ctypes.c_void_p(address), ctypes.c_uint64(nbytes), ctypes.c_int(mapped), ctypes.byref(on_device)
-            )
+            call(ctypes.c_void_p(address), ctypes.c_uint64(nbytes), ctypes.c_int(mapped), ctypes.byref(on_device))
         )
 
     def unregister(self, address: int) -> int:

@@ -110,8 +110,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Change nothing: all tensors are
                 staged in CPU shared memory, which is kept for the next save.
         """
-        if separation_hint and "/" in separation_hint:
-            raise ValueError(f"separation_hint {separation_hint!r} cannot begin the name of a file: leave out the /")
+        if separation_hint and (not {"/", "\0"}.isdisjoint(separation_hint) or len(os.fsencode(separation_hint)) > 200):
+            raise ValueError(
+                f"separation_hint {separation_hint!r} cannot begin the name of a file: give a short prefix"
+            )
         if use_msc and not _is_in_a_file_system(path):
             raise ValueError(
                 f"use_msc: {os.fspath(path)} is in a storage of multi-storage-client's, and asyncckpt writes to mounted"
