@@ -334,7 +334,7 @@ def test_a_save_while_the_interpreter_ends_is_made(root: Path) -> None:
 
 
 def test_who_forgot_to_load_is_warned_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    words = "none was loaded"
+    words = "this has loaded none"
     for step, loads, warns in ((1, False, False), (2, True, False), (3, False, True)):
         caplog.clear()
         with Checkpointer(root) as checkpointer:
@@ -343,7 +343,7 @@ def test_who_forgot_to_load_is_warned_once(root: Path, caplog: pytest.LogCapture
             for number in (step * 10, step * 10 + 1):
                 checkpointer.save(number, small_state()).result(60)
         assert caplog.text.count(words) == warns
-    assert "up to step 21" in caplog.text
+    assert "the newest of step 21" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["", "file"])

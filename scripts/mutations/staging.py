@@ -130,8 +130,8 @@ MUTATIONS = (
     Mutation(
         "the memory of parameters is held on to",
         "asyncckpt/engine/save_operation.py",
-        "tensors = held_memory(tensors)",
-        "pass",
+        "tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors",
+        "tensors = captured.tensors",
         f"{_OVERLAP}::test_a_parameter_gets_other_memory",
     ),
     Mutation(
