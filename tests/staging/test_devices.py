@@ -70,3 +70,15 @@ def test_what_was_queued_anywhere_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     made_up.new_stream(torch.device(TYPE)).add(lambda: done.append(True))
     devices.synchronize_used()
     assert done == [True]
+
+
+def test_a_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6 does; later ones return None."""
+
+    def current_accelerator() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    tensors = [torch.ones(3)]
+    assert devices.ready_events(tensors).keys() <= {tensor.device for tensor in tensors}
+    devices.synchronize_used()
