@@ -84,8 +84,22 @@ def choose_in_memory(
     Returns:
         The attempt; None: there is none to load from memory.
     """
+    while True:
+        found = history(root) if step is None else []
+        attempt = _choose(root, step, offers, committed, found[-1] if found else None)
+        # A dead trainer's worker may be writing: what it commits between two looks would be taken for another's.
+        if step is not None or history(root) == found:
+            return attempt
+
+
+def _choose(
+    root: str,
+    step: int | None,
+    offers: Sequence[Sequence[WriteRequest]],
+    committed: Set[str],
+    newest: StoredStep | None,
+) -> str | None:
     storage = storage_for(root)
-    newest = next(reversed(history(root)), None) if step is None else None
     for request in reversed(offers[0]):
         is_wanted = request.step is not None and step in (None, request.step)
         is_here = is_wanted and request.path == step_folder(root, request.step or 0)

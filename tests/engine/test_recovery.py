@@ -21,12 +21,14 @@ from support.workers import FAULTY, Faulty
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError, StorageError
+from asyncckpt.loading import memory_source
 from asyncckpt.loading.source import verify
 from asyncckpt.staging import slot_copy as staging
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import connect, endpoint_name
 from asyncckpt.worker.storage import complete_steps
+from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.takeover import Takeover, is_running
 
 NUMBERS = 3_000_000
@@ -126,6 +128,30 @@ def test_the_next_trainer_loads_from_memory(root: Path, death: str) -> None:
         assert checkpointer.load(state := empty()) == 3 and is_of(state, 3)
         assert source(checkpointer) == "storage"
     assert complete_steps(str(root)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("look", [(memory_source, "history"), (LocalStorage, "is_finalized")], ids=lambda look: look[1])
+def test_what_is_committed_between_two_looks_is_loaded_from_memory(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: tuple[Any, str]
+) -> None:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
+    train(root, 2, "staged", fault="finalize:hold:2")
+    real = getattr(*look)
+
+    def look_and_commit(*args: Any, **options: Any) -> Any:
+        seen = real(*args, **options)
+        gate.touch()
+        deadline = time.monotonic() + 60
+        while complete_steps(str(root)) != [1, 2]:
+            assert time.monotonic() < deadline, "the worker does not commit"
+            time.sleep(0.005)
+        return seen
+
+    monkeypatch.setattr(*look, look_and_commit)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2
+        assert source(checkpointer) == "memory" and is_of(state, 2)
 
 
 def test_no_storage_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
