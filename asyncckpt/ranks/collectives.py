@@ -5,15 +5,19 @@ In all of them ``process_group`` is None for the whole job, and False for this p
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from asyncckpt.errors import CheckpointError, located
 from asyncckpt.worker.rounds import Call, check_same_call
 
 T = TypeVar("T")
+
+_cpu_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def on_all(do: Callable[[], T], process_group: Any = None) -> T:
@@ -76,6 +80,21 @@ def is_first(process_group: Any) -> bool:
     return not many(process_group) or dist.get_rank(process_group) == 0
 
 
-def has_cpu_backend(process_group: dist.ProcessGroup | None) -> bool:
+def cpu_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """``process_group``, or, where that sends only what is on a device, one of the same ranks that sends the host's.
+
+    To ask by way of a device would have the host wait for all work that the device was given before. The other group is
+    made when it is first needed, by all ranks together, and kept as long as the one it stands for.
+    """
+    if has_cpu_backend(process_group):
+        return process_group
+    given = process_group or dist.group.WORLD
+    if given not in _cpu_groups:
+        ranks = dist.get_process_group_ranks(given)
+        _cpu_groups[given] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _cpu_groups[given]
+
+
+def has_cpu_backend(process_group: ProcessGroup | None) -> bool:
     """Whether the group can send what is in the memory of the host. torch tells it only as a text ("cpu:gloo,...")."""
     return "cpu" in str(dist.get_backend_config(process_group))

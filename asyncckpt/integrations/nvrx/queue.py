@@ -107,7 +107,7 @@ class AsyncCall:
         if not collectives.many(self.process_group):
             return mine
         values = [self.request.call_idx, int(mine is not None), len(mine or ())]
-        least, most = _extremes(values, self.process_group)
+        least, most = _extremes(values, collectives.cpu_group(self.process_group))
         if least[0] != most[0]:
             raise RankFailedError(
                 f"the ranks have scheduled different requests: one finalizes call {least[0]}, another {most[0]}",
@@ -313,9 +313,8 @@ def abort_nvrx_checkpoint() -> None:
 
 
 def _extremes(values: list[int], group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
-    """The least and the greatest of each of ``values`` among the ranks, by one collective, on the CPU if possible."""
-    device = "cpu" if collectives.has_cpu_backend(group) else torch.accelerator.current_accelerator()
-    both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
+    """The least and the greatest of each of ``values`` among the ranks, by one collective, which no device waits for."""
+    both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device="cpu")
     try:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     except RuntimeError as error:

@@ -201,6 +201,28 @@ def test_all_ranks_learn_of_a_killed_worker(tmp_path: Path, bad: int) -> None:
     assert one == other and one.startswith(f"[{bad}] WorkerDiedError ")
 
 
+def _poll_without_a_device(root: str) -> list[int]:
+    """In a job whose process group sends only what is on a device, as NCCL's does."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"file://{root}.meeting", rank=rank, world_size=world)
+    groups = []
+    for number in range(2):
+        queue = nvrx.AsyncCallsQueue()
+        queue.schedule_async_request(plan({f"w{rank}": torch.ones(1000)}, f"{root}/{number}"))
+        while queue.get_num_unfinalized_calls():
+            queue.maybe_finalize_async_calls(blocking=False)
+        queue.close()
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+    return groups
+
+
+def test_no_poll_waits_for_a_device(tmp_path: Path) -> None:
+    """Sent by way of it, a poll would wait for all that the device is to do. The ranks make one group more, once."""
+    assert run(2, _poll_without_a_device, str(tmp_path / "it"), folder=tmp_path) == [[2, 2], [2, 2]]
+
+
 def _warm_before_they_meet(root: str) -> None:
     """As Megatron-LM does: its worker is started before ``torch.distributed`` is initialised."""
     rank, world = dist.get_rank(), dist.get_world_size()
