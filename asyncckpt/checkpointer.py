@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from asyncckpt.config import Config
+from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.save_operation import Retention
 from asyncckpt.errors import (
@@ -30,7 +31,6 @@ from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, gather, is_first
 from asyncckpt.save_handle import Save
-from asyncckpt.staging.captures import check_guarded_capture
 from asyncckpt.worker.messages import Existing, HeldImage
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job

@@ -20,6 +20,7 @@ import torch.distributed
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
+from asyncckpt.devices.kinds import ready_events
 from asyncckpt.engine.plan_selection import Captured, PlanSelection, StateToSave
 from asyncckpt.engine.save_operation import Copier, Retention, SaveOperation
 from asyncckpt.engine.saves import Saves
@@ -33,7 +34,6 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.staging.buffer import BufferPool, StagingBuffer
-from asyncckpt.staging.devices import ready_events
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing

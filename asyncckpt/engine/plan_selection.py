@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
+from asyncckpt.devices.captures import check_not_capturing
 from asyncckpt.errors import (
     CheckpointError,
     StructureChangedError,
@@ -31,7 +32,6 @@ from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
 from asyncckpt.staging.buffer import BufferPool, StagingBuffer
-from asyncckpt.staging.captures import check_not_capturing
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.rounds import Call, check_same_call

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from asyncckpt.config import Config
+from asyncckpt.devices.kinds import ReadyEvents, ready_events
 from asyncckpt.engine.plan_selection import Captured
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.flag import Flag
@@ -25,7 +26,6 @@ from asyncckpt.save_handle import SaveState
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.devices import ReadyEvents, ready_events
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
 from asyncckpt.worker.messages import Committed, Existing, WriteRequest

@@ -86,9 +86,9 @@ def cpu_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
     To ask by way of a device would have the host wait for all work that the device was given before. The other group is
     made when it is first needed, by all ranks together, and kept as long as the one it stands for.
     """
-    if has_cpu_backend(process_group):
-        return process_group
     given = process_group or dist.group.WORLD
+    if given is None or has_cpu_backend(given):
+        return given
     if given not in _cpu_groups:
         ranks = dist.get_process_group_ranks(given)
         _cpu_groups[given] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import torch
 
 from asyncckpt.config import Config
+from asyncckpt.devices.kinds import ReadyEvents
+from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
 from asyncckpt.planning.plan import CheckpointPlan
@@ -22,8 +24,6 @@ from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
-from asyncckpt.staging.devices import ReadyEvents
-from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import HeldImage

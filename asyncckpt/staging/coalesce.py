@@ -21,8 +21,8 @@ from itertools import compress
 
 import torch
 
+from asyncckpt.devices.kinds import DeviceEvent
 from asyncckpt.planning.structure import picker
-from asyncckpt.staging.devices import DeviceEvent
 from asyncckpt.staging.host_copy import SlotViews, check_memory
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from asyncckpt.devices.kinds import DeviceEvent, DeviceKind, ReadyEvents
 from asyncckpt.staging.coalesce import Slab, SlabBuffer, allocate_slab_buffers, group_by_slab
-from asyncckpt.staging.devices import DeviceEvent, DeviceKind, ReadyEvents
 from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches, check_memory
 
 # What is reported as arrived at once: 1 to 3 ms on the link, so that an event (some us) does not count, and the

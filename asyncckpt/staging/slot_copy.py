@@ -10,12 +10,12 @@ from operator import attrgetter
 
 import torch
 
+from asyncckpt.devices import kinds
+from asyncckpt.devices.kinds import DeviceEvent, ReadyEvents
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.shm.segment import Segment
-from asyncckpt.staging import devices
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import DeviceCopy, Fence
-from asyncckpt.staging.devices import DeviceEvent, ReadyEvents
 from asyncckpt.staging.host_copy import CopyUnit, SlotViews, batch_units, copy_units, host_units
 
 _device, _begin = attrgetter("device"), attrgetter("begin")
@@ -101,7 +101,7 @@ class SlotStager:
         host: list[CopyUnit] = []
         device_copies: list[DeviceCopy] = []
         for device, its in numbers.items():
-            kind = devices.kind_of(device)
+            kind = kinds.kind_of(device)
             if kind is not None:
                 device_copies.append(DeviceCopy(device, kind, its, self._views, self._converted))
                 continue

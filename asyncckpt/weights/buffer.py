@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
+from asyncckpt.devices.captures import check_not_capturing
+from asyncckpt.devices.kinds import kind_of, ready_events
+from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
-from asyncckpt.staging.captures import check_not_capturing
 from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.devices import kind_of, ready_events
 from asyncckpt.staging.host_copy import SlotViews
-from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan
 from asyncckpt.worker.client import WorkerClient

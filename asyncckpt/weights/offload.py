@@ -16,11 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from asyncckpt.devices.kinds import kind_of, synchronize_used, use
+from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import CheckpointError, OffloadedError
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import PAGE, Segment, round_up
-from asyncckpt.staging.devices import kind_of, synchronize_used, use
-from asyncckpt.staging.pinned import PinnedMemory
 from asyncckpt.staging.under_way import wait_for_copies
 
 _ALIGNMENT = 64

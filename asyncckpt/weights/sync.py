@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from asyncckpt.devices.kinds import synchronize_used
 from asyncckpt.publication import Publication
-from asyncckpt.staging.devices import synchronize_used
 
 logger = logging.getLogger(__name__)
 

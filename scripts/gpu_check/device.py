@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from asyncckpt.staging import devices
-from asyncckpt.staging.devices import DeviceKind
-from asyncckpt.staging.pinners import Pinner
+from asyncckpt.devices import kinds
+from asyncckpt.devices.kinds import DeviceKind
+from asyncckpt.devices.pinners import Pinner
 
 
 class Device:
@@ -29,7 +29,7 @@ class Device:
         index = int(name.partition(":")[2] or 0)
         self.device = torch.device(self.type, index)
         self.module.set_device(index)
-        kind = devices.kind_of(self.device)
+        kind = kinds.kind_of(self.device)
         if kind is None:
             raise ValueError(f"asyncckpt knows no devices of the kind {self.type}")
         self.kind: DeviceKind = kind

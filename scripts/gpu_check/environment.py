@@ -11,8 +11,8 @@ from contextlib import closing
 import psutil
 import torch
 
+from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.shm.segment import Segment
-from asyncckpt.staging.pinned import PinnedMemory
 from gpu_check.device import Device
 from gpu_check.figures import Figure
 

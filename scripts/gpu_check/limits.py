@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from asyncckpt.config import Config
+from asyncckpt.devices import kinds
+from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.engine.engine import Engine
 from asyncckpt.shm.segment import Segment
-from asyncckpt.staging import devices
-from asyncckpt.staging.pinned import PinnedMemory
 from gpu_check.device import Device
 from gpu_check.figures import Figure
 
@@ -76,7 +76,7 @@ class _LongestLaunch:
         self._thread.join()
 
     def _run(self, device: Device) -> None:
-        with devices.use(device.device):
+        with kinds.use(device.device):
             tensor = torch.zeros(1, device=device.device)
             for number in iter(int, None):
                 begun = time.perf_counter()

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 _DEVICE_COPY = "asyncckpt/staging/device_copy.py"
 _COALESCE = "asyncckpt/staging/coalesce.py"
-_DEVICES = "asyncckpt/staging/devices.py"
-_PINNED = "asyncckpt/staging/pinned.py"
-_PINNERS = "asyncckpt/staging/pinners.py"
+_DEVICES = "asyncckpt/devices/kinds.py"
+_PINNED = "asyncckpt/devices/pinned.py"
+_PINNERS = "asyncckpt/devices/pinners.py"
 _BUFFER = "asyncckpt/staging/buffer.py"
-_CAPTURES = "asyncckpt/staging/captures.py"
+_CAPTURES = "asyncckpt/devices/captures.py"
 
 _ON_DEVICE = "tests/staging/test_on_device.py"
 _OVERLAP = "tests/staging/test_device_overlap.py"

@@ -2,110 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from support.ranks import alone, say
-from support.workers import FAULTY, Faulty
+from support.recovery import NUMBERS, empty, has_left, is_of, source, train
+from support.workers import Faulty
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointNotFoundError, JobTakenError, StorageError
+from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
 from asyncckpt.loading import memory_source
-from asyncckpt.loading.source import verify
-from asyncckpt.staging import slot_copy as staging
-from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint import connect, endpoint_name
+from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.storage import complete_steps
 from asyncckpt.worker.storage.local import LocalStorage
-from asyncckpt.worker.takeover import Takeover, is_running
-
-NUMBERS = 3_000_000
-
+from asyncckpt.worker.takeover import Takeover
 
 pytestmark = pytest.mark.usefixtures("forkserver")
-
-
-def _train(root: str, last: int, death: str, fault: str, linger: float) -> None:
-    if fault:
-        real = worker_process.command()
-        script = FAULTY
-        worker_process.command = lambda: [real[0], script, fault]
-    checkpointer = Checkpointer(root, Config(linger=linger))
-    state = empty()
-    for step in range(1, last + 1):
-        state["w"].fill_(step)
-        state["step"] = step
-        if death == "staging" and step == last:
-            staging.SlotStager.copy = _half_a_copy  # type: ignore[method-assign]
-        save = checkpointer.save(step, state)
-        if death != "staged" or step < last:
-            with contextlib.suppress(StorageError):
-                save.result(60)
-    worker = checkpointer._engine.worker
-    assert worker is not None
-    say(worker.pid)
-    if death == "raise":
-        with checkpointer:
-            raise RuntimeError("the training has failed")
-    if death == "close":
-        checkpointer.close()
-    else:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _half_a_copy(self: Any, tensors: Any, *args: Any, **options: Any) -> None:
-    tensors[0][len(tensors[0]) // 2 :] = 99.0
-    real_copy(self, tensors, *args, **options)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-real_copy = staging.SlotStager.copy
-
-
-def train(root: Path, last: int, death: str = "kill", fault: str = "", linger: float = 600.0) -> psutil.Process | None:
-    """Save the steps up to ``last``, then die. Returns the worker, if it is still there."""
-    code, worker = alone(_train, str(root), last, death, fault, linger)
-    assert code == {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
-    try:
-        return psutil.Process(worker) if worker is not None else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def has_left(worker: psutil.Process | None, within: float = 30.0) -> bool:
-    """Whether it ends; whether somebody takes note of that (a zombie) is for the system."""
-    assert worker is not None
-    deadline = time.monotonic() + within
-    while is_running(worker.pid):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def empty() -> dict[str, Any]:
-    return {"w": torch.zeros(NUMBERS), "step": 0}
-
-
-def is_of(state: dict[str, Any], step: int) -> bool:
-    return state["step"] == step and torch.equal(state["w"], torch.full((NUMBERS,), float(step)))
-
-
-def source(checkpointer: Checkpointer) -> str:
-    assert checkpointer.loaded is not None
-    return checkpointer.loaded.source
 
 
 @pytest.mark.parametrize("death", ["kill", "raise", "staged"])
@@ -301,71 +220,6 @@ def test_two_at_a_time(root: Path, tmp_path: Path) -> None:
         assert code == 0 and str(os.getpid()) in said
     with Checkpointer(root) as third:
         third.save(3, empty()).result(60)
-
-
-def test_it_lingers_and_leaves_without_a_trace(root: Path, runtime: Path) -> None:
-    worker = train(root, 1, linger=0.5)
-    assert worker is None or has_left(worker)
-    assert not list(runtime.iterdir())
-    with Checkpointer(root) as checkpointer:
-        checkpointer.load(empty())
-        assert source(checkpointer) == "storage"
-
-
-def test_sigterm_sends_it_away_once_it_only_lingers(root: Path, tmp_path: Path, runtime: Path) -> None:
-    worker = train(root, 1)
-    assert worker is not None
-    deadline = time.monotonic() + 30
-    while not has_left(worker, 0.05) and time.monotonic() < deadline:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just left
-            worker.terminate()
-    assert not list(runtime.iterdir())
-    assert not verify(str(root / "step-00000001")).damages
-
-
-def test_one_that_closes_leaves_nothing(root: Path, runtime: Path) -> None:
-    train(root, 1, "close")
-    assert not list(runtime.iterdir())
-
-
-def test_the_endpoint_is_for_this_user(root: Path, runtime: Path) -> None:
-    train(root, 1)
-    assert runtime.stat().st_mode & 0o777 == 0o700
-    name = endpoint_name(f"{os.path.realpath(root)}\n", 0)
-    assert (runtime / f"{name}.lock").stat().st_mode & 0o777 == 0o600
-    if os.geteuid() != 0:
-        return
-    # Even where the folder's permissions do not keep a stranger out, the worker does.
-    runtime.chmod(0o777)
-    ours = Path(tempfile.gettempdir())
-    for parent in [parent for parent in runtime.parents if ours in parent.parents]:
-        parent.chmod(0o755)
-    code = f"""
-import os, socket
-os.setuid(65534)
-client = socket.socket(socket.AF_UNIX)
-folder = os.open({str(runtime)!r}, os.O_RDONLY)
-try:
-    client.connect(f"/proc/self/fd/{{folder}}/{name}.sock")
-    client.settimeout(10)
-    print("kept out" if client.recv(1) == b"" else "let in")
-except PermissionError:
-    print("kept out")
-"""
-    stranger = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    assert stranger.stdout == "kept out\n"
-    assert connect(name) is None  # nor is a folder trusted that others may write to
-    runtime.chmod(0o700)
-
-
-def test_without_a_runtime_folder_it_saves_all_the_same(
-    root: Path, runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime.mkdir(mode=0o755)
-    with Checkpointer(root) as checkpointer:
-        checkpointer.save(1, empty()).result(60)
-    assert "will not find it" in caplog.text and str(runtime) in caplog.text
-    runtime.chmod(0o700)
 
 
 def _take_over(root: str, when: str) -> None:

@@ -14,11 +14,11 @@ from support.states import same, zeros_like
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.devices.pinners import CudaPinner
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.coalesce import Slab
 from asyncckpt.staging.device_copy import ChunkCopy
 from asyncckpt.staging.host_copy import CopyUnit
-from asyncckpt.staging.pinners import CudaPinner
 
 pytestmark = pytest.mark.device
 

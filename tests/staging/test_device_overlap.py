@@ -16,8 +16,9 @@ from support.states import zeros_like
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.devices import kinds
 from asyncckpt.errors import CheckpointError
-from asyncckpt.staging import coalesce, device_copy, devices
+from asyncckpt.staging import coalesce, device_copy
 from asyncckpt.staging.coalesce import Slab
 from asyncckpt.staging.device_copy import DeviceCopy
 from asyncckpt.staging.host_copy import BatchCopy
@@ -76,8 +77,8 @@ def test_work_on_a_stream_of_the_callers_own(device_type: str, checkpointer: Che
 def test_a_device_that_is_not_known_is_waited_for(
     device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, overlap: bool
 ) -> None:
-    monkeypatch.delitem(devices.KINDS, device_type)
-    devices._warn_of_unknown.cache_clear()
+    monkeypatch.delitem(kinds.KINDS, device_type)
+    kinds._warn_of_unknown.cache_clear()
     state = _full(device_type, 0, [LARGE, *[500] * 20]) | {"host": torch.zeros(10)}
     with Checkpointer(root, Config(overlap=overlap)) as checkpointer:
         for step in (1, 2):

@@ -11,9 +11,10 @@ from support.states import same, zeros_like
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.devices import pinners
+from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging import coalesce, device_copy, pinners
-from asyncckpt.staging.pinned import PinnedMemory
+from asyncckpt.staging import coalesce, device_copy
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
 pytestmark = pytest.mark.device

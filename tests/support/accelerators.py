@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncckpt.staging import devices
-from asyncckpt.staging.devices import TorchDevices
-from asyncckpt.staging.pinners import CudaPinner
+from asyncckpt.devices import kinds
+from asyncckpt.devices.kinds import TorchDevices
+from asyncckpt.devices.pinners import CudaPinner
 from support import simulated_device
 
 CHOICE = os.environ.get("ASYNCCKPT_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else simulated_device.TYPE)
@@ -22,12 +22,12 @@ if CHOICE == simulated_device.TYPE:
 
 def load() -> str:
     """Make the device ready, for the rest of this process, in a kind that staging knows; its type. Skips a test."""
-    if CHOICE == simulated_device.TYPE and CHOICE not in devices.KINDS:
+    if CHOICE == simulated_device.TYPE and CHOICE not in kinds.KINDS:
         if (why_not := simulated_device.why_not()) is not None:
             pytest.skip(why_not)
         simulated_device.load()
         kind = TorchDevices(CHOICE, CudaPinner(CHOICE), module().is_used, {"blocking": True})
-        devices.KINDS[CHOICE] = kind
+        kinds.KINDS[CHOICE] = kind
     return CHOICE
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from asyncckpt.staging import device_copy, devices
+from asyncckpt.devices import kinds
+from asyncckpt.devices.pinners import Pinner
+from asyncckpt.staging import device_copy
 from asyncckpt.staging.coalesce import Slab, allocate_slab_buffers
 from asyncckpt.staging.device_copy import ChunkCopy
 from asyncckpt.staging.host_copy import BatchCopy
-from asyncckpt.staging.pinners import Pinner
 
 TYPE = torch.device("privateuseone").type
 """What torch calls a device that it knows nothing of, or what ``simulated_device`` has it called."""
@@ -110,7 +111,7 @@ class MadeUpDevices:
         """Make it the kind of devices of type ``TYPE``. Their memory is the host's, and what copies is queued, where a
         stream is in use.
         """
-        monkeypatch.setitem(devices.KINDS, TYPE, self)
+        monkeypatch.setitem(kinds.KINDS, TYPE, self)
         monkeypatch.setattr(device_copy, "allocate_slab_buffers", lambda _: allocate_slab_buffers(CPU))
 
         def queued(method: Callable[..., None]) -> Callable[..., None]:

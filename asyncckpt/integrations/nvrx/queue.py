@@ -313,7 +313,7 @@ def abort_nvrx_checkpoint() -> None:
 
 
 def _extremes(values: list[int], group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
-    """The least and the greatest of each of ``values`` among the ranks, by one collective, which no device waits for."""
+    """The least and the greatest of each of ``values`` among the ranks, by a collective of the host."""
     both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device="cpu")
     try:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

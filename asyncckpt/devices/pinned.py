@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from asyncckpt.devices import kinds
+from asyncckpt.devices.pinners import Pinner
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging import devices
-from asyncckpt.staging.pinners import Pinner
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +38,13 @@ class PinnedMemory:
         self.addresses: list[int] = []  # where the registered ranges begin
         self._refusals = 0
         self._device = device
-        kind = devices.kind_of(device)
+        kind = kinds.kind_of(device)
         self._pinner = None if kind is None else kind.pinner
         if self._pinner is None:
             return
         begin = refused = 0
         started = time.perf_counter()
-        with devices.use(device):
+        with kinds.use(device):
             try:
                 for end in _range_ends(cuts, segment.nbytes, self._pinner.limit):
                     refused += self._pin(self._pinner, segment, range(begin, end), cuts)
@@ -64,7 +64,7 @@ class PinnedMemory:
 
     def close(self) -> None:
         """Take the registrations back; before the segment is unmapped."""
-        with devices.use(self._device):
+        with kinds.use(self._device):
             while self._pinner is not None and self.addresses:
                 code = self._pinner.unregister(self.addresses.pop())
                 if code != 0:  # of a device that is lost, as a rule; then all its calls fail

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncckpt.staging.pinners import AscendPinner, CudaPinner, Pinner
+from asyncckpt.devices.pinners import AscendPinner, CudaPinner, Pinner
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from support.devices import TYPE, MadeUpDevices
 
+from asyncckpt.devices.pinned import PinnedMemory
+from asyncckpt.devices.pinners import CudaPinner
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging.pinned import PinnedMemory
-from asyncckpt.staging.pinners import CudaPinner
 
 
 class _Driver:

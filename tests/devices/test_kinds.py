@@ -11,11 +11,11 @@ import torch
 from support.devices import CPU, TYPE, MadeUpDevices
 
 import asyncckpt
-from asyncckpt.staging import devices
-from asyncckpt.staging.devices import ready_events
+from asyncckpt.devices import kinds
+from asyncckpt.devices.kinds import ready_events
 
 FOLDER = Path(asyncckpt.__file__).parent
-SEAM = {"staging/devices.py", "staging/pinners.py"}
+SEAM = {"devices/kinds.py", "devices/pinners.py"}
 # It speaks NCCL, which is CUDA's alone.
 NCCL = {"weights/broadcast/transport.py"}
 
@@ -52,14 +52,14 @@ def test_events_are_of_devices_that_have_a_kind(monkeypatch: pytest.MonkeyPatch)
     made_up = MadeUpDevices()
     made_up.install(monkeypatch)
     assert ready_events(tensors) == {}
-    monkeypatch.setitem(devices.KINDS, "meta", made_up)
+    monkeypatch.setitem(kinds.KINDS, "meta", made_up)
     assert set(ready_events(tensors)) == {torch.device("meta")}
 
 
 def test_the_host_has_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     MadeUpDevices().install(monkeypatch)
-    assert devices.kind_of(CPU) is None and devices.kind_of(torch.device(TYPE, 1)) is not None
-    with devices.use(CPU), devices.use(torch.device(TYPE)):
+    assert kinds.kind_of(CPU) is None and kinds.kind_of(torch.device(TYPE, 1)) is not None
+    with kinds.use(CPU), kinds.use(torch.device(TYPE)):
         pass
 
 
@@ -68,7 +68,7 @@ def test_what_was_queued_anywhere_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     made_up.install(monkeypatch)
     done: list[bool] = []
     made_up.new_stream(torch.device(TYPE)).add(lambda: done.append(True))
-    devices.synchronize_used()
+    kinds.synchronize_used()
     assert done == [True]
 
 
@@ -80,5 +80,5 @@ def test_a_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
     tensors = [torch.ones(3)]
-    assert devices.ready_events(tensors).keys() <= {tensor.device for tensor in tensors}
-    devices.synchronize_used()
+    assert kinds.ready_events(tensors).keys() <= {tensor.device for tensor in tensors}
+    kinds.synchronize_used()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from asyncckpt.devices.kinds import KINDS
 from asyncckpt.errors import CheckpointError
-from asyncckpt.staging.devices import KINDS
 
 logger = logging.getLogger(__name__)
 

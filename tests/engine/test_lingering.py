@@ -1,0 +1,86 @@
+"""A worker whose trainer is gone: how long it stays, who may talk to it, and that nothing stays of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.recovery import empty, has_left, source, train
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.loading.source import verify
+from asyncckpt.worker.endpoint import connect, endpoint_name
+
+pytestmark = pytest.mark.usefixtures("forkserver")
+
+
+def test_it_lingers_and_leaves_without_a_trace(root: Path, runtime: Path) -> None:
+    worker = train(root, 1, linger=0.5)
+    assert worker is None or has_left(worker)
+    assert not list(runtime.iterdir())
+    with Checkpointer(root) as checkpointer:
+        checkpointer.load(empty())
+        assert source(checkpointer) == "storage"
+
+
+def test_sigterm_sends_it_away_once_it_only_lingers(root: Path, tmp_path: Path, runtime: Path) -> None:
+    worker = train(root, 1)
+    assert worker is not None
+    deadline = time.monotonic() + 30
+    while not has_left(worker, 0.05) and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just left
+            worker.terminate()
+    assert not list(runtime.iterdir())
+    assert not verify(str(root / "step-00000001")).damages
+
+
+def test_one_that_closes_leaves_nothing(root: Path, runtime: Path) -> None:
+    train(root, 1, "close")
+    assert not list(runtime.iterdir())
+
+
+def test_the_endpoint_is_for_this_user(root: Path, runtime: Path) -> None:
+    train(root, 1)
+    assert runtime.stat().st_mode & 0o777 == 0o700
+    name = endpoint_name(f"{os.path.realpath(root)}\n", 0)
+    assert (runtime / f"{name}.lock").stat().st_mode & 0o777 == 0o600
+    if os.geteuid() != 0:
+        return
+    # Even where the folder's permissions do not keep a stranger out, the worker does.
+    runtime.chmod(0o777)
+    ours = Path(tempfile.gettempdir())
+    for parent in [parent for parent in runtime.parents if ours in parent.parents]:
+        parent.chmod(0o755)
+    code = f"""
+import os, socket
+os.setuid(65534)
+client = socket.socket(socket.AF_UNIX)
+folder = os.open({str(runtime)!r}, os.O_RDONLY)
+try:
+    client.connect(f"/proc/self/fd/{{folder}}/{name}.sock")
+    client.settimeout(10)
+    print("kept out" if client.recv(1) == b"" else "let in")
+except PermissionError:
+    print("kept out")
+"""
+    stranger = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    assert stranger.stdout == "kept out\n"
+    assert connect(name) is None  # nor is a folder trusted that others may write to
+    runtime.chmod(0o700)
+
+
+def test_without_a_runtime_folder_it_saves_all_the_same(
+    root: Path, runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.mkdir(mode=0o755)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, empty()).result(60)
+    assert "will not find it" in caplog.text and str(runtime) in caplog.text
+    runtime.chmod(0o700)

@@ -1,0 +1,96 @@
+"""A trainer that saves, and dies, for another that is started in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import StorageError
+from asyncckpt.staging import slot_copy as staging
+from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.takeover import is_running
+from support.ranks import alone, say
+from support.workers import FAULTY
+
+NUMBERS = 3_000_000
+"""Of elements that the state has."""
+
+
+def _train(root: str, last: int, death: str, fault: str, linger: float) -> None:
+    if fault:
+        real = worker_process.command()
+        script = FAULTY
+        worker_process.command = lambda: [real[0], script, fault]
+    checkpointer = Checkpointer(root, Config(linger=linger))
+    state = empty()
+    for step in range(1, last + 1):
+        state["w"].fill_(step)
+        state["step"] = step
+        if death == "staging" and step == last:
+            staging.SlotStager.copy = _half_a_copy  # type: ignore[method-assign]
+        save = checkpointer.save(step, state)
+        if death != "staged" or step < last:
+            with contextlib.suppress(StorageError):
+                save.result(60)
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    say(worker.pid)
+    if death == "raise":
+        with checkpointer:
+            raise RuntimeError("the training has failed")
+    if death == "close":
+        checkpointer.close()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _half_a_copy(self: Any, tensors: Any, *args: Any, **options: Any) -> None:
+    tensors[0][len(tensors[0]) // 2 :] = 99.0
+    real_copy(self, tensors, *args, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+real_copy = staging.SlotStager.copy
+
+
+def train(root: Path, last: int, death: str = "kill", fault: str = "", linger: float = 600.0) -> psutil.Process | None:
+    """Save the steps up to ``last``, then die. Returns the worker, if it is still there."""
+    code, worker = alone(_train, str(root), last, death, fault, linger)
+    assert code == {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
+    try:
+        return psutil.Process(worker) if worker is not None else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def has_left(worker: psutil.Process | None, within: float = 30.0) -> bool:
+    """Whether it ends; whether somebody takes note of that (a zombie) is for the system."""
+    assert worker is not None
+    deadline = time.monotonic() + within
+    while is_running(worker.pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def empty() -> dict[str, Any]:
+    return {"w": torch.zeros(NUMBERS), "step": 0}
+
+
+def is_of(state: dict[str, Any], step: int) -> bool:
+    return state["step"] == step and torch.equal(state["w"], torch.full((NUMBERS,), float(step)))
+
+
+def source(checkpointer: Checkpointer) -> str:
+    assert checkpointer.loaded is not None
+    return checkpointer.loaded.source
