@@ -1,4 +1,4 @@
-"""Staging memory that a device's driver knows as pinned, so that the device copies into it directly."""
+"""Memory that a device's driver knows as pinned, so that the device copies to it and from it directly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PinnedMemory:
                 raise
         if refused:
             logger.warning(
-                "%d of %d bytes of staging memory are not pinned (%s error %d): copies are slower",
+                "%d of %d bytes of memory are not pinned (%s error %d): copies are slower",
                 refused,
                 segment.nbytes,
                 device.type,

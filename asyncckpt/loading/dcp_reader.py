@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from asyncckpt.errors import DamagedCheckpointError, MismatchError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.loading.device_buffers import DeviceBuffers
 from asyncckpt.loading.direct_load import left_out, some, warn_left_out
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room, is_lossy
@@ -150,13 +151,13 @@ class CheckpointReader(StorageReader):
             sizes.setdefault(stored.relative_path, {})[stored.offset] = stored.length
         expected = {name: sum(each.values()) for name, each in sizes.items()}
         self._progress.expect(sum(expected.values()))
-        with read_pool() as pool:
+        with read_pool() as pool, DeviceBuffers() as buffers:
             for name, items in sorted(per_file.items()):
                 with contextlib.closing(self._source.open(name)) as file:
                     requests, filled = self._requests(file, items, planner)
                     if self._progress.shown:
                         self._progress.expect(requests.nbytes_read(file) - expected[name])
-                    for item, data in requests.read(file, pool, self._progress.update, verify=self._verify):
+                    for item, data in requests.read(file, pool, buffers, self._progress.update, verify=self._verify):
                         planner.load_bytes(item, io.BytesIO(data))
                 for item, tensor in filled:
                     planner.commit_tensor(item, tensor)

@@ -19,6 +19,7 @@ import torch
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.loading.device_buffers import DeviceBuffers
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room
 from asyncckpt.loading.source import Source
@@ -66,9 +67,9 @@ class DirectLoad:
         warn_left_out(self.left_out, self.path)
         if progress.shown:
             progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
-        with read_pool() as pool:
+        with read_pool() as pool, DeviceBuffers() as buffers:
             for file, requests in self.requests.items():
-                for (name, keys), data in requests.read(file, pool, progress.update, verify=verify):
+                for (name, keys), data in requests.read(file, pool, buffers, progress.update, verify=verify):
                     value = load_object(io.BytesIO(data), name, self.path, weights_only=weights_only)
                     put_leaf(self.state_dict, keys, value)
 

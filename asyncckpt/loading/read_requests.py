@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncckpt.devices.kinds import kind_of
 from asyncckpt.errors import MismatchError
 from asyncckpt.loading.data_file import ChecksummedFile
+from asyncckpt.loading.device_buffers import DeviceBuffer, DeviceBuffers
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
 from asyncckpt.worker.manifest import Item
 
-# Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor.
-_BATCH_BYTES = 256 << 20
+# Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor: some ms
+# on the link to a device, where the next are read meanwhile.
+_BATCH_BYTES = 64 << 20
 
 
 class BoxCopy(NamedTuple):
@@ -38,11 +41,17 @@ class BoxCopy(NamedTuple):
                 raise MismatchError(f"{self.item.name!r} cannot be filled: {error}") from error
 
 
+class DeviceCopy(NamedTuple):
+    """Collected bytes that are sent to a device, as they are: to ``tensor``, of one dimension."""
+
+    tensor: torch.Tensor
+
+
 class ReadRequests:
     """The bytes to be read of one data file, as rows; they may overlap.
 
     The bytes of a row go straight to an address in this process; or they are collected, and once they are all there and
-    good they become a tensor (``BoxCopy``) or are given to the caller with a key.
+    good they become a tensor (``DeviceCopy``, ``BoxCopy``) or are given to the caller with a key.
     """
 
     def __init__(self) -> None:
@@ -50,12 +59,12 @@ class ReadRequests:
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._addresses: list[int] = []  # 0: collected, or empty
-        self._collected: dict[int, Any] = {}  # by the number of the row: a BoxCopy, or the key of an object
+        self._collected: dict[int, Any] = {}  # by the number of the row: what it becomes, or the key of an object
 
     def whole(self, tensor: torch.Tensor, item: Item) -> None:
         """Fill ``tensor`` with the stored tensor ``item``, of the same dtype and shape."""
-        if tensor.is_cpu and _is_filled_by_bytes(tensor):
-            self._add(item.payload_at, item.payload_bytes, tensor.data_ptr())
+        if _is_filled_by_bytes(tensor):
+            self._fill(tensor, item.payload_at, item.payload_bytes)
         else:
             self._collect(item.payload_at, item.payload_bytes, BoxCopy(tensor, item, item.shape))
 
@@ -72,9 +81,9 @@ class ReadRequests:
         dtype = dtype_named(item.dtype)
         begin, nbytes = item.payload_at + first * dtype.itemsize, count * dtype.itemsize
         is_a_row = tensor.dtype == dtype and tensor.numel() == count
-        is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.is_cpu
+        is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided
         if is_a_row and is_plain and _is_filled_by_bytes(tensor):
-            self._add(begin, nbytes, tensor.data_ptr())
+            self._fill(tensor, begin, nbytes)
         else:
             self._collect(begin, nbytes, BoxCopy(tensor, item, lengths))
 
@@ -90,15 +99,17 @@ class ReadRequests:
         self,
         file: ChecksummedFile,
         pool: ThreadPoolExecutor,
+        buffers: DeviceBuffers,
         progress: Callable[[int], None] = lambda nbytes: None,
         *,
         verify: bool,
     ) -> Iterator[tuple[Any, memoryview]]:
-        """Read all that is requested, and fill the tensors.
+        """Read all that is requested, and fill the tensors; those on devices are filled when ``buffers`` are closed.
 
         Args:
             file: The file to read.
             pool: The threads that read.
+            buffers: By way of which bytes are sent to devices.
             progress: Called with the bytes read since the last call.
             verify: Whether the checksums are compared.
 
@@ -112,16 +123,18 @@ class ReadRequests:
         """
         # What must be collected first is read a batch at a time, to bound that memory.
         for rows in self._batches():
-            yield from self._read_batch(rows, file, pool, progress, verify)
+            yield from self._read_batch(rows, file, pool, buffers, progress, verify)
 
     def _read_batch(
         self,
         rows: Sequence[int],
         file: ChecksummedFile,
         pool: ThreadPoolExecutor,
+        buffers: DeviceBuffers,
         progress: Callable[[int], None],
         verify: bool,
     ) -> Iterator[tuple[Any, memoryview]]:
+        buffer, to_devices = self._take_buffer(rows, buffers)
         collected = self._take_memory(rows, file)
         destinations = self._destinations(rows)
         # Tied where they are loaded to, and not where they were stored: the last one wins, and is whole.
@@ -130,11 +143,23 @@ class ReadRequests:
                 if run.damages:
                     raise run.damages[0]
                 progress(run.nbytes)
+        if buffer is not None:
+            buffer.send(to_devices)
         for becomes, data in collected:
             if isinstance(becomes, BoxCopy):
                 becomes.fill(data)
             else:
                 yield becomes, data
+
+    def _fill(self, tensor: torch.Tensor, begin: int, nbytes: int) -> None:
+        """Have the bytes from ``begin`` on become the elements of a plain tensor, in a row."""
+        if tensor.is_cpu:
+            self._add(begin, nbytes, tensor.data_ptr())
+            return
+        flat, step = tensor.detach().view(-1), max(1, _BATCH_BYTES // tensor.itemsize)
+        for some in torch.split(flat, step) if nbytes else ():
+            self._collect(begin, some.nbytes, DeviceCopy(some))
+            begin += some.nbytes
 
     def _add(self, begin: int, nbytes: int, address: int) -> None:
         self._begins.append(begin)
@@ -165,11 +190,24 @@ class ReadRequests:
     def _ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         return [(self._begins[row], self._ends[row]) for row in rows]
 
+    def _take_buffer(
+        self, rows: Sequence[int], buffers: DeviceBuffers
+    ) -> tuple[DeviceBuffer | None, list[torch.Tensor]]:
+        """What of ``rows`` is sent to devices, and the buffer that has the memory for that; None: nothing is."""
+        its = [row for row in rows if isinstance(self._collected.get(row), DeviceCopy)] if self._collected else []
+        tensors = [self._collected[row].tensor for row in its]
+        if not tensors:
+            return None, tensors
+        buffer = buffers.take(tensors[0].device, [tensor.nbytes for tensor in tensors])
+        for row, view in zip(its, buffer.views, strict=True):
+            self._addresses[row] = address_of(view)
+        return buffer, tensors
+
     def _take_memory(self, rows: Sequence[int], file: ChecksummedFile) -> list[tuple[Any, memoryview]]:
-        """What is to be collected of ``rows``, each with memory for it, or where it is in the file's own."""
+        """What else is to be collected of ``rows``, each with memory for it, or where it is in the file's own."""
         collected = []
         for row in rows if self._collected else ():
-            if row not in self._collected:
+            if row not in self._collected or isinstance(self._collected[row], DeviceCopy):
                 continue
             begin, end = self._begins[row], self._ends[row]
             data = file.in_place(begin, end)
@@ -222,8 +260,9 @@ def has_room(tensor: torch.Tensor) -> bool:
 
 
 def _is_filled_by_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is just its elements in a row."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    """Whether a plain tensor is just its elements in a row, of the host or of a device that has a kind."""
+    is_reached = tensor.is_cpu or kind_of(tensor.device) is not None
+    return is_reached and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _extent(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from mutations.staging import MUTATIONS, Mutation
+from mutations.device_path import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 900.0

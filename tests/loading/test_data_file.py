@@ -16,6 +16,7 @@ import torch
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.loading.data_file import RUN_BYTES, StoredFile, read_pool
+from asyncckpt.loading.device_buffers import DeviceBuffers
 from asyncckpt.loading.direct_load import draft
 from asyncckpt.loading.load import load
 from asyncckpt.loading.read_requests import ReadRequests
@@ -175,5 +176,5 @@ def test_requests_in_any_order_and_the_same_bytes_twice(tmp_path: Path) -> None:
         requests.whole(tensor, items[row])
     requests.whole(empty, items[5]._replace(shape=[0], payload_bytes=0))
     with closing(file), read_pool() as pool:
-        assert not list(requests.read(file, pool, verify=True))
+        assert not list(requests.read(file, pool, DeviceBuffers(), verify=True))
     assert all(torch.equal(tensor, stored[row]) for row, tensor in into)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from mutations.cli import ROOT, main, mutated
-from mutations.staging import MUTATIONS, Mutation
+from mutations.device_path import MUTATIONS, Mutation
 
 
 def test_there_are_many(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,11 +81,13 @@ def test_what_the_driver_refuses_whole_is_pinned_in_halves(
     def grudging(self: CudaPinner, address: int, nbytes: int) -> int:
         return register(self, address, nbytes) if nbytes <= 6 * MIB else 1
 
-    monkeypatch.setattr(CudaPinner, "register", grudging)
+    state = _large(device_type, 6)
     with Checkpointer(root) as checkpointer:
-        assert _comes_back(checkpointer, 1, _large(device_type, 6))
-        assert len(_pinned(checkpointer)) >= 4
-    assert "not pinned" not in caplog.text
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaPinner, "register", grudging)
+            checkpointer.prepare(state)
+        assert len(_pinned(checkpointer)) >= 4 and "not pinned" not in caplog.text
+        assert _comes_back(checkpointer, 1, state)
 
 
 def test_it_stays_pinned_when_the_worker_dies(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +95,12 @@ def test_it_stays_pinned_when_the_worker_dies(device_type: str, root: Path, monk
     with Checkpointer(root, Config(failure="warn")) as checkpointer:
         assert _comes_back(checkpointer, 1, state)
         before = list(_pinned(checkpointer))
-        monkeypatch.setattr(CudaPinner, "register", lambda *_: pytest.fail("it is pinned again"))
-        _kill_worker(checkpointer)
-        assert _comes_back(checkpointer, 2, state)
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaPinner, "register", lambda *_: pytest.fail("it is pinned again"))
+            _kill_worker(checkpointer)
+            checkpointer.save(2, state).result(60)
         assert _pinned(checkpointer) == before
+        assert _comes_back(checkpointer, 3, state)
 
 
 def test_memory_that_goes_is_not_pinned_any_more(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,7 @@ def register() -> None:
     if not hasattr(torch, TYPE):
         namespace: Any = _made
         namespace.is_available, namespace.device_count = is_available, lambda: 0
+        namespace.is_initialized = lambda: False
         namespace._is_in_bad_fork, namespace.manual_seed_all = lambda: False, _nothing
         torch._register_device_module(TYPE, _made)  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""The mutations of staging: each takes away one wait, one hold, or one check."""
+"""The mutations of the device path: each takes away one wait, one hold, or one check."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _ON_DEVICE = "tests/staging/test_on_device.py"
 _OVERLAP = "tests/staging/test_device_overlap.py"
 _MEMORY = "tests/staging/test_device_memory.py"
 _WEIGHTS = "tests/weights/test_device_weights.py"
+_BUFFERS = "asyncckpt/loading/device_buffers.py"
+_LOADS = "tests/loading/test_device_loads.py"
 
 
 class Mutation(NamedTuple):
@@ -210,5 +212,33 @@ MUTATIONS = (
         "pinned=self._pinned)",
         "pinned=None)",
         f"{_MEMORY}::test_it_stays_pinned_when_the_worker_dies",
+    ),
+    Mutation(
+        "a buffer is not read into before it is sent",
+        _BUFFERS,
+        """        self._wait()
+        self.views, at = [], 0
+""",
+        """        self.views, at = [], 0
+""",
+        f"{_LOADS}::test_all_of_a_state",
+    ),
+    Mutation(
+        "a load ends when all is sent",
+        _BUFFERS,
+        """        try:
+            self._wait()
+""",
+        """        try:
+            pass
+""",
+        f"{_LOADS}::test_all_of_a_state",
+    ),
+    Mutation(
+        "no graph gets a load",
+        _BUFFERS,
+        "if is_capturing():",
+        "if False:",
+        f"{_LOADS}::test_nothing_is_loaded_while_a_graph_is_captured",
     ),
 )
