@@ -41,7 +41,7 @@ class BoxCopy(NamedTuple):
                 raise MismatchError(f"{self.item.name!r} cannot be filled: {error}") from error
 
 
-class DeviceCopy(NamedTuple):
+class DeviceFill(NamedTuple):
     """Collected bytes that are sent to a device, as they are: to ``tensor``, of one dimension."""
 
     tensor: torch.Tensor
@@ -51,7 +51,7 @@ class ReadRequests:
     """The bytes to be read of one data file, as rows; they may overlap.
 
     The bytes of a row go straight to an address in this process; or they are collected, and once they are all there and
-    good they become a tensor (``DeviceCopy``, ``BoxCopy``) or are given to the caller with a key.
+    good they become a tensor (``DeviceFill``, ``BoxCopy``) or are given to the caller with a key.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class ReadRequests:
             return
         flat, step = tensor.detach().view(-1), max(1, _BATCH_BYTES // tensor.itemsize)
         for some in torch.split(flat, step) if nbytes else ():
-            self._collect(begin, some.nbytes, DeviceCopy(some))
+            self._collect(begin, some.nbytes, DeviceFill(some))
             begin += some.nbytes
 
     def _add(self, begin: int, nbytes: int, address: int) -> None:
@@ -194,7 +194,7 @@ class ReadRequests:
         self, rows: Sequence[int], buffers: DeviceBuffers
     ) -> tuple[DeviceBuffer | None, list[torch.Tensor]]:
         """What of ``rows`` is sent to devices, and the buffer that has the memory for that; None: nothing is."""
-        its = [row for row in rows if isinstance(self._collected.get(row), DeviceCopy)] if self._collected else []
+        its = [row for row in rows if isinstance(self._collected.get(row), DeviceFill)] if self._collected else []
         tensors = [self._collected[row].tensor for row in its]
         if not tensors:
             return None, tensors
@@ -207,7 +207,7 @@ class ReadRequests:
         """What else is to be collected of ``rows``, each with memory for it, or where it is in the file's own."""
         collected = []
         for row in rows if self._collected else ():
-            if row not in self._collected or isinstance(self._collected[row], DeviceCopy):
+            if row not in self._collected or isinstance(self._collected[row], DeviceFill):
                 continue
             begin, end = self._begins[row], self._ends[row]
             data = file.in_place(begin, end)
