@@ -84,14 +84,18 @@ def cpu_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
     """``process_group``, or, where that sends only what is on a device, one of the same ranks that sends the host's.
 
     To ask by way of a device would have the host wait for all work that the device was given before. The other group is
-    made when it is first needed, by all ranks together, and kept as long as the one it stands for.
+    made when it is first needed, by all ranks together, and kept as long as the one it stands for: another could have
+    the same name in torch's store, and find addresses there that are those of the first.
     """
     given = process_group or dist.group.WORLD
     if given is None or has_cpu_backend(given):
         return given
     if given not in _cpu_groups:
-        ranks = dist.get_process_group_ranks(given)
-        _cpu_groups[given] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        if given is dist.group.WORLD:
+            _cpu_groups[given] = dist.new_group(backend="gloo")
+        else:  # of which other ranks know nothing: torch makes its name of how many groups each rank has
+            ranks = dist.get_process_group_ranks(given)
+            _cpu_groups[given] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _cpu_groups[given]
 
 

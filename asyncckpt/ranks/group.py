@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
-from asyncckpt.ranks.collectives import has_cpu_backend
+from asyncckpt.ranks.collectives import cpu_group
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Host, Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, grace, round_name
@@ -316,7 +315,7 @@ class Group:
                 offer[0] = (rendezvous, "" if hosting.address else loopback_scope())
             except CheckpointError as error:
                 offer[0] = error
-        group, own = _with_cpu(self._process_group, self._config.timeout)
+        group = cpu_group(self._process_group)
         try:
             dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0) if group else 0, group=group)
         except RuntimeError as error:
@@ -324,9 +323,6 @@ class Group:
                 f"the rendezvous of the ranks failed: {str(error).splitlines()[0]}; one of them may have died",
                 rank=self.rank,
             ) from error
-        finally:
-            if own:
-                dist.destroy_process_group(group)
         if isinstance(offer[0], CheckpointError):
             raise offer[0]
         rendezvous, scope = offer[0]
@@ -350,15 +346,6 @@ class Group:
 
     def _located(self, error: BaseException) -> CheckpointError:
         return located(error, rank=self.rank, otherwise=RankFailedError)
-
-
-def _with_cpu(group: dist.ProcessGroup | None, timeout: float) -> tuple[dist.ProcessGroup | None, bool]:
-    """``group``, or, where it has no CPU backend, a new one of the same ranks; and whether it is new."""
-    if has_cpu_backend(group):
-        return group, False
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    new = dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
-    return new, True
 
 
 @contextlib.contextmanager

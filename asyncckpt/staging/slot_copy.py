@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, eq
 
 import torch
 
@@ -68,7 +68,7 @@ class SlotStager:
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
         if ready or self._device_copies or not self._devices:  # else all were on the host, and are
-            self._divide(list(map(_device, mine)))
+            self._divide(mine)
         units = [*self._host, *(unit for each in self._device_copies for unit in each.units)]
         # Not for the host's alone: a worker that writes meanwhile wants the same cores, and the copy took 15% longer
         # for being durable 10% sooner.
@@ -91,10 +91,11 @@ class SlotStager:
         """Let go of the memory, whoever still holds on to this (the traceback of an error does)."""
         self._views, self._devices, self._host, self._device_copies = None, [], [], []
 
-    def _divide(self, now_on: list[torch.device]) -> None:
-        """Divide the work for tensors that are on these devices."""
-        if now_on == self._devices or self._views is None:
+    def _divide(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Divide the work for tensors on the devices that these are on."""
+        if self._views is None or (self._devices and all(map(eq, map(_device, tensors), self._devices))):
             return
+        now_on = list(map(_device, tensors))
         numbers: dict[torch.device, list[int]] = {}
         for number, device in enumerate(now_on):
             numbers.setdefault(device, []).append(number)

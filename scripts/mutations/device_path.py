@@ -118,7 +118,7 @@ MUTATIONS = (
     Mutation(
         "what was queued anywhere is waited for",
         _DEVICES,
-        "self._module.synchronize(index)",
+        "self._module.synchronize(device)",
         "pass",
         f"{_WEIGHTS}::test_parameters_go_off_the_device_and_come_back",
     ),

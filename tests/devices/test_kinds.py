@@ -16,6 +16,7 @@ from asyncckpt.devices.kinds import ready_events
 
 FOLDER = Path(asyncckpt.__file__).parent
 SEAM = {"devices/kinds.py", "devices/pinners.py"}
+WAITS = {"staging/device_copy.py", "loading/device_buffers.py"}
 # It speaks NCCL, which is CUDA's alone.
 NCCL = {"weights/broadcast/transport.py"}
 
@@ -36,13 +37,13 @@ def test_cuda_is_spoken_of_where_nccl_is() -> None:
 
 
 def test_the_whole_device_is_never_waited_for() -> None:
-    """Of all that waits for a device, saves have one: events of their own, in one file. (To measure the phases of a
-    sync of weights is to wait for the device.)
+    """Saves and loads wait for events of their own, each in one file. (To measure the phases of a sync of weights is to
+    wait for the device.)
     """
     for file, text, node in _attributes():
         if file.split("/")[0] not in ("weights", "demo") and file not in SEAM:
             if node.attr in ("synchronize", "wait_stream", "default_stream"):
-                assert node.attr == "synchronize" and file == "staging/device_copy.py", f"{file}: {text}"
+                assert node.attr == "synchronize" and file in WAITS, f"{file}: {text}"
             assert node.attr != "synchronize_used", f"{file}: {text}"
 
 
@@ -72,6 +73,15 @@ def test_what_was_queued_anywhere_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert done == [True]
 
 
+def test_no_tensor_is_asked_where_the_kind_says_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up, used = MadeUpDevices(), [torch.device(TYPE, 0), torch.device(TYPE, 1)]
+    made_up.install(monkeypatch)
+    monkeypatch.setattr(made_up, "used", lambda: used)
+    for type_ in kinds.KINDS.keys() - {TYPE}:
+        monkeypatch.delitem(kinds.KINDS, type_)
+    assert set(ready_events([])) == set(used)
+
+
 def test_a_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.6 does; later ones return None."""
 
@@ -80,5 +90,5 @@ def test_a_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
     tensors = [torch.ones(3)]
-    assert kinds.ready_events(tensors).keys() <= {tensor.device for tensor in tensors}
+    assert CPU not in kinds.ready_events(tensors)
     kinds.synchronize_used()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,9 +93,9 @@ def _save(
     assert slot.image_bytes() == expected
 
 
-def _dividing_by(where: list[torch.device]) -> Callable[[SlotStager, list[torch.device]], None]:
-    real = SlotStager._divide
-    return lambda self, _: real(self, where)
+def _dividing_by(where: list[torch.device]) -> Callable[[SlotStager, Any], None]:
+    real, tensors = SlotStager._divide, [SimpleNamespace(device=device) for device in where]
+    return lambda self, _: real(self, tensors)  # type: ignore[arg-type]
 
 
 def test_a_copy_that_cannot_be_queued_leaves_none_behind(kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch) -> None:

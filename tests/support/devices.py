@@ -82,6 +82,9 @@ class MadeUpDevices:
     def is_initialized(self) -> bool:
         return True
 
+    def used(self) -> None:
+        return None
+
     def current_stream(self, device: torch.device) -> Any:
         return self.current[-1] if self.current else MadeUpStream(self)
 
