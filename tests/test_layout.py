@@ -161,7 +161,15 @@ def test_no_private_attribute_of_another_file_is_touched() -> None:
 OTHERS_PRIVATE = frozenset(
     {
         *("_asdict", "_replace"),  # of a NamedTuple, where they are public
-        *("_exit", "_C", "_cuda_hasPrimaryContext", "_foreach_copy_", "_serialization_tls", "_version"),
+        *(
+            "_exit",
+            "_C",
+            "_cuda_hasPrimaryContext",
+            "_construct_storage_from_data_pointer",
+            "_foreach_copy_",
+            "_serialization_tls",
+            "_version",
+        ),
         "_is_owned",  # of an RLock: whether this thread has it
         "_register_atexit",  # of threading: called before it is waited for threads
         "_option_string_actions",  # of an ArgumentParser: what it knows

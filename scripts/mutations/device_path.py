@@ -214,6 +214,13 @@ MUTATIONS = (
         f"{_MEMORY}::test_it_stays_pinned_when_the_worker_dies",
     ),
     Mutation(
+        "views are kept as long as addresses are the same",
+        _COALESCE,
+        " or addresses != self._addresses",
+        "",
+        f"{_MEMORY}::test_what_is_kept_of_halves_is_of_those_at_hand",
+    ),
+    Mutation(
         "a buffer is not read into before it is sent",
         _BUFFERS,
         """        self._wait()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.accelerators import module
 from support.states import same, zeros_like
 
 from asyncckpt.checkpointer import Checkpointer
@@ -145,6 +146,24 @@ def test_large_tensors_arrive_in_chunks(device_type: str, root: Path, monkeypatc
     with Checkpointer(root) as checkpointer:
         assert _comes_back(checkpointer, 1, state)
         assert sum(isinstance(unit, ChunkCopy) for unit in _device_units(checkpointer)) >= 10
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_is_kept_of_halves_is_of_those_at_hand(device_type: str, root: Path, moves: bool) -> None:
+    state: dict[str, torch.Tensor] = {}
+    with Checkpointer(root, Config(slots=1)) as checkpointer:
+        for step in range(1, 6):
+            if moves or step == 1:
+                state = {f"{number}": torch.empty(40_000, device=device_type).bfloat16() for number in range(50)}
+            for number, tensor in enumerate(state.values()):
+                tensor.fill_(step + number)
+            assert _comes_back(checkpointer, step, state)
+        (slab,) = [unit for unit in _device_units(checkpointer) if isinstance(unit, Slab)]
+        assert bool(slab._groups[0]._integers) is not moves
+        free, nbytes = module().mem_get_info()[0], sum(tensor.nbytes for tensor in state.values())
+        del state, tensor
+        module().empty_cache()
+        assert module().mem_get_info()[0] >= free + nbytes
 
 
 def test_bits_that_are_no_numbers_stay(device_type: str, root: Path) -> None:
