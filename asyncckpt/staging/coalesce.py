@@ -23,7 +23,7 @@ import torch
 
 from asyncckpt.devices.kinds import DeviceEvent
 from asyncckpt.planning.structure import picker
-from asyncckpt.staging.host_copy import SlotViews, check_memory
+from asyncckpt.staging.host_copy import SlotViews, checked_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +127,10 @@ class _SameDtype:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked: tuple[torch.Tensor, ...] | list[torch.Tensor] = self._pick(tensors)
-        check_memory(picked, self._specs)
+        addresses = checked_addresses(picked, self._specs)
         regular = list(map(torch.Tensor.is_contiguous, picked))
         if self._integer is not None:
-            picked = self._as_integers(picked, self._integer, may_keep=all(regular))
+            picked = self._as_integers(picked, self._integer, addresses, may_keep=all(regular))
         if all(regular):
             torch._foreach_copy_(self._into, picked)
             return
@@ -142,13 +142,13 @@ class _SameDtype:
                 into.copy_(tensor)
 
     def _as_integers(
-        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, *, may_keep: bool
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, addresses: list[int], *, may_keep: bool
     ) -> list[torch.Tensor]:
         """The bits of ``tensors``. To view one as integers takes 2 us under Python's lock, to see that it is where it
         was 0.3 us: from the second time on that all are at the same addresses, the views are kept.
         """
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-        is_signed = any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors))
+        is_complex = tensors[0].dtype.is_complex
+        is_signed = any(map(torch.Tensor.is_neg, tensors)) or (is_complex and any(map(torch.Tensor.is_conj, tensors)))
         if not may_keep or is_signed or addresses != self._addresses:
             self._addresses, self._integers = addresses, []
             # A lazy sign has to be carried out on what it is a sign of.

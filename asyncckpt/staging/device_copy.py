@@ -26,7 +26,7 @@ import torch
 
 from asyncckpt.devices.kinds import DeviceEvent, DeviceKind, ReadyEvents
 from asyncckpt.staging.coalesce import Slab, SlabBuffer, allocate_slab_buffers, group_by_slab
-from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches, check_memory
+from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches, checked_addresses
 
 # What is reported as arrived at once: 1 to 3 ms on the link, so that an event (some us) does not count, and the
 # worker's writes, far slower, begin early.
@@ -116,7 +116,7 @@ class ChunkCopy:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         tensor = tensors[self._number]
-        check_memory([tensor], [self._spec])
+        checked_addresses([tensor], [self._spec])
         with torch.inference_mode():
             # A conjugate that is only a flag is not left to copy_: it would carry it out on the host, at once, on
             # bytes that are still to come. (torch._foreach_copy_ is never given one, by torch's dispatcher.)

@@ -93,21 +93,22 @@ class SlotViews:
         return torch.frombuffer(self._view[begin : begin + nbytes], dtype=torch.uint8)
 
 
-def check_memory(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-    """Raise ``UnsavableStateError`` if the storage of one of ``tensors``, of these ``specs``, was freed.
+def checked_addresses(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> list[int]:
+    """Where ``tensors``, of these ``specs``, are. Raises ``UnsavableStateError`` if the storage of one was freed.
 
     Done just before the copy, which touches the same memory: there it costs next to nothing, and 0.2 us a tensor where
     it is a pass over all.
     """
     # A view's address is its offset then. What is that low may be memory all the same: its storage says so.
-    if min(map(torch.Tensor.data_ptr, tensors)) >= _LOWEST_ADDRESS:
-        return
-    for tensor, spec in zip(tensors, specs, strict=True):
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    are_low = min(addresses) < _LOWEST_ADDRESS
+    for tensor, spec in zip(tensors, specs, strict=True) if are_low else ():
         if not tensor.untyped_storage().data_ptr():
             raise UnsavableStateError(
                 f"{spec.name!r} has no memory: its storage was freed, as FSDP does between uses of a parameter; save"
                 " when it is there, or leave it out"
             )
+    return addresses
 
 
 class CopyUnit(Protocol):
@@ -132,9 +133,9 @@ class _ByteCopy:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         tensor = tensors[self._number]
-        check_memory([tensor], [self._views.specs[self._number]])
+        (address,) = checked_addresses([tensor], [self._views.specs[self._number]])
         if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-            memcpy(self._address, tensor.data_ptr() + self._offset, self._nbytes)
+            memcpy(self._address, address + self._offset, self._nbytes)
         elif self._offset == 0:  # the whole tensor; its other units do nothing
             with torch.inference_mode():
                 self._views.tensor(self._number).copy_(tensor)
@@ -160,7 +161,7 @@ class BatchCopy:
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked = self._pick(tensors)
         if picked[0].is_cpu or self._non_blocking:  # a device that we know nothing of may have no addresses
-            check_memory(picked, self._specs)
+            checked_addresses(picked, self._specs)
         with torch.inference_mode():  # which spares each copy the way through autograd
             torch._foreach_copy_(self._into, picked, non_blocking=self._non_blocking)
 
