@@ -49,12 +49,11 @@ def test_the_whole_device_is_never_waited_for() -> None:
 
 def test_events_are_of_devices_that_have_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.zeros(1), torch.zeros(1, device="meta")]
-    assert ready_events(tensors) == {}
     made_up = MadeUpDevices()
     made_up.install(monkeypatch)
-    assert ready_events(tensors) == {}
+    assert not ready_events(tensors).keys() & {tensor.device for tensor in tensors}
     monkeypatch.setitem(kinds.KINDS, "meta", made_up)
-    assert set(ready_events(tensors)) == {torch.device("meta")}
+    assert ready_events(tensors).keys() & {tensor.device for tensor in tensors} == {torch.device("meta")}
 
 
 def test_the_host_has_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
