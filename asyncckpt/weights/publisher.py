@@ -286,9 +286,10 @@ class WeightPublisher:
                 raise UnsavableStateError(f"{name!r} comes twice")
             number = plan.find(form) if plan is not None and slot is not None and not kept else None
             if plan is None or slot is None or number is None:
-                kept[name] = local(tensor).to("cpu", form.dtype, copy=True)
+                kept[name] = _on_device(local(tensor), form.dtype).to("cpu", form.dtype, copy=True)
             else:
-                self._buffers[-1].views(slot, plan, tensor.device)[number].copy_(local(tensor))
+                view = self._buffers[-1].views(slot, plan, tensor.device)[number]
+                view.copy_(_on_device(local(tensor), form.dtype))
                 copied[name] = number
 
         with self._timed("stage_s"):
@@ -299,6 +300,11 @@ class WeightPublisher:
                 there = self._buffers[-1].views(slot, plan)
                 kept = {name: there[number].clone() for name, number in copied.items()} | kept
         return slot if done else self._copy_all(kept, dtype)
+
+
+def _on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in ``dtype``, if it is on a device: a copy that converts would bring all of it, and convert here."""
+    return tensor if tensor.is_cpu else tensor.to(dtype)
 
 
 def _check(weights: object, dtype: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.broadcasts import Taken, share
 from support.ranks import alone, say
 from support.states import same
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.staging import device_copy
@@ -52,6 +54,30 @@ def test_what_is_converted_is_so_on_the_device(
             for name, tensor in weights.items():
                 expected = tensor.to(dtype) if tensor.is_floating_point() else tensor
                 assert same(acquired[name].clone(), expected.cpu()), (version, name)
+
+
+class _Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The dtypes of all copies from a device to the host: of what is copied, and of where it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_cpu and not args[1].is_cpu:
+            self.dtypes.append((args[1].dtype, args[0].dtype))
+        elif func is torch.ops.aten._to_copy.default and not args[0].is_cpu and kwargs.get("device") is not None:
+            self.dtypes.append((args[0].dtype, kwargs.get("dtype") or args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_comes_one_by_one_is_converted_on_the_device(device_type: str, publisher: WeightPublisher) -> None:
+    weights = _weights(device_type)
+    for version in (1, 2):  # the first time, nothing is planned
+        with _Crossings() as crossings:
+            publisher.publish(iter(weights.items()), version, dtype=torch.bfloat16)
+        assert len(crossings.dtypes) == len(weights) - 1  # but for the one of the host
+        assert all(one == other for one, other in crossings.dtypes)
 
 
 def test_nothing_is_published_while_a_graph_is_captured(
