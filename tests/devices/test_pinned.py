@@ -10,7 +10,7 @@ import torch
 from support.devices import TYPE, MadeUpDevices
 
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.devices.pinners import CudaPinner
+from asyncckpt.devices.pinners import AscendPinner, CudaPinner
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import PAGE, Segment
 
@@ -104,3 +104,18 @@ def test_nothing_is_pinned_where_there_is_no_such_thing(monkeypatch: pytest.Monk
         memory = PinnedMemory(segment, [], torch.device(device))
         assert not memory.addresses
         memory.close()
+
+
+def test_a_driver_that_refuses_all_is_not_asked_for_each_piece(
+    monkeypatch: pytest.MonkeyPatch, forgotten: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: _Driver([2] * 10_000))
+    with Segment.create("asyncckpt-test", 2000 * PAGE) as segment:
+        memory = PinnedMemory(segment, range(0, 2000 * PAGE, PAGE), torch.device(TYPE, 0))
+        assert not memory.addresses and f"{2000 * PAGE} of {2000 * PAGE} bytes" in caplog.text
+        assert len(forgotten) < 600
+        memory.close()
+
+
+def test_a_host_without_ascend_s_library_is_refused() -> None:
+    assert AscendPinner().register(0, PAGE) != 0

@@ -20,6 +20,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.staging.slot_copy import SlotStager
+from asyncckpt.staging.under_way import wait_for_copies
 from asyncckpt.worker import messages
 from asyncckpt.worker.storage import complete_steps
 
@@ -168,6 +169,7 @@ def test_at_every_call_of_a_save(root: Path, overlap: bool, grows: int, every: i
         for point in points:
             another()
             interrupted += _interrupted_at(point, training.save)
+            wait_for_copies(30)
             training.check()
             training.check_holds(held, point)
         assert interrupted > len(points) * 0.9
