@@ -39,7 +39,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return kDevices;
   }
 
-  c10::Stream getStream(c10::Device device) const override {
+  c10::Stream getStream(c10::Device device) const noexcept override {
     return handle(current_stream(index(device)));
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
@@ -51,7 +51,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override {
     return handle(take_from_pool(index(device)));
   }
-  c10::Stream exchangeStream(c10::Stream given) const override {
+  c10::Stream exchangeStream(c10::Stream given) const noexcept override {
     const int device = given.device_index();
     return handle(stream(device, exchange_stream(device, given.id())));
   }
@@ -124,10 +124,11 @@ DeviceAllocator allocator;
 REGISTER_ALLOCATOR(kType, &allocator);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override {
+  // Not "override": torch 2.6 has neither.
+  bool isBuilt() const {
     return true;
   }
-  bool isAvailable() const override {
+  bool isAvailable() const {
     return true;
   }
   c10::DeviceIndex deviceCount() const override {
