@@ -210,8 +210,6 @@ class Committer:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             self._end(*entry)
-            with self._lock:
-                del self._paths[entry[0].save_id]
 
     def _prune(self) -> None:
         """Remove what retention does not keep, until told to end."""
@@ -248,16 +246,21 @@ class Committer:
             logger.error("saving failed: %s", failure)
             if attempt is not None:
                 attempt.discard()
-            self._send(Failed(request.save_id, failure))
+            self._tell(Failed(request.save_id, failure))
         elif attempt is not None:
             attempt.release()
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
-            self._send(Committed(request.save_id, request.path, timings, attempt.direct))
+            self._tell(Committed(request.save_id, request.path, timings, attempt.direct))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
                 self._prunable.put((os.path.dirname(request.path), request.keep_last))
         if request.rank == 0:
             with _logged("clearing up"):
                 self._rounds.clear(_KIND, request.save_id)
+
+    def _tell(self, outcome: Committed | Failed) -> None:
+        with self._lock:  # before: who was told may look what is still being written
+            del self._paths[outcome.save_id]
+        self._send(outcome)
 
     def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:
         """First rank: finalize what all have written, and tell them."""
