@@ -32,8 +32,8 @@ _LEAVE_S = 5.0
 _PATIENCE_S = 10.0
 # How long the others may take to be told, at the end, of what has failed.
 _TELL_S = 1.0
-# How long to look whether a store is gone, or just the connection to it.
-_PROBE_S = 1.0
+# How long to look whether a store is gone, or just the connection to it. One that is gone refuses at once.
+_PROBE_S = 10.0
 # A save that waited here until its time was up may have been reported by all ranks meanwhile: time to see that.
 _LEAST_S = 1.0
 # How long storage may take to say how a save has ended.
@@ -201,7 +201,8 @@ class Committer:
         self._prunable.put(None)
         self._pruner.join()
         self._rounds.close(_TELL_S)
-        with _logged("leaving"), self._probe() as rounds:
+        # At worst the first rank's worker waits a little for one that has left: nothing is lost.
+        with _logged("leaving", logging.INFO), self._probe(_TELL_S) as rounds:
             if self._rank == 0:
                 rounds.wait_left(_LEAVE_S)
             else:
@@ -305,15 +306,15 @@ class Committer:
     def _is_there(self, store: bytes) -> bool:
         """Whether the same store still answers."""
         try:
-            with self._probe() as rounds:
+            with self._probe(_PROBE_S) as rounds:
                 return rounds.store_id(_PROBE_S) == store
         except CheckpointError:
             return False
 
     @contextlib.contextmanager
-    def _probe(self) -> Iterator[Rounds | _SoloRounds]:
+    def _probe(self, timeout: float) -> Iterator[Rounds | _SoloRounds]:
         """Rounds that do not wait for a store that is gone."""
-        rounds = _SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, _PROBE_S, Patience(0.0))
+        rounds = _SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, timeout, Patience(0.0))
         try:
             yield rounds
         finally:
@@ -331,9 +332,9 @@ def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def _logged(doing: str) -> Iterator[None]:
+def _logged(doing: str, level: int = logging.WARNING) -> Iterator[None]:
     """Log what fails inside: somebody else will notice, and say it better."""
     try:
         yield
     except CheckpointError as error:
-        logger.warning("%s failed: %s", doing, error)
+        logger.log(level, "%s failed: %s", doing, error)
