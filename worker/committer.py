@@ -30,8 +30,9 @@ _LEAVE_S = 5.0
 # How long to look for the store, which the first rank may just be bringing back in the save that this one is in too.
 # All saves that are under way look together.
 _PATIENCE_S = 10.0
-# How long the others may take to be told, at the end, of what has failed.
-_TELL_S = 1.0
+# How long the first rank's worker may take to be told, at the end, of what has failed, or else it waits for this rank
+# until the time for a commit is up; and that this one has left, which matters less. One that is gone refuses at once.
+_TELL_S, _TELL_LEFT_S = 10.0, 1.0
 # How long to look whether a store is gone, or just the connection to it. One that is gone refuses at once.
 _PROBE_S = 10.0
 # A save that waited here until its time was up may have been reported by all ranks meanwhile: time to see that.
@@ -202,7 +203,7 @@ class Committer:
         self._pruner.join()
         self._rounds.close(_TELL_S)
         # At worst the first rank's worker waits a little for one that has left: nothing is lost.
-        with _logged("leaving", logging.INFO), self._probe(_TELL_S) as rounds:
+        with _logged("leaving", logging.INFO), self._probe(_TELL_LEFT_S) as rounds:
             if self._rank == 0:
                 rounds.wait_left(_LEAVE_S)
             else:

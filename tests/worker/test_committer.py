@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 from support.attempts import checkpoint_attempt
 
-from asyncckpt.errors import StorageError
+from asyncckpt.errors import RankFailedError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.worker import committer as committer_module
 from asyncckpt.worker.committer import Committer
-from asyncckpt.worker.messages import Committed, Failed, Rendezvous
+from asyncckpt.worker.messages import Committed, Failed, Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds
 from asyncckpt.worker.store import Store
 from asyncckpt.worker.store_connection import StoreClient
@@ -87,3 +89,35 @@ def test_who_leaves_unheard_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, ca
         closed.set()
     (said,) = (each for each in caplog.records if "leaving" in each.getMessage())
     assert said.levelno == logging.INFO
+
+
+def test_a_slow_store_hears_that_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first rank waits for this one until the time for a commit is up."""
+    store, may_answer = Store(b"secret"), threading.Event()
+    real_is_proved = Store._is_proved
+    monkeypatch.setattr(Store, "_is_proved", lambda self, peer: may_answer.wait(30) and real_is_proved(self, peer))
+    first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
+    with closing(store):
+        with closing(Committer(lambda _: None)) as committer:
+            committer.join(replace(first, rank=1), 30)
+            threading.Timer(2.0, may_answer.set).start()
+            committer.gone("its trainer has died")
+        rounds = Rounds(first, 30)
+        rounds.report("save-1", b"")
+        with pytest.raises(RankFailedError, match="its trainer has died"):
+            rounds.collect("save-1", 30)
+        rounds.close()
+
+
+def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with something to say, for which there was plenty of time."""
+    monkeypatch.setattr(committer_module, "_TELL_S", 100.0)
+    store = Store(b"secret")
+    store.close()
+    request = WriteRequest(1, 1, 0, str(tmp_path / "final"), "a-1", 1, 1, 2, "refuse", None, False, 300.0)
+    with closing(Committer(lambda _: None)) as committer:
+        committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
+        committer.failed(request, StorageError("as the test wants"))
+        committer.gone("its trainer has died")
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 50
