@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _LEAVE_S = 5.0
 # How long to look for the store, which the first rank may just be bringing back in the save that this one is in too.
 # All saves that are under way look together.
-_PATIENCE_S = 10.0
+_PATIENCE_S = 20.0
 # How long the first rank's worker may take to be told, at the end, of what has failed, or else it waits for this rank
 # until the time for a commit is up; and that this one has left, which matters less. One that is gone refuses at once.
 _TELL_S, _TELL_LEFT_S = 10.0, 1.0

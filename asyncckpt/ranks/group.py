@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _YES = "yes"
 # How long the first rank looks for the store, which its own worker hosts: if it is not there, it will not come by
 # waiting. And how long another does: the first may just be bringing it back.
-_OWN_PATIENCE_S, _PATIENCE_S = 1.0, 10.0
+_OWN_PATIENCE_S, _PATIENCE_S = 1.0, 20.0
 # How long the store may say nothing at all: ranks of which only some hear its answer would not do the same. And where
 # storage says it too, the same to all.
 _SILENCE_S, _SHORT_SILENCE_S = 10.0, 2.0
