@@ -177,7 +177,7 @@ def test_equal_names_are_no_scope(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ask_a_slow_first(root: str) -> tuple[bool, float]:
-    with Checkpointer(root, QUICK) as checkpointer:
+    with Checkpointer(root, replace(QUICK, timeout=90)) as checkpointer:
         checkpointer.save(1, replicas()).result(60)
         if dist.get_rank() == 0:
             Rounds.is_flag_set = _say_nothing  # type: ignore[method-assign]
@@ -193,7 +193,7 @@ def test_a_question_that_the_first_rank_gives_up_is_answered(tmp_path: Path) -> 
     """By then the others may be answered again, and would wait for that."""
     answers = run(2, _ask_a_slow_first, str(tmp_path / "root"), folder=tmp_path)
     assert [answer for answer, _ in answers] == [False, False]
-    assert max(took for _, took in answers) < QUICK.timeout / 2
+    assert max(took for _, took in answers) < 45
 
 
 def _ask_a_store_that_stops(root: str, silent_to: int) -> bool:
