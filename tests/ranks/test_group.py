@@ -202,6 +202,7 @@ def _ask_a_store_that_stops(root: str, silent_to: int) -> bool:
         checkpointer.save(1, replicas()).result(60)
         engine = checkpointer._engine
         assert engine.worker is not None
+        dist.barrier()  # both know that the save is committed
         rank, answer = dist.get_rank(), False
         if (rank, silent_to) == (0, 1):
             answer = engine.any_says(True)

@@ -257,6 +257,7 @@ def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:
     checkpointer.save(1, replicas(1)).result(30)
     worker = checkpointer._engine.worker
     assert worker is not None
+    dist.barrier()  # both know that the first save is committed
     if dist.get_rank() == bad:
         os.kill(worker.pid, signal.SIGKILL)
         worker._listener.join(10)
