@@ -27,6 +27,7 @@ from asyncckpt.loading.source import is_stock, read_manifest, verify
 from asyncckpt.publication import facts_of_job
 from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.running_workers import RunningWorker, end_worker, running_workers
+from asyncckpt.worker.storage import storage_for
 
 _GOOD, _DAMAGED, _UNUSABLE = 0, 1, 2
 _UNREAD = 128 + signal.SIGPIPE  # what a shell says of a command that a closed pipe has ended
@@ -183,7 +184,7 @@ def _ls(answers: _Answers, given: str, args: argparse.Namespace) -> None:
                 )
                 answers.add({"path": path, "stock": True})
                 continue
-            with answers.about(path):
+            with answers.about(path), _still_there(path, given):
                 manifest = read_manifest(path)
                 write = f"{manifest.timings.get('write_s', 0):.2f}"
                 answers.row(headers, manifest.step, _time(manifest.created), _size(manifest.nbytes), write, path)
@@ -198,8 +199,9 @@ def _inspect(answers: _Answers, given: str, args: argparse.Namespace) -> None:
         path = paths[-1]
         if path != given:
             answers.line(f"{given}: {_number(len(paths), 'checkpoint')}; this is the last of them")
-        values = contents(path)
-        manifest = None if is_stock(path) else read_manifest(path)
+        with storage_for(path).reading(path):  # retention leaves it alone
+            values = contents(path)
+            manifest = None if is_stock(path) else read_manifest(path)
         if manifest is None:
             answers.line(f"{path}: a checkpoint of stock DCP, without checksums")
         else:
@@ -214,6 +216,16 @@ def _inspect(answers: _Answers, given: str, args: argparse.Namespace) -> None:
         answers.line(f"\n{_number(tensors, 'tensor')} and {objects}, {_size(sum(value.nbytes for value in values))}")
         if manifest is not None:
             answers.line(", ".join(f"{name} {seconds:.3f}" for name, seconds in manifest.timings.items()))
+
+
+@contextlib.contextmanager
+def _still_there(path: str, given: str) -> Iterator[None]:
+    """Pass over a checkpoint that was listed and is gone since, as by retention; not one that was ``given``."""
+    try:
+        yield
+    except CheckpointError:
+        if path == given or storage_for(path).exists(path):
+            raise
 
 
 def _show_values(answers: _Answers, values: list[Value], *, shards: bool) -> None:
@@ -240,7 +252,7 @@ def _verify(answers: _Answers, given: str, args: argparse.Namespace) -> None:
             with contextlib.suppress(CheckpointError):  # verify says what is wrong
                 bar.expect(read_manifest(path).nbytes)
         for path in paths:
-            with answers.about(path):
+            with answers.about(path), _still_there(path, given):
                 report = verify(path, bar.update)
                 damages = [{"file": damage.path, "what": damage.message} for damage in report.damages]
                 answers.add({"path": report.path, "bytes": report.nbytes, "ok": not damages, "damages": damages})

@@ -22,7 +22,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import _OPTIONS, Config, add_arguments, is_switched_on
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
-from asyncckpt.loading.contents import Shard, Value
+from asyncckpt.loading.contents import Shard, Value, checkpoints_at, contents
+from asyncckpt.worker.storage import storage_for
 
 
 @pytest.fixture
@@ -58,6 +59,33 @@ def test_inspect(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (facts,) = json.loads(_run(capsys, "inspect", saved / "step-00000002", "--json")[1])
     assert facts["step"] == 2 and "write_s" in facts["timings"]
     assert {value["name"] for value in facts["values"]} >= {"model.weight", "optimizer.lr", "step"}
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_what_retention_removes_after_it_was_listed_is_passed_over(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def listed(path: str) -> list[str]:
+        found = checkpoints_at(path)
+        assert storage_for(path).remove_checkpoint(str(saved / "step-00000001"))
+        return found
+
+    monkeypatch.setattr(cli, "checkpoints_at", listed)
+    assert _run(capsys, command, saved, "--json")[0] == 0
+    monkeypatch.undo()
+    assert _run(capsys, command, saved / "step-00000001")[0] == 2  # who names it wants it
+
+
+def test_what_is_inspected_is_not_removed_meanwhile(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def while_it_is_removed(path: str) -> list[Value]:
+        removed.append(storage_for(path).remove_checkpoint(path))
+        return contents(path)
+
+    removed: list[bool] = []
+    monkeypatch.setattr(cli, "contents", while_it_is_removed)
+    assert _run(capsys, "inspect", saved)[0] == 0 and removed == [False]
 
 
 def test_inspect_of_a_sharded_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def test_callbacks_keep_nobody() -> None:
     go, called = threading.Event(), SimpleQueue[str]()
 
     def slow(_: object) -> None:
-        called.put(str(other.future.result(10)) if go.wait(10) else "late")
+        called.put(str(other.future.result(60)) if go.wait(60) else "late")
 
     def fails(_: object) -> None:
         raise ValueError("a callback's own")
@@ -57,9 +57,9 @@ def test_callbacks_keep_nobody() -> None:
     one.end(None)
     other.end(None)
     go.set()
-    assert [called.get(timeout=10) for _ in range(2)] == ["other", "asyncckpt-callbacks"]
+    assert [called.get(timeout=60) for _ in range(2)] == ["other", "asyncckpt-callbacks"]
     one.future.add_done_callback(lambda _: called.put("at once"))
-    assert called.get(timeout=10) == "at once"
+    assert called.get(timeout=60) == "at once"
 
 
 def test_a_future_is_done_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def _leave_by_an_error(root: str) -> float:
     begun = time.monotonic()
     if torch.distributed.get_rank() == 0:
         try:
-            with Checkpointer(root, Config(commit_timeout=20, assume_constant_structure=True)) as checkpointer:
+            with Checkpointer(root, Config(commit_timeout=90, assume_constant_structure=True)) as checkpointer:
                 checkpointer.prepare(_state(1))
                 save = checkpointer.save(1, _state(1))
                 begun = time.monotonic()
@@ -110,7 +110,7 @@ def _leave_by_an_error(root: str) -> float:
         took = time.monotonic() - begun
         torch.distributed.barrier()
         return took
-    with Checkpointer(root, Config(commit_timeout=20, assume_constant_structure=True)) as checkpointer:
+    with Checkpointer(root, Config(commit_timeout=90, assume_constant_structure=True)) as checkpointer:
         checkpointer.prepare(_state(1))
         torch.distributed.barrier()
     return 0
@@ -120,7 +120,7 @@ def test_an_error_does_not_wait_for_other_ranks(root: Path, tmp_path: Path) -> N
     """They may never come to that save, and the launcher has to see that this one has failed."""
     ended = Job(2, _leave_by_an_error, str(root), folder=tmp_path).wait()
     assert not any(end.error for end in ended), ended
-    assert ended[0].result < 10
+    assert ended[0].result < 40
 
 
 def test_warnings_of_the_worker_are_logged(

@@ -29,11 +29,12 @@ logger = logging.getLogger(__name__)
 _LEAVE_S = 5.0
 # How long to look for the store, which the first rank may just be bringing back in the save that this one is in too.
 # All saves that are under way look together.
-_PATIENCE_S = 10.0
-# How long the others may take to be told, at the end, of what has failed.
-_TELL_S = 1.0
-# How long to look whether a store is gone, or just the connection to it.
-_PROBE_S = 1.0
+_PATIENCE_S = 20.0
+# How long the first rank's worker may take to be told, at the end, of what has failed, or else it waits for this rank
+# until the time for a commit is up; and that this one has left, which matters less. One that is gone refuses at once.
+_TELL_S, _TELL_LEFT_S = 10.0, 1.0
+# How long to look whether a store is gone, or just the connection to it. One that is gone refuses at once.
+_PROBE_S = 10.0
 # A save that waited here until its time was up may have been reported by all ranks meanwhile: time to see that.
 _LEAST_S = 1.0
 # How long storage may take to say how a save has ended.
@@ -201,7 +202,8 @@ class Committer:
         self._prunable.put(None)
         self._pruner.join()
         self._rounds.close(_TELL_S)
-        with _logged("leaving"), self._probe() as rounds:
+        # At worst the first rank's worker waits a little for one that has left: nothing is lost.
+        with _logged("leaving", logging.INFO), self._probe(_TELL_LEFT_S) as rounds:
             if self._rank == 0:
                 rounds.wait_left(_LEAVE_S)
             else:
@@ -210,8 +212,6 @@ class Committer:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             self._end(*entry)
-            with self._lock:
-                del self._paths[entry[0].save_id]
 
     def _prune(self) -> None:
         """Remove what retention does not keep, until told to end."""
@@ -248,16 +248,21 @@ class Committer:
             logger.error("saving failed: %s", failure)
             if attempt is not None:
                 attempt.discard()
-            self._send(Failed(request.save_id, failure))
+            self._tell(Failed(request.save_id, failure))
         elif attempt is not None:
             attempt.release()
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
-            self._send(Committed(request.save_id, request.path, timings, attempt.direct))
+            self._tell(Committed(request.save_id, request.path, timings, attempt.direct))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
                 self._prunable.put((os.path.dirname(request.path), request.keep_last))
         if request.rank == 0:
             with _logged("clearing up"):
                 self._rounds.clear(_KIND, request.save_id)
+
+    def _tell(self, outcome: Committed | Failed) -> None:
+        with self._lock:  # before: who was told may look what is still being written
+            del self._paths[outcome.save_id]
+        self._send(outcome)
 
     def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:
         """First rank: finalize what all have written, and tell them."""
@@ -302,15 +307,15 @@ class Committer:
     def _is_there(self, store: bytes) -> bool:
         """Whether the same store still answers."""
         try:
-            with self._probe() as rounds:
+            with self._probe(_PROBE_S) as rounds:
                 return rounds.store_id(_PROBE_S) == store
         except CheckpointError:
             return False
 
     @contextlib.contextmanager
-    def _probe(self) -> Iterator[Rounds | _SoloRounds]:
+    def _probe(self, timeout: float) -> Iterator[Rounds | _SoloRounds]:
         """Rounds that do not wait for a store that is gone."""
-        rounds = _SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, _PROBE_S, Patience(0.0))
+        rounds = _SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, timeout, Patience(0.0))
         try:
             yield rounds
         finally:
@@ -328,9 +333,9 @@ def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def _logged(doing: str) -> Iterator[None]:
+def _logged(doing: str, level: int = logging.WARNING) -> Iterator[None]:
     """Log what fails inside: somebody else will notice, and say it better."""
     try:
         yield
     except CheckpointError as error:
-        logger.warning("%s failed: %s", doing, error)
+        logger.log(level, "%s failed: %s", doing, error)

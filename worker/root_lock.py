@@ -106,11 +106,12 @@ def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str |
         who = f"the worker {holder.worker} on host {holder.host}, of the trainer {holder.trainer}"
         who += f" of job {holder.job_id!r}," if holder.job_id else ","
         is_near = holder.scope == _scope()
-        patience = timeout if holder.leaving else 0.0 if is_near and is_running(holder.trainer) else _NOTICE_S
+        is_ending = holder.leaving or (is_near and not is_running(holder.trainer))
+        patience = timeout if is_ending else 0.0 if is_near else _NOTICE_S
         if time.monotonic() - begun >= min(patience, timeout):
             raise JobTakenError(
                 f"{who} is still writing here what that trainer had staged; wait for it, or end it"
-                if holder.leaving
+                if is_ending
                 else f"{who} saves to this folder; end that job, or save to another folder",
                 path=claim.root,
             )

@@ -158,23 +158,20 @@ class Rounds:
         key = f"{self._keys(name)}/outcome"
         self._call(lambda store: store.offer(key, 0, self._sealed(key, b"-" + encode(error))))
 
-    def outcome(
-        self, name: str, timeout: float, *, own: bool = False, silence: float | None = None
-    ) -> bytes | CheckpointError:
+    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | CheckpointError:
         """Wait for the outcome of a round.
 
         Args:
             name: The round.
             timeout: Seconds to wait; then there is a ``SaveTimeoutError``.
             own: Return what the first rank had for this rank alone.
-            silence: In the place of that of all calls.
 
         Returns:
             What the first rank concluded, or the error that the round has failed with.
         """
         keys = self._keys(name)
         limit = timeout + max(1.0, grace(timeout) / 2)  # for the store to say that the wait has run out
-        found = self._call(lambda store: store.wait(f"{keys}/outcome", 1, timeout), limit, silence)
+        found = self._call(lambda store: store.wait(f"{keys}/outcome", 1, timeout), limit)
         if found is None:
             raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:.1f} s", rank=0)
         outcome = self._opened(f"{keys}/outcome", found.get(0, b""))
@@ -250,9 +247,9 @@ class Rounds:
     def _keys(self, name: str) -> str:
         return f"asyncckpt/{self.rendezvous.token}/{name}"
 
-    def _call(self, what: Callable[[StoreClient], T], limit: float | None = None, silence: float | None = None) -> T:
+    def _call(self, what: Callable[[StoreClient], T], limit: float | None = None) -> T:
         limit = self._timeout if limit is None else limit
-        return self.connection.call(what, limit, self.patience, self._silence if silence is None else silence)
+        return self.connection.call(what, limit, self.patience, self._silence)
 
     def _reporting(self, name: str, value: bytes) -> Callable[[StoreClient], None]:
         rank, keys = self.rendezvous.rank, self._keys(name)

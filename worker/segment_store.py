@@ -252,17 +252,19 @@ class SegmentStore:
 
     def _held(self, image: _ImageRecord) -> messages.HeldImage:
         hosted = self._hosted[image.request.segment]
-        if image.checksums is None:  # not written yet, or writing failed
-            layout, image.checksums = image.layout, array("Q")
+        checksums, layout = image.checksums, image.layout
+        if checksums is None:  # not written yet, or writing failed
+            checksums = array("Q")
             for each in layout.data_files:
                 bounds, data = hosted.region(each.spans).cast("Q"), hosted.region(layout.data(image.request.slot, each))
                 spans = zip(bounds[:-1], bounds[1:], strict=True)
-                image.checksums.extend(checksum(data[begin:end]) for begin, end in spans)
+                checksums.extend(checksum(data[begin:end]) for begin, end in spans)
+            image.checksums = checksums  # whole: somebody else may ask meanwhile
         return messages.HeldImage(
             image.request,
             image.layout,
             hosted.constants,
-            image.checksums.tobytes(),
+            checksums.tobytes(),
             image.committed,
             image.staged_at,
         )

@@ -169,7 +169,7 @@ class StoreConnection:
         self._lock = threading.Lock()  # taken by itself: see OpenSaves
         self._changed = threading.Condition(self._lock)
         self._tasks: deque[tuple[Callable[[StoreClient], Any], float, Future[Any]]] = deque()
-        self._is_busy = self._closed = False
+        self._is_busy = self._is_closing = self._closed = False
 
     def call(
         self, what: Callable[[StoreClient], T], limit: float, patience: Patience, silence: float | None = None
@@ -227,8 +227,12 @@ class StoreConnection:
         return future
 
     def close(self, timeout: float = 0.0) -> None:
-        """Drop the connection, once all that was started is done or ``timeout`` seconds have passed."""
+        """Drop the connection, once all that was started is done or ``timeout`` seconds have passed.
+
+        From now on nothing waits for a store that is gone.
+        """
         with self._lock:
+            self._is_closing = True
             self._changed.wait_for(lambda: not self._is_busy, timeout)
             self._closed = True
         self._drop()
@@ -248,14 +252,16 @@ class StoreConnection:
             del what, future
 
     def _insist(self, what: Callable[[StoreClient], T], deadline: float) -> T:
+        is_last = False
         while True:
             left = max(0.0, deadline - time.monotonic())
             patience = Patience(left)
             try:
                 return self.call(what, left, patience)
             except WorkerDiedError:
-                if self._closed or patience.left() <= _PROBE_PAUSE_S:
+                if is_last or self._closed or patience.left() <= _PROBE_PAUSE_S:
                     raise
+                is_last = self._is_closing  # it may have been the connection alone that broke
                 time.sleep(_PROBE_PAUSE_S)
 
     def _connected(self, patience: Patience, deadline: float, silence: float | None) -> StoreClient:
@@ -269,7 +275,7 @@ class StoreConnection:
             except TimeoutError:
                 raise
             except OSError:
-                if self._closed or min(patience.left(), deadline - time.monotonic()) < _PROBE_PAUSE_S:
+                if self._is_closing or min(patience.left(), deadline - time.monotonic()) < _PROBE_PAUSE_S:
                     raise
                 time.sleep(_PROBE_PAUSE_S)
             else:

@@ -192,7 +192,13 @@ def retire_idle_workers(timeout: float) -> bool:
         if (connection := connect(endpoint)) is None:
             continue
         with connection, contextlib.suppress(CheckpointError, EOFError, OSError):
-            reply = _inspect(connection, timeout)
+            noticed = time.monotonic() + _NOTICE_S
+            # It may not have taken note yet that its trainer is gone; see ``find``.
+            while isinstance(reply := _inspect(connection, timeout), TrainerAlive):
+                is_near = peer_pid(connection) == reply.worker
+                if not is_near or is_running(reply.trainer) or time.monotonic() > noticed:
+                    break
+                time.sleep(_POLL_S)
             if isinstance(reply, Inventory) and all(each.committed for each in reply.images):
                 send(connection, Retire())
                 found |= connection.poll(timeout)

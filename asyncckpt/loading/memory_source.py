@@ -108,12 +108,13 @@ def _choose(
         )
         if not (is_here and is_whole):
             continue
+        # In this order: what is committed in between is this one.
+        is_taken = request.existing != "set aside" and storage.exists(request.path)
         is_finalized = False
         with contextlib.suppress(DamagedCheckpointError):  # of whatever it is, something is there
             is_finalized = storage.is_finalized(request.path, request.attempt)
         if is_finalized:
             return request.attempt if step is not None or (newest and newest.step) == request.step else None
-        is_taken = request.existing != "set aside" and storage.exists(request.path)
         if request.attempt in committed or is_taken:
             continue
         return request.attempt if step is not None or _is_newer(request, newest) else None

@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 _YES = "yes"
 # How long the first rank looks for the store, which its own worker hosts: if it is not there, it will not come by
 # waiting. And how long another does: the first may just be bringing it back.
-_OWN_PATIENCE_S, _PATIENCE_S = 1.0, 10.0
-# How long the store may say nothing at all while ranks plan together; and while a training waits for nothing else.
+_OWN_PATIENCE_S, _PATIENCE_S = 1.0, 20.0
+# How long the store may say nothing at all: ranks of which only some hear its answer would not do the same. And where
+# storage says it too, the same to all.
 _SILENCE_S, _SHORT_SILENCE_S = 10.0, 2.0
 # How long a failure may take to be told. It is told later all the same, unless this process ends before.
 _TELL_S = 1.0
@@ -187,7 +188,7 @@ class Group:
         """Raise ``SaveTimeoutError`` where the first rank's worker, which ends all saves, lives and does not answer."""
         if self._rounds is not None and self.rank > 0:
             with contextlib.suppress(WorkerDiedError):  # then this rank's worker ends them
-                self._rounds.impatient(_SHORT_SILENCE_S).ping()
+                self._rounds.impatient(_SILENCE_S).ping()
 
     def any_rank_says(self, number: int, mine: bool) -> bool:
         """Whether any rank has said yes by now, the same answer for question ``number`` on all ranks.
@@ -197,7 +198,7 @@ class Group:
         if self._rounds is None:
             return mine
         # Nobody waits for a store that is gone.
-        rounds = self._rounds.impatient(_SHORT_SILENCE_S)
+        rounds = self._rounds.impatient(_SILENCE_S)
         try:
             if mine and self.rank > 0:
                 rounds.set_flag(_YES)
@@ -293,7 +294,7 @@ class Group:
     def _follow_first(self, rounds: Rounds, kind: str, number: int, decide: Callable[[], T]) -> T:
         name = round_name(kind, number)
         if self.rank > 0:
-            answer: T = _answer(rounds.outcome(name, self._config.timeout, silence=_SHORT_SILENCE_S))
+            answer: T = _answer(rounds.outcome(name, self._config.timeout))
             return answer
         decision = decide()
         rounds.conclude(name, pack(decision))

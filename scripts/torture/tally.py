@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from asyncckpt import Checkpointer, Config
-from asyncckpt.loading.source import verify
+from asyncckpt.loading.source import verify, wait_for_attempts
 from asyncckpt.worker.storage import complete_steps, step_folder
 
 LIMIT_S = 30.0
@@ -63,6 +63,7 @@ class Tally:
 
 def check_root(tally: Tally, root: str) -> None:
     """All that is published is whole, and what killed workers left is removed by a later save."""
+    wait_for_attempts(root, LIMIT_S)  # a dead trainer's worker still removes what is old
     for step in complete_steps(root):
         tally.counts["checkpoints verified"] += 1
         for damage in verify(step_folder(root, step)).damages:

@@ -173,9 +173,9 @@ def test_a_failed_overlapped_copy_is_told(root: Path, monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(SlotStager, "copy", broken)
             save = checkpointer.save(1, state)
-            save.wait_staged(10)
+            save.wait_staged(60)
             with pytest.raises(asyncckpt.CheckpointError, match="the device is lost"):
-                save.result(10)
+                save.result(60)
         checkpointer.save(2, state).result(60)
         assert checkpointer.steps() == [2]
 

@@ -49,14 +49,17 @@ def test_the_next_trainer_loads_from_memory(root: Path, death: str) -> None:
     assert complete_steps(str(root)) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("look", [(memory_source, "history"), (LocalStorage, "is_finalized")], ids=lambda look: look[1])
+@pytest.mark.parametrize(
+    ("owner", "name", "step"),
+    [(memory_source, "history", None), (LocalStorage, "is_finalized", None), (LocalStorage, "is_finalized", 2)],
+)
 def test_what_is_committed_between_two_looks_is_loaded_from_memory(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: tuple[Any, str]
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, step: int | None
 ) -> None:
     gate = tmp_path / "gate"
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
     train(root, 2, "staged", fault="finalize:hold:2")
-    real = getattr(*look)
+    real = getattr(owner, name)
 
     def look_and_commit(*args: Any, **options: Any) -> Any:
         seen = real(*args, **options)
@@ -67,9 +70,9 @@ def test_what_is_committed_between_two_looks_is_loaded_from_memory(
             time.sleep(0.005)
         return seen
 
-    monkeypatch.setattr(*look, look_and_commit)
+    monkeypatch.setattr(owner, name, look_and_commit)
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.load(state := empty()) == 2
+        assert checkpointer.load(state := empty(), step) == 2
         assert source(checkpointer) == "memory" and is_of(state, 2)
 
 

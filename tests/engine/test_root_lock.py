@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import torch
 from support.ranks import alone, faulty
 from support.workers import send_away
 
-from asyncckpt import cli
+from asyncckpt import cli, supervisor
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import JobTakenError, StorageError
@@ -106,7 +107,12 @@ def test_the_worker_of_a_dead_trainer_is_waited_for(
     """A restart on another host, while the last image is being written here."""
     alone(_die_while_it_is_written, str(root), str(tmp_path / "gate"))
     elsewhere()
-    with Checkpointer(root, Config(timeout=1.0)) as checkpointer:
+    deadline = time.monotonic() + 60
+    while not json.loads((root / LOCK_NAME).read_text())["leaving"]:
+        assert time.monotonic() < deadline, "the worker does not notice that its trainer is dead"
+        time.sleep(0.01)
+    with monkeypatch.context() as patch, Checkpointer(root) as checkpointer:
+        patch.setattr(supervisor, "take_root", lambda wanted, ask, _: root_lock.take_root(wanted, ask, 1.0))
         with pytest.raises(JobTakenError, match="still writing"):
             checkpointer.prepare(state())
         assert checkpointer.steps() == []
@@ -125,6 +131,34 @@ def test_the_worker_of_a_dead_trainer_is_waited_for(
         assert holders[0] is not None and checkpointer.steps() == [1]  # that worker lingers, with what it holds
         checkpointer.save(2, state(2)).result(60)
     assert checkpointer.steps() == [1, 2]
+
+
+def test_one_that_has_not_noticed_its_trainers_death_is_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this host the death is known, however long that worker takes to say so."""
+    monkeypatch.setattr(root_lock, "_NOTICE_S", 0.0)
+    root.mkdir()
+    with subprocess.Popen(["true"]) as trainer:
+        pass
+    claim = Claim(str(root), None)
+    first = RootLock.take(claim, trainer.pid)
+    assert isinstance(first, RootLock)
+    asked = iter(range(3))
+
+    def ask() -> Claimed:
+        if next(asked) == 2:
+            first.release()
+        found = RootLock.take(claim, os.getpid())
+        if isinstance(found, RootLock):
+            found.release()
+            return Claimed()
+        return Claimed(found)
+
+    assert root_lock.take_root(claim, ask, 60.0) is None and next(asked, None) is None
+    held = RootLock.take(claim, trainer.pid)
+    assert isinstance(held, RootLock)
+    with pytest.raises(JobTakenError, match="still writing"):
+        root_lock.take_root(claim, lambda: Claimed(held._holder), 0.0)
+    held.release()
 
 
 def test_a_load_waits_for_the_worker_of_a_dead_trainer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

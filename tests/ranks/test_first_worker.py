@@ -48,6 +48,7 @@ def _save_while_it_is_stopped(root: str, when_busy: WhenBusy, count: int) -> tup
     checkpointer.watch_sigterm()
     worker = checkpointer._engine.worker
     assert worker is not None
+    dist.barrier()  # both know that the first save is committed
     if dist.get_rank() == 0:
         stop(worker.pid)
     dist.barrier()
@@ -89,6 +90,7 @@ def _lose_its_own_too(root: str) -> float:
     checkpointer.save(1, replicas(1)).result(30)
     worker = checkpointer._engine.worker
     assert worker is not None
+    dist.barrier()  # both know that the first save is committed
     if dist.get_rank() == 0:
         stop(worker.pid)
     dist.barrier()
@@ -117,6 +119,7 @@ def _die_after_it(root: str) -> None:
     checkpointer.save(1, replicas(1)).result(30)
     worker = checkpointer._engine.worker
     assert worker is not None
+    dist.barrier()  # both know that the first save is committed
     if dist.get_rank() == 0:
         os.kill(worker.pid, signal.SIGKILL)
         worker.wait_for_end(10)

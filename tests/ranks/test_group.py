@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from support.ranks import CONSTANT, QUICK, Job, faulty, gated, run, say
 from support.states import equal, replicas
+from support.workers import stop
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.engine.engine import Engine
@@ -175,7 +177,7 @@ def test_equal_names_are_no_scope(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ask_a_slow_first(root: str) -> tuple[bool, float]:
-    with Checkpointer(root, QUICK) as checkpointer:
+    with Checkpointer(root, replace(QUICK, timeout=90)) as checkpointer:
         checkpointer.save(1, replicas()).result(60)
         if dist.get_rank() == 0:
             Rounds.is_flag_set = _say_nothing  # type: ignore[method-assign]
@@ -191,7 +193,40 @@ def test_a_question_that_the_first_rank_gives_up_is_answered(tmp_path: Path) -> 
     """By then the others may be answered again, and would wait for that."""
     answers = run(2, _ask_a_slow_first, str(tmp_path / "root"), folder=tmp_path)
     assert [answer for answer, _ in answers] == [False, False]
-    assert max(took for _, took in answers) < QUICK.timeout / 2
+    assert max(took for _, took in answers) < 45
+
+
+def _ask_a_store_that_stops(root: str, silent_to: int) -> bool:
+    """Rank 0 says yes. The store is stopped for a moment: while it says so, or while the other rank asks."""
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.save(1, replicas()).result(60)
+        engine = checkpointer._engine
+        assert engine.worker is not None
+        dist.barrier()  # both know that the save is committed
+        rank, answer = dist.get_rank(), False
+        if (rank, silent_to) == (0, 1):
+            answer = engine.any_says(True)
+        if rank == 0:
+            stop(engine.worker.pid)
+        go_on = threading.Timer(3.0, os.kill, (engine.worker.pid, signal.SIGCONT))
+        if (rank, silent_to) == (0, 0):
+            go_on.start()
+            answer = engine.any_says(True)
+            go_on.join()
+        dist.barrier()
+        if rank == 1:
+            answer = engine.any_says(False)
+        elif silent_to == 1:
+            go_on.start()
+            go_on.join()
+        dist.barrier()
+        return answer
+
+
+@pytest.mark.parametrize("silent_to", [0, 1])
+def test_all_ranks_hear_the_same_of_a_store_that_stops_for_a_moment(tmp_path: Path, silent_to: int) -> None:
+    """Else one ends its training, and the other waits for it in a collective."""
+    assert run(2, _ask_a_store_that_stops, str(tmp_path / "root"), silent_to, folder=tmp_path) == [True, True]
 
 
 # When all slots are busy.

@@ -28,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 # Short for what stalls, as it has to run into them. Nothing else may need them.
-SHORT_S = 5.0
+SHORT_S = 12.0
 LONG_S = 20.0
 START_S = 15.0
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 
 TRAINERS = {"plan": (draft.Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}
 WORKERS = {"exception": "eio", "kill worker": "kill", "kill trainer": "orphan", "stall": "stop"}
@@ -89,7 +89,7 @@ def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str
     begun = time.monotonic()
     kind, rank = "saved", None
     try:
-        checkpointer.save(2, state).result(30)
+        checkpointer.save(2, state).result(90)
     except CheckpointError as error:
         kind, rank = type(error).__name__, error.rank
     took = time.monotonic() - begun
@@ -124,7 +124,7 @@ def test_matrix(tmp_path: Path, phase: str, bad: int, fault: str) -> None:
         assert (ended[bad].result[0] == "saved") == (kind == "saved")  # all or none
         assert works or fault == "stall"
     # A stalled worker is killed, and the other rank's looks for its store for a while: it may be brought back.
-    assert took < (2 * SHORT_S + PATIENCE_S if fault == "stall" else 1.5 * LONG_S)
+    assert took < (2 * SHORT_S + PATIENCE_S if fault == "stall" else 2.5 * LONG_S)
 
     # What a killed trainer had staged is saved all the same, unless it was the one to stage it. (A worker that is gone
     # or stopped after it has reported fails the save, unless the first rank has all the reports by then.)
@@ -257,6 +257,7 @@ def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:
     checkpointer.save(1, replicas(1)).result(30)
     worker = checkpointer._engine.worker
     assert worker is not None
+    dist.barrier()  # both know that the first save is committed
     if dist.get_rank() == bad:
         os.kill(worker.pid, signal.SIGKILL)
         worker._listener.join(10)

@@ -88,13 +88,11 @@ class FaultyRounds(rounds.Rounds):
         reporting.add_done_callback(lambda _: self.reported[name].set())
         return reporting
 
-    def outcome(
-        self, name: str, timeout: float, *, own: bool = False, silence: float | None = None
-    ) -> bytes | errors.CheckpointError:
+    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | errors.CheckpointError:
         if point == "finalize":
             self.reported[name].wait(60)  # the outcome is waited for from the moment the save begins
         reach("finalize", name)
-        return super().outcome(name, timeout, own=own, silence=silence)
+        return super().outcome(name, timeout, own=own)
 
 
 def faulty_prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:

@@ -163,7 +163,7 @@ def _main(
     os.environ.pop("MASTER_ADDR", None)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
         result = function(*args)
         pipe.send_bytes(pickle.dumps(("result", result)))

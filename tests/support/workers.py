@@ -33,7 +33,9 @@ def stop(pid: int) -> None:
 
 
 def _state(task: Path) -> str:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    return "T"  # the thread has ended: it does nothing any more
 
 
 def wait_reached(gate: Path) -> None:

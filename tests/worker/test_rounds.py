@@ -124,7 +124,7 @@ def test_a_store_that_does_not_answer() -> None:
         begun = time.monotonic()
         with pytest.raises((WorkerDiedError, SaveTimeoutError)) as caught:
             asked.outcome("round-1", 0.5)
-        assert caught.value.rank == 0 and time.monotonic() - begun < 10
+        assert caught.value.rank == 0 and time.monotonic() - begun < 40
         asked.close()
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attempts import checkpoint_attempt
 
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.slots import State
 from asyncckpt.worker import segment_store
 from asyncckpt.worker.endpoint import announced_bytes, host_lock
+from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.segment_store import SegmentStore
 
 
@@ -58,3 +63,28 @@ def test_a_worker_that_is_stopped_meanwhile_does_not_keep_the_others(
     with host_lock(0):
         _, segment = store.allocate(PAGE)
     assert segment.nbytes == PAGE and "without looking" in caplog.text
+
+
+def test_two_that_ask_at_once_are_told_the_same(
+    tmp_path: Path, store: SegmentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One comes while the checksums of what was never written are being made for the other."""
+    number = store._add(segment := Segment.create("test", 4 * PAGE))
+    attempt = checkpoint_attempt(tmp_path, segment)
+    attempt.discard()
+    store.hosted(number).describe(attempt.layout)
+    store.hosted(number).slots.take(0, attempt.request.save_id)
+    store.hosted(number).slots.set(0, State.STAGED)
+    store.image_staged(replace(attempt.request, segment=number))
+    store.on_trainer_gone(keep=True)
+    answers = []
+
+    def ask_meanwhile(data: memoryview) -> int:
+        monkeypatch.setattr(segment_store, "checksum", checksum)
+        answers.append(pool.submit(store.held_images).result(60))
+        return checksum(data)
+
+    monkeypatch.setattr(segment_store, "checksum", ask_meanwhile)
+    with ThreadPoolExecutor(1) as pool:
+        mine = store.held_images()
+    assert mine is not None and mine[0].checksums and answers == [mine]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+from collections.abc import Callable, Iterator
 
 import pytest
 from multiprocess.connection import Connection
 
 from asyncckpt.worker import messages, takeover
 from asyncckpt.worker.endpoint import Endpoint, endpoint_name
-from asyncckpt.worker.takeover import Takeover
+from asyncckpt.worker.takeover import Takeover, retire_idle_workers
+
+
+@contextlib.contextmanager
+def answering(trainer: int, answer: Callable[[Connection], None]) -> Iterator[str]:
+    """The name of an endpoint where that is answered."""
+    endpoint = Endpoint(name := endpoint_name("job", 0), trainer)
+    endpoint.listen(answer)
+    try:
+        yield name
+    finally:
+        endpoint.close()
 
 
 def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,12 +38,28 @@ def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.Monkey
         messages.send(connection, next(answers, None) or messages.Inventory(os.getpid(), False, (), (), ()))
         messages.receive(connection)
 
-    name = endpoint_name("job", 0)
-    endpoint = Endpoint(name, trainer.pid)
-    endpoint.listen(answer)
-    try:
+    with answering(trainer.pid, answer) as name:
         found = Takeover.find(name, 30)
         assert found is not None and next(answers, None) is None
         found.close()
-    finally:
-        endpoint.close()
+
+
+@pytest.mark.parametrize("has_trainer", [False, True])
+def test_nor_does_it_keep_memory_that_another_needs(has_trainer: bool) -> None:
+    """It is asked again until it knows that its trainer is dead; and no more than once where that lives."""
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    trainer = os.getpid() if has_trainer else dead.pid
+    answers = iter([messages.TrainerAlive(os.getpid(), trainer)] * 3)
+    asked: list[object] = []
+
+    def answer(connection: Connection) -> None:
+        while isinstance(message := messages.receive(connection), messages.Inspect):
+            asked.append(message)
+            messages.send(connection, next(answers, None) or messages.Inventory(os.getpid(), False, (), (), ()))
+        asked.append(message)
+
+    with answering(trainer, answer):
+        assert retire_idle_workers(30) is not has_trainer
+    kinds = [type(each) for each in asked]
+    assert kinds == [messages.Inspect] * (1 if has_trainer else 4) + [messages.Retire] * (not has_trainer)

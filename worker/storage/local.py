@@ -131,7 +131,15 @@ class LocalStorage(Storage):
         manifest = os.path.join(final, MANIFEST_NAME)
         if inode is not None:
             return (stamp := self.stamp(final)) is not None and stamp.inode == inode
-        return self.exists(manifest) and Manifest.parse(self.read(manifest), manifest).attempt == attempt
+        if not self.exists(manifest):
+            return False
+        try:
+            text = self.read(manifest)
+        except StorageError:
+            if self.exists(manifest):
+                raise
+            return False  # it was removed meanwhile, as by retention
+        return Manifest.parse(text, manifest).attempt == attempt
 
     def _is_unfinished(self, leftover: str, attempt: str, existing: Existing) -> bool:
         """Whether what was revoked is the attempt, and not what it has changed places with."""

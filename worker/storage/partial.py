@@ -146,7 +146,7 @@ class PartialFolder(_Partial):
                 is_taken = True
             if is_taken and existing == "join" and os.path.isdir(final):
                 _join(self.path, final)
-            elif is_taken and existing == "set aside" and os.path.isdir(final):
+            elif is_taken and existing == "set aside" and (os.path.isdir(final) or not os.path.lexists(final)):
                 self._set_aside()
             elif is_taken and existing == "replace" and holds_only_a_checkpoint(final):
                 self._replace()
@@ -189,8 +189,9 @@ class PartialFolder(_Partial):
 
     def _set_aside(self) -> None:
         """Take the place of what has the final name, which gets another. Raises ``OSError``."""
-        final = self._final
-        aside = set_aside(final, "abandoned")
+        final, aside = self._final, None
+        with contextlib.suppress(FileNotFoundError):  # retention has just removed it
+            aside = set_aside(final, "abandoned")
         try:
             rename(self.path, final)
             try:
@@ -199,9 +200,11 @@ class PartialFolder(_Partial):
                 rename(final, self.path)
                 raise
         except OSError:
-            rename(aside, final)
+            if aside is not None:
+                rename(aside, final)
             raise
-        logger.warning("%s was saved again; the one before is in %s", final, aside)
+        if aside is not None:
+            logger.warning("%s was saved again; the one before is in %s", final, aside)
 
     def _replace(self) -> None:
         """Take the place of the checkpoint that has the final name, durably, and remove that. Raises ``OSError``."""

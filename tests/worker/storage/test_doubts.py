@@ -108,3 +108,50 @@ def test_renames_that_are_done_and_answered_with_an_error_are_done(
     storage.remove(leftover)
     storage.set_aside(final, "damaged")
     assert storage.remove_checkpoint(f"{final}.damaged-1") and not os.listdir(tmp_path)
+
+
+def test_a_manifest_that_is_removed_as_it_is_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By retention, between two looks at it."""
+    storage, final = LocalStorage(), str(tmp_path / "root" / "final")
+    opened = storage.begin_checkpoint(final, "a-1", 100)
+    put_checkpoint(opened, "a-1")
+    opened.finalize("refuse")
+    opened.release()
+    real = LocalStorage.read
+
+    def read(self: LocalStorage, path: str) -> bytes:
+        assert storage.remove_checkpoint(final)
+        return real(self, path)
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    assert not storage.is_finalized(final, "a-1")
+
+
+@pytest.mark.parametrize("when", ["rename", "set_aside"])
+def test_what_is_removed_before_it_is_set_aside_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """By retention: after it was found in the way, and before it is looked at, or is given another name."""
+    storage, root = LocalStorage(), tmp_path / "root"
+    final = str(root / "final")
+    for attempt in ("a-1", "a-2"):
+        opened = storage.begin_checkpoint(final, attempt, 100)
+        put_checkpoint(opened, attempt)
+        if attempt == "a-1":
+            opened.finalize("refuse")
+            opened.release()
+    real = getattr(partial, when)
+
+    def remove(*args: str) -> Any:
+        monkeypatch.setattr(partial, when, real)
+        try:
+            if when == "rename":
+                real(*args)
+        finally:
+            assert storage.remove_checkpoint(final)
+        return real(*args)
+
+    monkeypatch.setattr(partial, when, remove)
+    opened.finalize("set aside")
+    opened.release()
+    assert storage.is_finalized(final, "a-2") and os.listdir(root) == ["final"]

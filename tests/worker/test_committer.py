@@ -1,0 +1,123 @@
+"""The committer: what it says of a save, and when; and how it takes a store that is slow."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from support.attempts import checkpoint_attempt
+
+from asyncckpt.errors import RankFailedError, StorageError
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.worker import committer as committer_module
+from asyncckpt.worker.committer import Committer
+from asyncckpt.worker.messages import Committed, Failed, Rendezvous, WriteRequest
+from asyncckpt.worker.rounds import Rounds
+from asyncckpt.worker.store import Store
+from asyncckpt.worker.store_connection import StoreClient
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_whose_end_is_told_is_no_longer_being_written(tmp_path: Path, fails: bool) -> None:
+    """Who has just been told may look at once, by ``asyncckpt workers``."""
+    told: SimpleQueue[tuple[type, tuple[str, ...]]] = SimpleQueue()
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        attempt = checkpoint_attempt(tmp_path, segment)
+        with closing(Committer(lambda outcome: told.put((type(outcome), committer.paths())))) as committer:
+            committer.expect(attempt.request)
+            assert committer.paths() == (attempt.request.path,)
+            attempt.write(pool)
+            if fails:
+                committer.failed(attempt.request, StorageError("as the test wants"), attempt)
+            else:
+                committer.written(attempt, attempt.seal())
+        assert told.get(timeout=60) == (Failed if fails else Committed, ())
+
+
+def test_a_store_that_answers_late_is_not_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks, and the store takes a moment for another one."""
+    store, told = Store(b"secret"), SimpleQueue[object]()
+    first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
+    waits, broken, may_answer = threading.Event(), threading.Event(), threading.Event()
+    real_wait, real_is_proved = StoreClient.wait, Store._is_proved
+
+    def wait(self: StoreClient, key: str, count: int, timeout: float) -> object:
+        if key.endswith("outcome") and not waits.is_set():
+            waits.set()
+            broken.set()
+            threading.Timer(2.0, may_answer.set).start()
+            raise ConnectionResetError
+        return real_wait(self, key, count, timeout)
+
+    def is_proved(self: Store, peer: Any) -> bool:
+        return (not broken.is_set() or may_answer.wait(30)) and real_is_proved(self, peer)
+
+    monkeypatch.setattr(StoreClient, "wait", wait)
+    monkeypatch.setattr(Store, "_is_proved", is_proved)
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        attempt = checkpoint_attempt(tmp_path, segment)
+        attempt.request = replace(attempt.request, rank=1, world_size=2)
+        with closing(store), closing(Committer(told.put)) as committer:
+            committer.join(replace(first, rank=1), 30)
+            committer.expect(attempt.request)
+            attempt.write(pool)
+            committer.written(attempt, attempt.seal())
+            assert waits.wait(60)
+            rounds = Rounds(first, 30)
+            rounds.conclude("save-1", b"")
+            rounds.close()
+        assert isinstance(told.get(timeout=60), Committed)
+
+
+def test_who_leaves_unheard_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The trainer would say it to its user, and nothing is lost."""
+    store, closed = Store(b"secret"), threading.Event()
+    real_is_proved = Store._is_proved
+    monkeypatch.setattr(Store, "_is_proved", lambda self, peer: closed.wait(30) and real_is_proved(self, peer))
+    caplog.set_level(logging.INFO)
+    with closing(store):
+        with closing(Committer(lambda _: None)) as committer:
+            committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
+        closed.set()
+    (said,) = (each for each in caplog.records if "leaving" in each.getMessage())
+    assert said.levelno == logging.INFO
+
+
+def test_a_slow_store_hears_that_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first rank waits for this one until the time for a commit is up."""
+    store, may_answer = Store(b"secret"), threading.Event()
+    real_is_proved = Store._is_proved
+    monkeypatch.setattr(Store, "_is_proved", lambda self, peer: may_answer.wait(30) and real_is_proved(self, peer))
+    first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
+    with closing(store):
+        with closing(Committer(lambda _: None)) as committer:
+            committer.join(replace(first, rank=1), 30)
+            threading.Timer(2.0, may_answer.set).start()
+            committer.gone("its trainer has died")
+        rounds = Rounds(first, 30)
+        rounds.report("save-1", b"")
+        with pytest.raises(RankFailedError, match="its trainer has died"):
+            rounds.collect("save-1", 30)
+        rounds.close()
+
+
+def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with something to say, for which there was plenty of time."""
+    monkeypatch.setattr(committer_module, "_TELL_S", 100.0)
+    store = Store(b"secret")
+    store.close()
+    request = WriteRequest(1, 1, 0, str(tmp_path / "final"), "a-1", 1, 1, 2, "refuse", None, False, 300.0)
+    with closing(Committer(lambda _: None)) as committer:
+        committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
+        committer.failed(request, StorageError("as the test wants"))
+        committer.gone("its trainer has died")
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 50
