@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from asyncckpt.devices.capture_mode import relaxed
 from asyncckpt.devices.pinners import AscendPinner, CudaPinner, Pinner
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class DeviceKind(Protocol):
         """A stream beside all others of ``device``."""
 
     def use(self, device: torch.device, stream: DeviceStream | None = None) -> AbstractContextManager[None]:
-        """Make ``device`` and, if given, its ``stream`` the calling thread's current ones.
+        """Make ``device`` and, if given, its ``stream`` the calling thread's current ones. What the thread does then
+        disturbs no capture of another.
 
         A thread that does not say which device it means may open a context on the first one.
         """
@@ -89,6 +91,7 @@ class TorchDevices:
         pinner: Pinner | None,
         is_used: Callable[[int], bool] | None = None,
         event: Mapping[str, Any] = MappingProxyType({}),
+        relaxed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Ask for nothing yet: the module may come later, or never.
 
@@ -98,11 +101,13 @@ class TorchDevices:
             is_used: Whether this process uses the device of that index. To have one wait that it does not use would
                 open a context there, of some hundred MB. None: torch does not say.
             event: What an event has to be given, so that the host waits for it asleep.
+            relaxed: In what it returns, the thread disturbs no graph that another one captures.
         """
         self.pinner = pinner
         self._type = device_type
         self._is_used = is_used
         self._event = dict(event)
+        self._relaxed = relaxed
 
     @property
     def _module(self) -> Any:
@@ -128,7 +133,7 @@ class TorchDevices:
 
     @contextlib.contextmanager
     def use(self, device: torch.device, stream: Any = None) -> Iterator[None]:
-        with self._module.device(device), self._module.stream(stream):
+        with self._module.device(device), self._module.stream(stream), self._relaxed():
             yield
 
     def record(self, stream: Any) -> DeviceEvent:
@@ -154,7 +159,7 @@ def _has_cuda_context(index: int) -> bool:
 _ASLEEP = MappingProxyType({"blocking": True})
 
 KINDS: dict[str, DeviceKind] = {
-    "cuda": TorchDevices("cuda", CudaPinner(), _has_cuda_context, _ASLEEP),  # ROCm is CUDA to torch
+    "cuda": TorchDevices("cuda", CudaPinner(), _has_cuda_context, _ASLEEP, relaxed),  # ROCm is CUDA to torch
     "xpu": TorchDevices("xpu", None),  # Intel's; SYCL has no call that pins memory of others
     "npu": TorchDevices("npu", AscendPinner(), event=_ASLEEP),  # Ascend's, by torch_npu
 }

@@ -1,0 +1,72 @@
+"""The capture mode, with a runtime that the test makes up."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from asyncckpt.devices import capture_mode
+from asyncckpt.devices.capture_mode import relaxed
+from asyncckpt.devices.kinds import KINDS
+
+
+class _Runtime:
+    """Has the mode of one thread; ``code`` is what it answers."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.mode, self.code = 0, code
+
+    def exchange(self, pointer: Any) -> int:
+        if self.code == 0:
+            given = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))
+            given[0], self.mode = self.mode, given[0]
+        return self.code
+
+
+def _not_found(name: str) -> None:
+    raise OSError(name)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_mode_is_changed_and_given_back(monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
+    runtime = _Runtime()
+    monkeypatch.setattr(capture_mode, "_exchange", lambda: runtime.exchange)
+    for before in (0, 1, 2):
+        runtime.mode = before
+        try:
+            with relaxed():
+                assert runtime.mode == 2
+                if raises:
+                    raise KeyError
+        except KeyError:
+            assert raises
+        assert runtime.mode == before
+
+
+def test_a_runtime_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = _Runtime(code=1)
+    monkeypatch.setattr(capture_mode, "_exchange", lambda: runtime.exchange)
+    with relaxed():
+        assert runtime.mode == 0
+
+
+@pytest.mark.parametrize(("cuda", "hip"), [("99.9", None), (None, "99.9"), (None, None)])
+def test_without_a_runtime_nothing_is_changed(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, hip: str | None
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(ctypes, "CDLL", _not_found)
+    capture_mode._exchange.cache_clear()
+    try:
+        with relaxed():
+            assert capture_mode._exchange() is None
+    finally:
+        capture_mode._exchange.cache_clear()
+
+
+def test_devices_of_cuda_are_used_so() -> None:
+    assert KINDS["cuda"]._relaxed is relaxed  # type: ignore[attr-defined]
