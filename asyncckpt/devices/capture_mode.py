@@ -1,7 +1,7 @@
 """The capture mode of a thread: what CUDA lets it do while another thread captures a graph.
 
 By default a capture forbids every thread what could wait for, or change, what is captured: an event that is waited
-for, memory that is taken or pinned. Such a call fails, and ends the capture. What staging does has to do with no
+for, memory that is taken or pinned. Such a call fails, and ends the capture. What is done here has to do with no
 graph, and a thread can say so. Untested on a device: written from the documentation of
 ``cudaThreadExchangeStreamCaptureMode``.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -41,7 +42,7 @@ def _exchange() -> Callable[..., int] | None:
     else:
         return None
     try:
-        call: Callable[..., int] = getattr(ctypes.CDLL(library), name)
+        call: Callable[..., int] = getattr(ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW), name)
     except (OSError, AttributeError):
         return None
     return call

@@ -45,7 +45,7 @@ class DeviceStream(Protocol):
 
 
 class DeviceKind(Protocol):
-    """What staging needs of one kind of device. Any thread may call, also one that has never used a device."""
+    """What is needed of one kind of device. Any thread may call, also one that has never used a device."""
 
     pinner: Pinner | None
 
@@ -159,7 +159,8 @@ def _has_cuda_context(index: int) -> bool:
 _ASLEEP = MappingProxyType({"blocking": True})
 
 KINDS: dict[str, DeviceKind] = {
-    "cuda": TorchDevices("cuda", CudaPinner(), _has_cuda_context, _ASLEEP, relaxed),  # ROCm is CUDA to torch
+    # ROCm is CUDA to torch; what it says of contexts is not to be relied on (pytorch #59750).
+    "cuda": TorchDevices("cuda", CudaPinner(), None if torch.version.hip else _has_cuda_context, _ASLEEP, relaxed),
     "xpu": TorchDevices("xpu", None),  # Intel's; SYCL has no call that pins memory of others
     "npu": TorchDevices("npu", AscendPinner(), event=_ASLEEP),  # Ascend's, by torch_npu
 }
@@ -199,6 +200,11 @@ def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
             _warn_of_unknown(device.type)
             unknown.synchronize(device)
     return events
+
+
+def first_device(tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> torch.device | None:
+    """Of the devices that are ``ready``, the one of the first of ``tensors`` that is on any; None: none is."""
+    return next((device for device in map(_device, tensors) if device in ready), None) if ready else None
 
 
 def synchronize_used() -> None:

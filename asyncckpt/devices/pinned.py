@@ -97,8 +97,8 @@ class PinnedMemory:
             code = pinner.register(address, nbytes)
         if code == pinner.already_registered:
             raise CheckpointError(
-                "the driver takes the staging memory for other memory, which was unmapped while it was pinned;"
-                " copies would be lost, so nothing is saved: look for who pins memory and does not take that back"
+                "the driver takes this memory for other memory, which was unmapped while it was pinned; copies would"
+                " be lost, so nothing is copied: look for who pins memory and does not take that back"
             )
         if code == 0:
             self.addresses.append(address)

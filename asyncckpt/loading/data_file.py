@@ -86,10 +86,10 @@ class ChecksummedFile(ABC):
         try:
             for first, last in self._runs(ranges):
                 if len(tasks) == _AHEAD:
-                    yield tasks.popleft().result()
+                    yield _first_of(tasks)
                 tasks.append(pool.submit(self._read_run, first, last, destinations, verify))
             while tasks:
-                yield tasks.popleft().result()
+                yield _first_of(tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -261,6 +261,13 @@ class MemoryFile(ChecksummedFile):
 
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         yield FilePart(begin, self._data[begin:end])
+
+
+def _first_of(tasks: deque[Future[ReadRun]]) -> ReadRun:
+    """The result of the first, which stays one of ``tasks`` until it is there: an interrupt may end the wait for it."""
+    run = tasks[0].result()
+    tasks.popleft()
+    return run
 
 
 def read_pool() -> ThreadPoolExecutor:

@@ -151,7 +151,8 @@ class CheckpointReader(StorageReader):
             sizes.setdefault(stored.relative_path, {})[stored.offset] = stored.length
         expected = {name: sum(each.values()) for name, each in sizes.items()}
         self._progress.expect(sum(expected.values()))
-        with read_pool() as pool, DeviceBuffers() as buffers:
+        all_filled: list[tuple[ReadItem, torch.Tensor]] = []
+        with DeviceBuffers() as buffers, read_pool() as pool:
             for name, items in sorted(per_file.items()):
                 with contextlib.closing(self._source.open(name)) as file:
                     requests, filled = self._requests(file, items, planner)
@@ -159,8 +160,9 @@ class CheckpointReader(StorageReader):
                         self._progress.expect(requests.nbytes_read(file) - expected[name])
                     for item, data in requests.read(file, pool, buffers, self._progress.update, verify=self._verify):
                         planner.load_bytes(item, io.BytesIO(data))
-                for item, tensor in filled:
-                    planner.commit_tensor(item, tensor)
+                all_filled += filled
+        for item, tensor in all_filled:  # when all is sent, also to devices
+            planner.commit_tensor(item, tensor)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -7,19 +7,18 @@ driver's own memory, and that nobody else can use meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from asyncckpt.devices import kinds
-from asyncckpt.devices.captures import is_capturing
-from asyncckpt.devices.kinds import ReadyEvents, ready_events
+from asyncckpt.devices.kinds import ReadyEvents
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import Segment, round_up
 
 # Tensors begin at a multiple of this in a buffer, as every dtype asks.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 # The least that is pinned: the driver takes whole pages, and a call has a price of its own.
 _LEAST_BYTES = 1 << 20
 
@@ -46,7 +45,7 @@ class DeviceBuffer:
         self.views, at = [], 0
         for size in sizes:
             self.views.append(self._segment.view[at : at + size])
-            at += round_up(size, _ALIGNMENT)
+            at += round_up(size, ALIGNMENT)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Queue the copies of ``views`` to ``tensors``, each on the current stream of its device.
@@ -61,21 +60,23 @@ class DeviceBuffer:
             with torch.no_grad():
                 torch._foreach_copy_(list(tensors), stored, non_blocking=True)
         finally:
-            self._sent = ready_events(tensors)
+            for device in {tensor.device for tensor in tensors}:
+                if (kind := kinds.kind_of(device)) is not None:
+                    self._sent[device] = kind.record(kind.current_stream(device))
 
     def close(self) -> None:
         """Wait until all is sent, and give the memory back."""
-        try:
+        with contextlib.ExitStack() as all_of_them:
+            all_of_them.callback(self._segment.close)
+            all_of_them.callback(self._pinned.close)
+            all_of_them.callback(self.views.clear)
             self._wait()
-        finally:
-            self.views = []
-            self._pinned.close()
-            self._segment.close()
 
     def _wait(self) -> None:
-        for device, event in self._sent.items():
-            with kinds.use(device):
-                event.synchronize()
+        with contextlib.ExitStack() as all_of_them:
+            for device, event in self._sent.items():
+                all_of_them.enter_context(kinds.use(device))
+                all_of_them.callback(event.synchronize)
         self._sent = {}
 
 
@@ -88,13 +89,9 @@ class DeviceBuffers:
     def take(self, device: torch.device, sizes: Sequence[int]) -> DeviceBuffer:
         """A buffer, divided for tensors of these ``sizes``, in bytes. It is the caller's until the call after the next.
 
-        Raises:
-            CheckpointError: What is sent now would become a part of a graph.
-            OutOfMemoryError: The host has no memory for the buffer.
+        Raises ``OutOfMemoryError`` where the host has no memory for the buffer.
         """
-        if is_capturing():
-            raise CheckpointError("a graph is being captured on this stream, and each replay would load: load before")
-        total = sum(round_up(size, _ALIGNMENT) for size in sizes)
+        total = sum(round_up(size, ALIGNMENT) for size in sizes)
         buffer = self._buffers.pop(0) if len(self._buffers) == 2 else None
         if buffer is not None and buffer.nbytes < total:
             buffer.close()
@@ -107,8 +104,9 @@ class DeviceBuffers:
 
     def close(self) -> None:
         """Wait until all is sent, and give the memory back."""
-        while self._buffers:
-            self._buffers.pop().close()
+        with contextlib.ExitStack() as all_of_them:
+            while self._buffers:
+                all_of_them.callback(self._buffers.pop().close)
 
     def __enter__(self) -> DeviceBuffers:
         return self

@@ -21,6 +21,8 @@ from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.storage.history import StoredStep, history
 from asyncckpt.worker.takeover import Takeover
 
+# How often to look again at what is in storage, which changes with each commit of a worker that finishes.
+_MOST_LOOKS = 100
 # How long the worker of another rank on this host may take to answer.
 _ANSWER_S = 10.0
 
@@ -84,12 +86,16 @@ def choose_in_memory(
     Returns:
         The attempt; None: there is none to load from memory.
     """
-    while True:
-        found = history(root) if step is None else []
+    if not offers[0]:
+        return None
+    found = history(root) if step is None else []
+    for _ in range(_MOST_LOOKS):
         attempt = _choose(root, step, offers, committed, found[-1] if found else None)
         # A dead trainer's worker may be writing: what it commits between two looks would be taken for another's.
-        if step is not None or history(root) == found:
+        before, found = found, history(root) if step is None else []
+        if [each[:2] for each in found] == [each[:2] for each in before]:  # step, and time of creation
             return attempt
+    return None  # somebody copies checkpoints here, say
 
 
 def _choose(

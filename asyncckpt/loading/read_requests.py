@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncckpt.devices.captures import is_capturing
 from asyncckpt.devices.kinds import kind_of
-from asyncckpt.errors import MismatchError
+from asyncckpt.errors import CheckpointError, MismatchError
 from asyncckpt.loading.data_file import ChecksummedFile
-from asyncckpt.loading.device_buffers import DeviceBuffer, DeviceBuffers
+from asyncckpt.loading.device_buffers import ALIGNMENT, DeviceBuffer, DeviceBuffers
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
+from asyncckpt.shm.segment import round_up
 from asyncckpt.worker.manifest import Item
 
-# Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor: some ms
-# on the link to a device, where the next are read meanwhile.
-_BATCH_BYTES = 64 << 20
+# Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor. Where
+# some go to devices: some ms on the link, and the next are read meanwhile.
+_BATCH_BYTES = 256 << 20
+_DEVICE_BATCH_BYTES = 64 << 20
 
 
 class BoxCopy(NamedTuple):
@@ -64,7 +67,7 @@ class ReadRequests:
     def whole(self, tensor: torch.Tensor, item: Item) -> None:
         """Fill ``tensor`` with the stored tensor ``item``, of the same dtype and shape."""
         if _is_filled_by_bytes(tensor):
-            self._fill(tensor, item.payload_at, item.payload_bytes)
+            self._fill(tensor, item, item.payload_at, item.payload_bytes)
         else:
             self._collect(item.payload_at, item.payload_bytes, BoxCopy(tensor, item, item.shape))
 
@@ -83,7 +86,7 @@ class ReadRequests:
         is_a_row = tensor.dtype == dtype and tensor.numel() == count
         is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided
         if is_a_row and is_plain and _is_filled_by_bytes(tensor):
-            self._fill(tensor, begin, nbytes)
+            self._fill(tensor, item, begin, nbytes)
         else:
             self._collect(begin, nbytes, BoxCopy(tensor, item, lengths))
 
@@ -120,7 +123,11 @@ class ReadRequests:
             DamagedCheckpointError: Bytes are damaged. Tensors may have been filled, with bad bytes too, but nothing
                 that was collected together with them.
             StorageError: The file cannot be read.
+            CheckpointError: What goes to a device would become a part of a graph.
         """
+        becoming = (each for each in self._collected.values() if isinstance(each, DeviceFill | BoxCopy))
+        if is_capturing() and not all(each.tensor.is_cpu for each in becoming):
+            raise CheckpointError("a graph is being captured on this stream, and each replay would load: load before")
         # What must be collected first is read a batch at a time, to bound that memory.
         for rows in self._batches():
             yield from self._read_batch(rows, file, pool, buffers, progress, verify)
@@ -151,13 +158,16 @@ class ReadRequests:
             else:
                 yield becomes, data
 
-    def _fill(self, tensor: torch.Tensor, begin: int, nbytes: int) -> None:
-        """Have the bytes from ``begin`` on become the elements of a plain tensor, in a row."""
+    def _fill(self, tensor: torch.Tensor, item: Item, begin: int, nbytes: int) -> None:
+        """Have the bytes of ``item`` from ``begin`` on become the elements of a plain tensor, in a row."""
         if tensor.is_cpu:
             self._add(begin, nbytes, tensor.data_ptr())
             return
-        flat, step = tensor.detach().view(-1), max(1, _BATCH_BYTES // tensor.itemsize)
-        for some in torch.split(flat, step) if nbytes else ():
+        flat, size = tensor.detach().view(-1), tensor.itemsize
+        while len(flat):
+            # Up to a border between spans of the item, so that none is read twice.
+            left = _DEVICE_BATCH_BYTES - (begin - item.at) % _DEVICE_BATCH_BYTES
+            some, flat = flat[: max(1, left // size)], flat[max(1, left // size) :]
             self._collect(begin, some.nbytes, DeviceFill(some))
             begin += some.nbytes
 
@@ -176,12 +186,14 @@ class ReadRequests:
         rows: Sequence[int] = range(len(begins))
         if begins != sorted(begins):
             rows = sorted(rows, key=begins.__getitem__)
+        to_devices = any(isinstance(each, DeviceFill) for each in self._collected.values())
+        most = _DEVICE_BATCH_BYTES if to_devices else _BATCH_BYTES
         first = size = 0
         for number, row in enumerate(rows) if self._collected else ():
             if row not in self._collected:
                 continue
-            nbytes = ends[row] - begins[row]
-            if number > first and size + nbytes > _BATCH_BYTES:
+            nbytes = round_up(ends[row] - begins[row], ALIGNMENT)
+            if number > first and size + nbytes > most:
                 yield rows[first:number]
                 first, size = number, 0
             size += nbytes

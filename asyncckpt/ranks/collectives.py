@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -80,22 +81,30 @@ def is_first(process_group: Any) -> bool:
     return not many(process_group) or dist.get_rank(process_group) == 0
 
 
-def cpu_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
+def cpu_group(process_group: ProcessGroup | None, timeout: float) -> ProcessGroup | None:
     """``process_group``, or, where that sends only what is on a device, one of the same ranks that sends the host's.
 
     To ask by way of a device would have the host wait for all work that the device was given before. The other group is
     made when it is first needed, by all ranks together, and kept as long as the one it stands for: another could have
     the same name in torch's store, and find addresses there that are those of the first.
+
+    Args:
+        process_group: The ranks.
+        timeout: Seconds that a collective of the other group may take, if that is made now.
+
+    Raises:
+        RuntimeError: Torch's, where a rank does not come.
     """
     given = process_group or dist.group.WORLD
     if given is None or has_cpu_backend(given):
         return given
     if given not in _cpu_groups:
+        limit = timedelta(seconds=timeout)
         if given is dist.group.WORLD:
-            _cpu_groups[given] = dist.new_group(backend="gloo")
+            _cpu_groups[given] = dist.new_group(timeout=limit, backend="gloo")
         else:  # of which other ranks know nothing: torch makes its name of how many groups each rank has
             ranks = dist.get_process_group_ranks(given)
-            _cpu_groups[given] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            _cpu_groups[given] = dist.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
     return _cpu_groups[given]
 
 

@@ -316,8 +316,8 @@ class Group:
                 offer[0] = (rendezvous, "" if hosting.address else loopback_scope())
             except CheckpointError as error:
                 offer[0] = error
-        group = cpu_group(self._process_group)
         try:
+            group = cpu_group(self._process_group, self._config.timeout)
             dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0) if group else 0, group=group)
         except RuntimeError as error:
             raise RankFailedError(

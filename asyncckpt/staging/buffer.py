@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from asyncckpt.config import Config
-from asyncckpt.devices.kinds import ReadyEvents
+from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
@@ -209,11 +209,11 @@ class StagingBuffer:
             threads: Those that take part.
             queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
         """
-        if ready and self._pinned is None:
+        if self._pinned is None and (device := first_device(tensors, ready)) is not None:
             # Only large tensors: small ones are brought over many at a time, and no copy may cross a cut.
             large = [each.payload_at for each in self.plan.layout.tensors if _is_on_pages(each)]
             cuts = [offset + place for offset in self._offsets for place in (0, *large)]
-            self._pinned = PinnedMemory(self.segment, cuts, next(iter(ready)))
+            self._pinned = PinnedMemory(self.segment, cuts, device)
         self._stagers[slot].copy(tensors, ready, threads, partial(self.slots.set_arrived, slot), queued)
 
     def write_objects(self, slot: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from asyncckpt.devices.captures import check_not_capturing
-from asyncckpt.devices.kinds import kind_of, ready_events
+from asyncckpt.devices.kinds import first_device, kind_of, ready_events
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.published_slots import PublishedSlots
@@ -100,7 +100,7 @@ class WeightBuffer:
         """
         check_not_capturing()
         ready = ready_events(tensors)
-        for device in ready:
+        if (device := first_device(tensors, ready)) is not None:
             self._slots[slot].pin(device)
         self._slots[slot].stager_of(plan).copy(tensors, ready, threads, lambda _: None, lambda _: None)
 

@@ -303,8 +303,11 @@ class WeightPublisher:
 
 
 def _on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` in ``dtype``, if it is on a device: a copy that converts would bring all of it, and convert here."""
-    return tensor if tensor.is_cpu else tensor.to(dtype)
+    """``tensor`` in ``dtype``, if it is on a device that has room: a copy that converts does that on the host."""
+    try:
+        return tensor if tensor.is_cpu else tensor.to(dtype)
+    except torch.OutOfMemoryError:
+        return tensor
 
 
 def _check(weights: object, dtype: object) -> None:

@@ -26,7 +26,7 @@ class _Runtime:
         return self.code
 
 
-def _not_found(name: str) -> None:
+def _not_found(name: str, mode: int) -> None:
     raise OSError(name)
 
 

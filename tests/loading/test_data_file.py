@@ -6,9 +6,12 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,3 +181,35 @@ def test_requests_in_any_order_and_the_same_bytes_twice(tmp_path: Path) -> None:
     with closing(file), read_pool() as pool:
         assert not list(requests.read(file, pool, DeviceBuffers(), verify=True))
     assert all(torch.equal(tensor, stored[row]) for row, tensor in into)
+
+
+def test_an_interrupted_read_waits_for_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gave the memory takes it back then."""
+    data = bytes(4 * RUN_BYTES)
+    (tmp_path / "data").write_bytes(data)
+    bounds = list(range(0, len(data) + 1, RUN_BYTES))
+    sums = [checksum(data[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    items = [Item("0", "tensor", "uint8", [len(data)], [0], 0, len(data), 0, len(data))]
+    path, reading, gate = str(tmp_path / "data"), [0], threading.Event()
+    real = StoredFile._read_run
+
+    def held(*args: Any) -> Any:
+        reading[0] += 1
+        gate.wait(60)
+        try:
+            return real(*args)
+        finally:
+            reading[0] -= 1
+
+    def interrupted(*_: Any) -> None:
+        threading.Timer(0.5, gate.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StoredFile, "_read_run", held)
+    file = StoredFile(storage_for(path).open(path), Index("data", len(data), items, sums))
+    with closing(file), ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Future, "result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                list(file.read([(0, len(data))], pool))
+        assert reading == [0]

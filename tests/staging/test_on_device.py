@@ -51,6 +51,15 @@ def test_saved_as_of_the_call(device_type: str, root: Path, overlap: bool) -> No
             assert all((tensor == step).all() for tensor in into.values())
 
 
+def test_memory_for_the_host_s_tensors_alone_is_not_pinned(device_type: str, root: Path) -> None:
+    """In a process that uses a device, which has nothing to copy there."""
+    torch.zeros(1, device=device_type)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"w": torch.zeros(1 << 16), "on": torch.zeros(3)}).result(60)
+        buffer = checkpointer._engine._buffers.known[0].buffer
+        assert buffer is not None and buffer._pinned is None
+
+
 def test_the_staging_memory_is_pinned(device_type: str, root: Path) -> None:
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(state := _state(device_type))

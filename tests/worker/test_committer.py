@@ -62,6 +62,8 @@ def test_a_store_that_answers_late_is_not_taken_for_gone(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(StoreClient, "wait", wait)
     monkeypatch.setattr(Store, "_is_proved", is_proved)
+    assert committer_module._PROBE_S >= 5
+    monkeypatch.setattr(committer_module, "_PROBE_S", 60.0)
     with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
         attempt = checkpoint_attempt(tmp_path, segment)
         attempt.request = replace(attempt.request, rank=1, world_size=2)
@@ -93,6 +95,8 @@ def test_who_leaves_unheard_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_a_slow_store_hears_that_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first rank waits for this one until the time for a commit is up."""
+    assert committer_module._TELL_S >= 5
+    monkeypatch.setattr(committer_module, "_TELL_S", 60.0)
     store, may_answer = Store(b"secret"), threading.Event()
     real_is_proved = Store._is_proved
     monkeypatch.setattr(Store, "_is_proved", lambda self, peer: may_answer.wait(30) and real_is_proved(self, peer))

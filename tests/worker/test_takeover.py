@@ -45,8 +45,9 @@ def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("has_trainer", [False, True])
-def test_nor_does_it_keep_memory_that_another_needs(has_trainer: bool) -> None:
+def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPatch, has_trainer: bool) -> None:
     """It is asked again until it knows that its trainer is dead; and no more than once where that lives."""
+    monkeypatch.setattr(takeover, "_NOTICE_S", 60.0)
     with subprocess.Popen(["true"]) as dead:
         pass
     trainer = os.getpid() if has_trainer else dead.pid

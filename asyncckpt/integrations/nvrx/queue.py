@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from asyncckpt.config import Config
 from asyncckpt.errors import RankFailedError
 from asyncckpt.integrations.nvrx.filesystem import StagedWrite, engine, engines, prioritize, write_exception
 from asyncckpt.integrations.nvrx.helper import Helper
@@ -107,7 +108,7 @@ class AsyncCall:
         if not collectives.many(self.process_group):
             return mine
         values = [self.request.call_idx, int(mine is not None), len(mine or ())]
-        least, most = _extremes(values, collectives.cpu_group(self.process_group))
+        least, most = _extremes(values, self.process_group)
         if least[0] != most[0]:
             raise RankFailedError(
                 f"the ranks have scheduled different requests: one finalizes call {least[0]}, another {most[0]}",
@@ -316,6 +317,7 @@ def _extremes(values: list[int], group: dist.ProcessGroup | None) -> tuple[list[
     """The least and the greatest of each of ``values`` among the ranks, by a collective of the host."""
     both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device="cpu")
     try:
+        group = collectives.cpu_group(group, Config().timeout)
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     except RuntimeError as error:
         raise RankFailedError(
