@@ -18,7 +18,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     counts = [
         "--kills=6",
-        "--interruptions=6",
+        "--interruptions=20",
         "--calls=15",
         "--forks=10",
         "--damages=20",
