@@ -1,0 +1,115 @@
+"""A set of files that are saved together: all of them are there in the end, under one name, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncckpt.errors import UnsavableStateError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+# What stands at the top of every set of files is ours: the manifest, and an index for each rank.
+_OURS = ("asyncckpt.json", ".index.json")
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """As ``torch.save`` writes ``obj``."""
+
+    obj: object
+    pickle_protocol: int
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """As ``safetensors.torch.save_file`` writes ``tensors`` and ``metadata``."""
+
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True)
+class DcpFolder:
+    """As ``torch.distributed.checkpoint.save`` writes ``state_dict``."""
+
+    state_dict: Mapping[str, Any]
+    planner: SavePlanner | None
+
+
+class FileSet:
+    """The files that one rank adds to a checkpoint of many files, by their names in its folder.
+
+    A name is a path relative to that folder, with "/" between its parts. No two ranks may have the same name, but that
+    of a folder of DCP, which all ranks must have. Values are looked at when the set is saved: until then they must stay
+    as they are.
+    """
+
+    def __init__(self) -> None:
+        self.contents: dict[str, TorchFile | SafetensorsFile | DcpFolder | bytes] = {}
+        """What was added, by its name, in that order."""
+
+    def add_torch_file(self, name: str, obj: object, pickle_protocol: int = 2) -> None:
+        """Add a file that ``torch.load`` reads.
+
+        Args:
+            name: Of the file.
+            obj: What ``torch.save`` takes.
+            pickle_protocol: As ``torch.save`` has it.
+
+        Raises:
+            UnsavableStateError: The name is taken, or cannot be one.
+        """
+        self._add(name, TorchFile(obj, pickle_protocol))
+
+    def add_safetensors(
+        self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Add a file that safetensors reads.
+
+        Args:
+            name: Of the file.
+            tensors: Contiguous ones, none of which shares memory with another.
+            metadata: Text for the header of the file.
+
+        Raises:
+            UnsavableStateError: The name is taken, or cannot be one.
+        """
+        self._add(name, SafetensorsFile(tensors, metadata))
+
+    def add_dcp_folder(self, name: str, state_dict: Mapping[str, Any], planner: SavePlanner | None = None) -> None:
+        """Add a folder that ``torch.distributed.checkpoint.load`` reads. All ranks add it, in the same order.
+
+        Args:
+            name: Of the folder.
+            state_dict: This rank's part.
+            planner: DCP's or the caller's own; None: DCP's default.
+
+        Raises:
+            UnsavableStateError: The name is taken, or cannot be one.
+        """
+        self._add(name, DcpFolder(state_dict, planner))
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        """Add a file with these bytes; for small ones, as they are not staged in shared memory.
+
+        Args:
+            name: Of the file.
+            data: What stands in it.
+
+        Raises:
+            UnsavableStateError: The name is taken, or cannot be one.
+        """
+        self._add(name, bytes(data))
+
+    def _add(self, name: str, content: TorchFile | SafetensorsFile | DcpFolder | bytes) -> None:
+        parts = name.split("/")
+        if "\0" in name or any(part in ("", ".", "..") for part in parts) or parts[0].endswith(_OURS):
+            raise UnsavableStateError(f"{name!r} cannot be the name of a file in a checkpoint; give it another")
+        for known in self.contents:
+            if f"{known}/".startswith(f"{name}/") or f"{name}/".startswith(f"{known}/"):
+                raise UnsavableStateError(f"{name!r} cannot stand beside {known!r}: give it another name")
+        self.contents[name] = content
