@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.planner import SavePlanner
 
-# What stands at the top of every set of files is ours: the manifest, and an index for each rank.
-_OURS = ("asyncckpt.json", ".index.json")
+# What stands at the top of every set of files and is ours: the manifest, and an index for each rank.
+_OURS = re.compile(r"asyncckpt\.json|__\d+_0\.index\.json")
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class FileSet:
 
     def _add(self, name: str, content: TorchFile | SafetensorsFile | DcpFolder | bytes) -> None:
         parts = name.split("/")
-        if "\0" in name or any(part in ("", ".", "..") for part in parts) or parts[0].endswith(_OURS):
+        if "\0" in name or any(part in ("", ".", "..") for part in parts) or _OURS.fullmatch(parts[0]):
             raise UnsavableStateError(f"{name!r} cannot be the name of a file in a checkpoint; give it another")
         for known in self.contents:
             if f"{known}/".startswith(f"{name}/") or f"{name}/".startswith(f"{known}/"):

@@ -22,7 +22,7 @@ LINE = (
     ("errors", "config", "flag"),
     ("shm",),
     ("worker",),
-    ("save_handle", "publication", "ranks", "supervisor", "devices"),
+    ("save_handle", "file_set", "publication", "ranks", "supervisor", "devices"),
     ("planning",),
     ("staging", "loading"),
     ("engine", "weights"),
