@@ -141,7 +141,7 @@ class SaveOperation(SaveState):
             CheckpointError: What the save fails with, unless the copy overlaps.
         """
         self.buffer = captured.buffer
-        self.request = self._write_request(slot, captured.pickle_bytes, retention)
+        self.request = self._write_request(slot, captured, retention)
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         ready = ready_events(tensors)
         # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
@@ -162,7 +162,7 @@ class SaveOperation(SaveState):
         if failure is not None:
             raise failure
 
-    def _write_request(self, slot: int, pickle_bytes: int, retention: Retention) -> WriteRequest:
+    def _write_request(self, slot: int, captured: Captured, retention: Retention) -> WriteRequest:
         group = self.group
         return WriteRequest(
             save_id=self.number,
@@ -177,7 +177,8 @@ class SaveOperation(SaveState):
             keep_last=retention.keep_last,
             keep=group.rank == 0 and retention.keep is not None and retention.keep(),
             timeout=self._config.commit_timeout,
-            pickle_bytes=pickle_bytes,
+            pickle_bytes=captured.pickle_bytes,
+            small_files=captured.small_files,
             umask=_umask(),
             since=retention.since,
             plan=self.buffer.plan.number,

@@ -107,7 +107,7 @@ def read_indexes(segment: memoryview, layout: CheckpointLayout) -> dict[str, Ten
     entries: dict[str, TensorEntry] = {}
     for file in layout.data_files:
         head = segment[file.index_head.offset :][: file.index_head.nbytes]
-        for item in starmap(Item, json.loads(bytes(head) + Index.tail(array("Q")))["items"]):
+        for item in starmap(Item, json.loads(bytes(head) + Index.tail(0, array("Q")))["items"]):
             if item.kind == "tensor":
                 dtype, begin = getattr(torch, item.dtype), file.begin + item.payload_at
                 shape, offsets = tuple(item.shape), tuple(item.offsets)
