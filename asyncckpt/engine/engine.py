@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ready_events
 from asyncckpt.engine.plan_selection import Captured, PlanSelection
-from asyncckpt.engine.save_input import PREPARES, FilesToSave, StateToSave, call_of_files
-from asyncckpt.engine.save_operation import Copier, Retention, SaveOperation
+from asyncckpt.engine.published_image import known_by_all, show
+from asyncckpt.engine.retention import Retention
+from asyncckpt.engine.save_input import FilesToSave, StateToSave, call_of_files
+from asyncckpt.engine.save_operation import Copier, SaveOperation
 from asyncckpt.engine.saves import Saves
 from asyncckpt.engine.turn import Turn
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
@@ -31,11 +33,10 @@ from asyncckpt.loading.memory_source import HeldImages
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
-from asyncckpt.publication import Publication, Versions, VersionState
+from asyncckpt.publication import Publication, Versions
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save
-from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.staging.buffer import BufferPool, StagingBuffer
+from asyncckpt.staging.buffer import BufferPool
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing
@@ -105,7 +106,7 @@ class Engine(AbstractContextManager["Engine"]):
             group, number = self._usable(), next(self._numbers)
             try:
                 state = stateful_to_dict(state_dict)
-                wanted = StateToSave(group, number, PREPARES, _no_check, state, planner)
+                wanted = StateToSave(group, number, state, planner)
                 buffer, tensors, *_ = self._plans.for_all(wanted)
             except BaseException as error:
                 group.report_failure(number, error, begun=False)
@@ -156,7 +157,7 @@ class Engine(AbstractContextManager["Engine"]):
             check = partial(self._saves.check_place, save, retention.existing)
             state = stateful_to_dict(state_dict)
             call = Call.of_save(step, str(save.path))
-            wanted = StateToSave(save.group, save.number, call, check, state, planner, separate)
+            wanted = StateToSave(save.group, save.number, state, planner, separate, call=call, check=check)
             return self._plans.for_all(wanted)
 
         return self._carry_out(absolute(path), step, retention, capture)
@@ -187,7 +188,7 @@ class Engine(AbstractContextManager["Engine"]):
         def capture(save: SaveOperation) -> Captured:
             check = partial(self._saves.check_place, save, retention.existing)
             call = call_of_files(step, str(save.path), files)
-            return self._plans.for_all(FilesToSave(save.group, save.number, call, check, files))
+            return self._plans.for_all(FilesToSave(save.group, save.number, files, call=call, check=check))
 
         return self._carry_out(absolute(path), step, retention, capture)
 
@@ -234,10 +235,10 @@ class Engine(AbstractContextManager["Engine"]):
         """
         with self._turn.take():
             group = self._usable()
-            gather = partial(_gather, group, next(self._numbers))
+            gather = partial(known_by_all, group, next(self._numbers))
             published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
-            is_shown = _show(self._buffers.image_of(save), published)
+            is_shown = show(self._buffers.image_of(save), published)
             if is_shown or not group.alone:  # other ranks may have published it, and all have to know the same
                 self._versions.note(published)
             return Publication(published.version, published.epoch, skipped=not is_shown)
@@ -378,32 +379,9 @@ class Engine(AbstractContextManager["Engine"]):
         self._buffers.leave()
 
 
-def _no_check() -> None:
-    pass
-
-
 def _is_only_logged(error: BaseException, config: Config) -> bool:
     """Whether what a save fails with is not raised, as ``Config.failure`` says; then it is logged."""
     if config.failure != "warn" or not isinstance(error, CheckpointError) or isinstance(error, ClosedError):
         return False
     logger.warning("not saved, and training goes on: %s", str(error))
     return True
-
-
-def _gather(group: Group, number: int, known: VersionState) -> list[VersionState]:
-    return group.ask_all("epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know))
-
-
-def _show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion) -> bool:
-    """Let readers see ``version`` in that slot. Returns whether they do."""
-    if image is not None:
-        buffer, slot = image
-        if not buffer.client.has_endpoint:
-            raise CheckpointError("readers cannot find the worker, which has no endpoint: see the log")
-        if buffer.publish(slot, version):
-            return True
-        why_not = "readers have all slots but that; more of them would help (Config.slots)"
-    else:
-        why_not = "its image is not in memory any more, or never was"
-    logger.warning("version %d is not published: %s", version.version, why_not)
-    return False

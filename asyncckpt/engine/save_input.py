@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -32,8 +32,8 @@ class SaveInput(ABC):
 
     group: Group
     number: int
-    call: Call
-    check: Callable[[], object]
+    call: Call = field(default=PREPARES, kw_only=True)
+    check: Callable[[], object] = field(default=lambda: None, kw_only=True)
 
     @property
     @abstractmethod

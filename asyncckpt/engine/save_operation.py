@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ReadyEvents, ready_events
 from asyncckpt.engine.plan_selection import Captured
+from asyncckpt.engine.retention import Retention
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.flag import Flag
 from asyncckpt.ranks.group import Group
@@ -28,23 +28,9 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
-from asyncckpt.worker.messages import Committed, Existing, WriteRequest
+from asyncckpt.worker.messages import Committed, WriteRequest
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """What is to become of what stands at the place of a save, and beside it.
-
-    ``keep_last``: how many of the newest steps stay, once it is committed; None: all. ``keep``: asked on the first rank
-    whether this one is kept for good. ``since``: see ``WriteRequest``.
-    """
-
-    existing: Existing = "refuse"
-    keep_last: int | None = None
-    keep: Callable[[], bool] | None = None
-    since: float = 0.0
 
 
 class Copier:
