@@ -24,7 +24,12 @@ import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from asyncckpt.config import Config
+from asyncckpt.engine import shared as engines
 from asyncckpt.file_set import FileSet
+from asyncckpt.save_handle import Save
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage import absolute, storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +137,26 @@ def capturing(name: str) -> Iterator[Capture]:
                     replacements.enter_context(replaced(owner, attribute, new(getattr(owner, attribute))))
             yield capture
         capture.take_written()
+
+
+def begin_save(place: str, capture: Capture, step: int | None, config: Config | None) -> Save:
+    """Save what was captured, with all ranks, and return when the caller may change its tensors.
+
+    Args:
+        place: The folder. A checkpoint of ours that is there is replaced, when the new one is durable. Whatever else is
+            there, such as one that transformers has written, gets another name then: it may be all that somebody has.
+        capture: What was captured.
+        step: The training step it is of.
+        config: For the engine of the job, if this is its first save.
+
+    Raises:
+        CheckpointError: As ``Engine.save_files`` raises.
+    """
+    engine, place = engines.shared.get(config=config), absolute(place)
+    existing: Existing = "replace" if storage_for(place).may_put(place, "replace") else "set aside"
+    save = engine.save_files(place, capture.files, step=step, existing=existing)
+    save.synchronize_staging(engine.config.timeout)
+    return save
 
 
 @contextlib.contextmanager

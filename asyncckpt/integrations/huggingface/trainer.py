@@ -29,10 +29,8 @@ from transformers import Trainer, TrainerCallback
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointError, SaveDroppedError
-from asyncckpt.integrations.huggingface.capture import Capture, capturing, replaced
+from asyncckpt.integrations.huggingface.capture import Capture, begin_save, capturing, replaced
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import absolute, storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -103,15 +101,13 @@ class _TrainerSaves:
         run_dir = trainer._get_output_dir(trial)
         place = os.path.join(run_dir, f"{_PREFIX}{trainer.state.global_step}")
         os.makedirs(run_dir, exist_ok=True)
-        is_urgent, existing = self._make_room(place)
+        is_urgent = _is_urgent(place)
         best_before = trainer.state.best_model_checkpoint
         rotations: list[dict[str, Any]] = []
         pushes: list[str] = []
         with capturing(os.path.basename(place)) as capture, self._redirected(capture, run_dir, rotations, pushes):
             self._stock_save(model, trial)
-        engine = engines.shared.get(config=self._config)
-        save = engine.save_files(place, capture.files, step=trainer.state.global_step, existing=existing)
-        save.synchronize_staging(engine.config.timeout)
+        save = begin_save(place, capture, trainer.state.global_step, self._config)
         new = _Unsettled(save, copy.copy(trainer.state), best_before, trainer.state.best_model_checkpoint)
         new.calls += [partial(self._push, new.state, place) for _ in pushes]
         for options in rotations:
@@ -185,22 +181,6 @@ class _TrainerSaves:
         with replaced(self._trainer, "state", state):
             self._trainer._push_from_checkpoint(folder)
 
-    def _make_room(self, place: str) -> tuple[bool, Existing]:
-        """Look at what is at the place of a checkpoint. Returns whether the process is about to be killed, and what
-        becomes of what is there.
-        """
-        sentinel = os.path.join(place, _SENTINEL)
-        is_urgent = os.path.exists(sentinel)
-        with contextlib.suppress(FileNotFoundError):  # another rank has done it
-            os.remove(sentinel)
-        if is_urgent:  # what remains is empty, and is replaced
-            return True, "refuse"
-        place = absolute(place)
-        if not os.path.exists(place) and all(os.fspath(each.save.path) != place for each in self._unsettled):
-            return False, "refuse"
-        # One of ours is replaced, as transformers would. Whatever else is there may be all that somebody has.
-        return False, "replace" if storage_for(place).may_put(place, "replace") else "set aside"
-
     @contextlib.contextmanager
     def _redirected(
         self, capture: Capture, run_dir: str, rotations: list[dict[str, Any]], pushes: list[str]
@@ -230,6 +210,18 @@ class _TrainerSaves:
                     trainer.state.best_model_checkpoint = os.path.join(run_dir, best)
             if found != trainer.state.best_model_checkpoint and (capture.folder / _STATE).exists():
                 trainer.state.save_to_json(str(capture.folder / _STATE))
+
+
+def _is_urgent(place: str) -> bool:
+    """Whether transformers' ``enable_jit_checkpoint`` saves, as the process is about to be killed: it says when it
+    returns that the checkpoint is complete. What it has put there is removed: the folder has that name when it is.
+    """
+    sentinel = os.path.join(place, _SENTINEL)
+    if not os.path.exists(sentinel):
+        return False
+    with contextlib.suppress(FileNotFoundError):  # another rank was faster
+        os.remove(sentinel)
+    return True
 
 
 def _rotate(ended: _Unsettled, run_dir: str, options: dict[str, Any], outcome: Future[Any]) -> None:

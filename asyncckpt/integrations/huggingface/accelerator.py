@@ -1,0 +1,99 @@
+"""accelerate's ``Accelerator.save_state``, in the background."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator, DistributedType
+
+from asyncckpt.config import Config
+from asyncckpt.engine import shared as engines
+from asyncckpt.integrations.huggingface.capture import begin_save, capturing, replaced
+
+logger = logging.getLogger(__name__)
+
+_KINDS_WITH_FILES_OF_THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def enable_accelerator(accelerator: Accelerator, config: Config | None = None) -> None:
+    """Have ``accelerator.save_state`` save in the background from now on. A second call changes nothing.
+
+    It returns when all is staged. A failure is raised by the next one, by ``load_state`` or by ``end_training``; these
+    two wait until all saves have ended. Checkpoints beyond ``total_limit`` are removed when the newer one is durable.
+
+    Args:
+        accelerator: What it saves itself for DeepSpeed, Megatron-LM, XLA and ``save_on_each_node`` it goes on saving
+            itself, with a warning.
+        config: For the engine of the job, if this is its first save; None: what the environment says.
+    """
+    if not isinstance(getattr(accelerator.save_state, "__self__", None), _AcceleratorSaves):
+        _AcceleratorSaves(accelerator, config)
+
+
+class _AcceleratorSaves:
+    """The saves of one accelerator. Its methods take the place of the accelerator's."""
+
+    def __init__(self, accelerator: Any, config: Config | None) -> None:
+        self._accelerator, self._config = accelerator, config
+        self._stock_save, self._stock_load = accelerator.save_state, accelerator.load_state
+        self._stock_end = accelerator.end_training
+        self._warned = False
+        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
+        accelerator.end_training = self.end_training
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """As the accelerator's, which it calls; returns the folder when all is staged."""
+        accelerator = self._accelerator
+        project = accelerator.project_configuration
+        is_many = project.save_on_each_node and accelerator.num_processes > 1
+        if accelerator.distributed_type in _KINDS_WITH_FILES_OF_THEIR_OWN or is_many:
+            if not self._warned:
+                logger.warning("accelerate saves such checkpoints itself, and the training waits")
+            self._warned = True
+            return self._stock_save(output_dir, safe_serialization, **options)
+        root = None
+        if project.automatic_checkpoint_naming:
+            root = os.path.join(accelerator.project_dir, "checkpoints")
+            output_dir = os.path.join(root, f"checkpoint_{accelerator.save_iteration}")
+            if os.path.exists(output_dir):
+                raise ValueError(f"{output_dir} is there already; set project_configuration.iteration")
+        place = os.path.abspath(output_dir)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with (
+            capturing(os.path.basename(place)) as capture,
+            replaced(project, "automatic_checkpoint_naming", False),  # it takes the folder that it is given
+        ):
+            self._stock_save(str(capture.folder), safe_serialization, **options)
+        save = begin_save(place, capture, None, self._config)
+        if root is not None and project.total_limit is not None and accelerator.is_main_process:
+            save.future.add_done_callback(partial(_rotate, os.path.abspath(root), project.total_limit))
+        return Path(output_dir)
+
+    def load_state(self, *args: Any, **options: Any) -> Any:
+        """As the accelerator's, of what is durable by then."""
+        self._wait()
+        return self._stock_load(*args, **options)
+
+    def end_training(self) -> None:
+        """As the accelerator's."""
+        self._wait()
+        self._stock_end()
+
+    def _wait(self) -> None:
+        engines.shared.get(config=self._config).wait()
+
+
+def _rotate(root: str, limit: int, outcome: Future[Any]) -> None:
+    """Remove the oldest checkpoints, now that a newer one is durable."""
+    if outcome.exception() is not None:
+        return
+    found = {int(match[1]): name for name in os.listdir(root) if (match := re.fullmatch(r"checkpoint_(\d+)", name))}
+    for number in sorted(found)[: max(0, len(found) - max(limit, 1))]:
+        shutil.rmtree(os.path.join(root, found[number]), ignore_errors=True)
