@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +10,19 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers.trainer
 from support import hf_training
-from support.states import same
+from support.hf_ranks import Died, dies_at, wait_for
+from support.hf_states import checkpoints, same_files
 from support.workers import Faulty
 from transformers.trainer_utils import get_last_checkpoint
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, StorageError
-from asyncckpt.integrations import huggingface
+from asyncckpt.errors import StorageError
 
 # What transformers itself has to say while it trains and resumes.
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning", "default::FutureWarning", "default::DeprecationWarning"),
 ]
-
-
-def checkpoints(folder: Path) -> list[int]:
-    return sorted(int(each.name.rpartition("-")[2]) for each in folder.glob("checkpoint-*"))
-
-
-def content(file: Path) -> Any:
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(file)
-    if file.suffix in (".pt", ".pth"):
-        return torch.load(file, weights_only=False)
-    if file.suffix == ".bin":
-        return str(torch.load(file, weights_only=False)).replace(str(file.parent.parent), "")
-    text = file.read_text()
-    if file.name == "trainer_state.json":
-        state = json.loads(text)
-        for entry in state["log_history"]:
-            for name in [name for name in entry if "runtime" in name or "per_second" in name]:
-                del entry[name]
-        return json.dumps(state).replace(str(file.parent.parent), "")
-    return text
-
-
-def same_files(one: Path, other: Path) -> None:
-    names = {file.relative_to(one) for file in one.rglob("*") if file.is_file()}
-    ours = {name for name in names if name.name == "asyncckpt.json" or name.name.endswith(".index.json")}
-    assert names - ours == {file.relative_to(other) for file in other.rglob("*") if file.is_file()}
-    for name in names - ours:
-        assert same(content(one / name), content(other / name)), name
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -81,32 +45,13 @@ def test_each_checkpoint_is_as_transformers_makes_it(tmp_path: Path) -> None:
 def test_stock_transformers_goes_on_where_it_was(tmp_path: Path) -> None:
     whole = hf_training.trainer(tmp_path / "whole", enable=False, save_strategy="no")
     whole.train()
-    with pytest.raises(_Died):
-        hf_training.trainer(tmp_path / "run", at_step=_dies_at(5)).train()
-    _await(lambda: checkpoints(tmp_path / "run") == [2, 4])
+    with pytest.raises(Died):
+        hf_training.trainer(tmp_path / "run", at_step=dies_at(5)).train()
+    wait_for(lambda: checkpoints(tmp_path / "run") == [2, 4])
     resumed = hf_training.trainer(tmp_path / "run", enable=False)
     resumed.train(resume_from_checkpoint=True)
     assert_same(weights(resumed), weights(whole))
     assert resumed.recorder.losses == {step: whole.recorder.losses[step] for step in (5, 6)}
-
-
-class _Died(Exception):
-    pass
-
-
-def _dies_at(last: int) -> Any:
-    def at_step(step: int) -> None:
-        if step == last:
-            raise _Died
-
-    return at_step
-
-
-def _await(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_no_checkpoint_is_seen_before_it_is_durable(tmp_path: Path, gate: Path) -> None:
@@ -138,7 +83,7 @@ def test_older_ones_are_removed_when_the_newer_is_durable(tmp_path: Path, gate: 
 
     hf_training.trainer(run, at_step=at_step, save_total_limit=1).train(resume_from_checkpoint=True)
     assert seen == [[2]] * 4
-    _await(lambda: checkpoints(run) == [6])
+    wait_for(lambda: checkpoints(run) == [6])
 
 
 def test_a_failed_save_removes_nothing(tmp_path: Path, faulty_worker: Faulty) -> None:
@@ -170,16 +115,20 @@ def test_the_best_checkpoint_is_loaded_in_the_end(tmp_path: Path) -> None:
         options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
         trainer = hf_training.trainer(tmp_path / name, enable=name == "ours", **options)
         trainer.train()
-        assert trainer.state.best_model_checkpoint == str(tmp_path / name / f"checkpoint-{trainer.state.best_global_step}")
+        assert trainer.state.best_model_checkpoint == str(
+            tmp_path / name / f"checkpoint-{trainer.state.best_global_step}"
+        )
         found.append((trainer.state.best_metric, weights(trainer)))
-    _await(lambda: checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "stock"))
+    wait_for(lambda: checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "stock"))
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])
     for step in checkpoints(tmp_path / "stock"):
         same_files(tmp_path / f"ours/checkpoint-{step}", tmp_path / f"stock/checkpoint-{step}")
 
 
-@pytest.mark.parametrize("options", [{"save_only_model": True}, {"save_strategy": "epoch", "num_train_epochs": 1, "max_steps": -1}])
+@pytest.mark.parametrize(
+    "options", [{"save_only_model": True}, {"save_strategy": "epoch", "num_train_epochs": 1, "max_steps": -1}]
+)
 def test_other_ways_to_save(tmp_path: Path, options: dict[str, Any]) -> None:
     for name in ("ours", "stock"):
         hf_training.trainer(tmp_path / name, enable=name == "ours", **options).train()

@@ -76,10 +76,15 @@ class _AcceleratorSaves:
             save.future.add_done_callback(partial(_rotate, os.path.abspath(root), project.total_limit))
         return Path(output_dir)
 
-    def load_state(self, *args: Any, **options: Any) -> Any:
-        """As the accelerator's, of what is durable by then."""
+    def load_state(self, input_dir: Any = None, *args: Any, **options: Any) -> Any:
+        """As the accelerator's, when all saves have ended."""
         self._wait()
-        return self._stock_load(*args, **options)
+        accelerator = self._accelerator
+        if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
+            # accelerate would also look at what a save has left that was killed: its name has a number, too.
+            root = os.path.join(accelerator.project_dir, "checkpoints")
+            input_dir = max(_numbered(root).items(), default=(0, None))[1]
+        return self._stock_load(input_dir, *args, **options)
 
     def end_training(self) -> None:
         """As the accelerator's."""
@@ -94,6 +99,13 @@ def _rotate(root: str, limit: int, outcome: Future[Any]) -> None:
     """Remove the oldest checkpoints, now that a newer one is durable."""
     if outcome.exception() is not None:
         return
-    found = {int(match[1]): name for name in os.listdir(root) if (match := re.fullmatch(r"checkpoint_(\d+)", name))}
+    found = _numbered(root)
     for number in sorted(found)[: max(0, len(found) - max(limit, 1))]:
-        shutil.rmtree(os.path.join(root, found[number]), ignore_errors=True)
+        shutil.rmtree(found[number], ignore_errors=True)
+
+
+def _numbered(root: str) -> dict[int, str]:
+    """The folders of states in ``root``, by their numbers."""
+    names = os.listdir(root) if os.path.isdir(root) else []
+    matches = [match for name in names if (match := re.fullmatch(r"checkpoint_(\d+)", name))]
+    return {int(match[1]): os.path.join(root, match[0]) for match in matches}

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -69,7 +68,9 @@ class Capture:
         """A ``torch.save``; ``stock`` is called for all that is not for this folder."""
 
         @functools.wraps(stock)
-        def save(obj: object, f: Any, pickle_module: Any = pickle, pickle_protocol: int = 2, *more: Any, **and_: Any) -> None:
+        def save(
+            obj: object, f: Any, pickle_module: Any = pickle, pickle_protocol: int = 2, *more: Any, **and_: Any
+        ) -> None:
             name = self.name_of(f)
             if name is None or pickle_module is not pickle or more or and_:
                 stock(obj, f, pickle_module, pickle_protocol, *more, **and_)
@@ -114,7 +115,9 @@ class Capture:
                 name, data = file.relative_to(self.folder).as_posix(), file.read_bytes()
                 self.files.add_bytes(name, data)
                 if len(data) > _LARGE:
-                    logger.warning("%s, of %d bytes, is not staged: the training waited while it was made", name, len(data))
+                    logger.warning(
+                        "%s, of %d bytes, is not staged: the training waited while it was made", name, len(data)
+                    )
 
 
 @contextlib.contextmanager
