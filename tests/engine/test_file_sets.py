@@ -119,6 +119,20 @@ def _update(files: FileSet, **tensors: torch.Tensor) -> None:
     files.contents["model.safetensors"] = SafetensorsFile({**weights(), **tensors}, None)
 
 
+def test_a_state_dict_at_the_top(root: Path, tmp_path: Path) -> None:
+    """Then it is a checkpoint as any other, with files beside."""
+    state: dict[str, Any] = {"w": torch.randn(LARGE), "n": 5}
+    files = FileSet()
+    files.add_dcp_folder("", state)
+    files.add_torch_file("meta.pt", {"epoch": 3})
+    files.add_safetensors("w.safetensors", {"w": state["w"]})
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(1, files).result(60)
+        assert checkpointer.load(into := zeros_like(state)) == 1 and same(into, state)
+    stock_load(into := zeros_like(state), path)
+    assert same(into, state) and torch.load(path / "meta.pt") == {"epoch": 3} and not verify(str(path)).damages
+
+
 def test_structures_that_change(tmp_path: Path) -> None:
     """Larger files, other files, other kinds of files, none that is staged."""
     with Engine() as engine:
@@ -141,7 +155,9 @@ def test_structures_that_change(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "2/more.pt").sum() == LARGE * 2
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "/a", "a//b", "a\0", "asyncckpt.json", "__0_0.index.json"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/../b", "/a", "a//b", "a\0", "asyncckpt.json", "__0_0.index.json", ".metadata"]
+)
 def test_what_cannot_be_a_name(name: str) -> None:
     with pytest.raises(UnsavableStateError, match="cannot be the name"):
         FileSet().add_bytes(name, b"")
