@@ -101,7 +101,7 @@ def test_a_failed_save_removes_nothing(tmp_path: Path, faulty_worker: Faulty) ->
 def test_a_failed_save_is_only_logged(tmp_path: Path, faulty_worker: Faulty, caplog: pytest.LogCaptureFixture) -> None:
     run = tmp_path / "run"
     faulty_worker("write:enospc:2")
-    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     trainer = hf_training.trainer(run, config=Config(failure="warn"), learning_rate=0.0, **options)
     trainer.train()
     assert "there is no" in caplog.text
@@ -112,7 +112,12 @@ def test_a_failed_save_is_only_logged(tmp_path: Path, faulty_worker: Faulty, cap
 def test_the_best_checkpoint_is_loaded_in_the_end(tmp_path: Path) -> None:
     found = []
     for name in ("ours", "stock"):
-        options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+        options: dict[str, Any] = {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "load_best_model_at_end": True,
+            "save_total_limit": 1,
+        }
         trainer = hf_training.trainer(tmp_path / name, enable=name == "ours", **options)
         trainer.train()
         assert trainer.state.best_model_checkpoint == str(

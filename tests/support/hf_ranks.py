@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+STEPS = 5
 
 
 class Died(Exception):
@@ -50,41 +54,48 @@ def set_up() -> None:
     state.AcceleratorState.__init__ = init
 
 
-def trains(folder: Path, kind: str) -> dict[str, Any]:
-    """An uninterrupted run, and one that dies and is resumed by stock transformers: what they end with."""
+def train(folder: Path, kind: str, *, resume: bool = False, **more: Any) -> Any:
+    """Train, until the end or until a ``dies_at``. Returns the trainer."""
     from accelerate.state import AcceleratorState
 
     from support import hf_training
 
-    options: dict[str, Any] = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
+    options: dict[str, Any] = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False, "max_steps": STEPS}
     if kind != "ddp":
         how = {"version": 2, "state_dict_type": kind, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
         options |= {"fsdp": True, "fsdp_config": how}
+    AcceleratorState._reset_state(True)
+    trainer = hf_training.trainer(folder, **options, **more)
+    with contextlib.suppress(Died):
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
-    def train(name: str, *, resume: bool = False, **more: Any) -> Any:
-        AcceleratorState._reset_state(True)
-        trainer = hf_training.trainer(folder / name, **options, **more)
-        try:
-            trainer.train(resume_from_checkpoint=resume)
-        except Died:
-            pass
-        return trainer
 
-    whole = train("whole", enable=False)
-    died = train("run", at_step=dies_at(5))
-    wait_for((folder / "run/checkpoint-4").exists)
-    dist.barrier()
-    resumed = train("run", enable=False, resume=True)
-    weights = [[getattr(each, "_local_tensor", each) for each in one.model.parameters()] for one in (whole, resumed)]
-    return {
-        "type": whole.accelerator.distributed_type.name,
-        "losses": (whole.recorder.losses, died.recorder.losses, resumed.recorder.losses),
-        "same": all(one.equal(other) for one, other in zip(*weights, strict=True)),
-        "saved": died.recorder.saved,
-    }
+def _weights(trainer: Any) -> list[torch.Tensor]:
+    return [getattr(each, "_local_tensor", each).detach() for each in trainer.model.parameters()]
 
 
 def rank(folder: str, kinds: list[str]) -> dict[str, Any]:
-    """On a rank: ``trains`` of each kind."""
+    """On a rank, of each kind: a run without interruption, and one that dies after its second save and is resumed by
+    stock transformers: how they end.
+    """
     set_up()
-    return {kind: trains(Path(folder) / kind, kind) for kind in kinds}
+    ended: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
+    for kind in kinds:
+        run = Path(folder) / kind
+        # How its state is saved makes no difference to what FSDP computes.
+        name = "ddp" if kind == "ddp" else "fsdp"
+        whole[name] = whole.get(name) or train(run, kind, enable=False, save_strategy="no")
+        died = train(run, kind, at_step=dies_at(STEPS))
+        wait_for((run / f"checkpoint-{STEPS - 1}").exists)
+        dist.barrier()
+        resumed = train(run, kind, enable=False, resume=True)
+        pairs = zip(_weights(whole[name]), _weights(resumed), strict=True)
+        ended[kind] = {
+            "type": resumed.accelerator.distributed_type.name,
+            "losses": [each.recorder.losses for each in (whole[name], died, resumed)],
+            "same": all(one.equal(other) for one, other in pairs),
+            "saved": died.recorder.saved,
+        }
+    return ended

@@ -41,7 +41,7 @@ _SAFETENSORS = (
 )
 _LARGE = 64 << 20  # bytes from which on it is said that a file was not staged
 
-_turn = threading.Lock()  # the functions below are those of the whole process: one capture at a time replaces them
+_turn = threading.RLock()  # the functions below are those of the whole process: one capture at a time replaces them
 
 
 class Capture:
@@ -153,11 +153,11 @@ def begin_save(place: str, capture: Capture, step: int | None, config: Config | 
         config: For the engine of the job, if this is its first save.
 
     Raises:
-        CheckpointError: As ``Engine.save_files`` raises.
+        CheckpointError: As ``Engine.save`` raises.
     """
     engine, place = engines.shared.get(config=config), absolute(place)
     existing: Existing = "replace" if storage_for(place).may_put(place, "replace") else "set aside"
-    save = engine.save_files(place, capture.files, step=step, existing=existing)
+    save = engine.save(place, capture.files, step=step, existing=existing)
     save.synchronize_staging(engine.config.timeout)
     return save
 
