@@ -83,7 +83,7 @@ def test_older_ones_are_removed_when_the_newer_is_durable(tmp_path: Path, gate: 
 
     hf_training.trainer(run, at_step=at_step, save_total_limit=1).train(resume_from_checkpoint=True)
     assert seen == [[2]] * 4
-    wait_for(lambda: checkpoints(run) == [6])
+    assert checkpoints(run) == [6]
 
 
 def test_a_failed_save_removes_nothing(tmp_path: Path, faulty_worker: Faulty) -> None:
@@ -124,7 +124,7 @@ def test_the_best_checkpoint_is_loaded_in_the_end(tmp_path: Path) -> None:
             tmp_path / name / f"checkpoint-{trainer.state.best_global_step}"
         )
         found.append((trainer.state.best_metric, weights(trainer)))
-    wait_for(lambda: checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "stock"))
+    assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "stock")
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])
     for step in checkpoints(tmp_path / "stock"):

@@ -15,7 +15,8 @@ from accelerate import Accelerator, DistributedType
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
-from asyncckpt.integrations.huggingface.capture import begin_save, capturing, replaced
+from asyncckpt.integrations.huggingface.capture import begin_save, capturing, finish_callbacks, replaced
+from asyncckpt.save_handle import Save
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class _AcceleratorSaves:
         self._stock_save, self._stock_load = accelerator.save_state, accelerator.load_state
         self._stock_end = accelerator.end_training
         self._warned = False
+        self._last: Save | None = None
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training = self.end_training
 
@@ -71,7 +73,7 @@ class _AcceleratorSaves:
             replaced(project, "automatic_checkpoint_naming", False),  # it takes the folder that it is given
         ):
             self._stock_save(str(capture.folder), safe_serialization, **options)
-        save = begin_save(place, capture, None, self._config)
+        save = self._last = begin_save(place, capture, None, self._config)
         if root is not None and project.total_limit is not None and accelerator.is_main_process:
             save.future.add_done_callback(partial(_rotate, os.path.abspath(root), project.total_limit))
         return Path(output_dir)
@@ -93,6 +95,8 @@ class _AcceleratorSaves:
 
     def _wait(self) -> None:
         engines.shared.get(config=self._config).wait()
+        if self._last is not None:
+            finish_callbacks(self._last)
 
 
 def _rotate(root: str, limit: int, outcome: Future[Any]) -> None:

@@ -162,6 +162,13 @@ def begin_save(place: str, capture: Capture, step: int | None, config: Config | 
     return save
 
 
+def finish_callbacks(save: Save) -> None:
+    """Wait until all callbacks of the future of ``save``, which has ended, have returned."""
+    finished = threading.Event()
+    save.future.add_done_callback(lambda _: finished.set())  # they are called one after the other
+    finished.wait()
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """``owner`` with another attribute ``name``, which may be one of its class."""

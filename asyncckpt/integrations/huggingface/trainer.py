@@ -29,7 +29,7 @@ from transformers import Trainer, TrainerCallback
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointError, SaveDroppedError
-from asyncckpt.integrations.huggingface.capture import Capture, begin_save, capturing, replaced
+from asyncckpt.integrations.huggingface.capture import Capture, begin_save, capturing, finish_callbacks, replaced
 from asyncckpt.save_handle import Save
 
 logger = logging.getLogger(__name__)
@@ -120,9 +120,11 @@ class _TrainerSaves:
             save.result()
 
     def finalize_training(self, *args: Any, **options: Any) -> Any:
-        """As the trainer's, after all saves have ended: it loads the best checkpoint, and removes others."""
-        self._last = self._unannounced = None
+        """As the trainer's, when all saves have ended, and older checkpoints are removed: it may load the best one."""
         self._settle(wait=True)
+        if self._last is not None:
+            finish_callbacks(self._last.save)
+        self._last = self._unannounced = None
         return self._stock_finalize(*args, **options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
