@@ -140,3 +140,15 @@ def test_other_ways_to_save(tmp_path: Path, options: dict[str, Any]) -> None:
     assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "stock")
     for step in checkpoints(tmp_path / "stock"):
         same_files(tmp_path / f"ours/checkpoint-{step}", tmp_path / f"stock/checkpoint-{step}")
+
+
+def test_what_a_failed_best_checkpoint_leaves(tmp_path: Path, faulty_worker: Faulty) -> None:
+    run = tmp_path / "run"
+    faulty_worker("finalize:enospc:2")
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = hf_training.trainer(run, config=Config(failure="warn"), **options)
+    trainer.evaluate = lambda **_: {"eval_loss": {2: 3.0, 4: 2.0}.get(trainer.state.global_step, 4.0)}
+    trainer.train()
+    assert trainer.state.best_global_step == 4
+    assert checkpoints(run) == [2, 6]
+    assert trainer.state.best_model_checkpoint == str(run / "checkpoint-2")

@@ -29,7 +29,7 @@ def both(folder: Path, **options: Any) -> None:
     """Train with and without us: all files are alike."""
     for name in ("ours", "stock"):
         made = {key: value() if callable(value) and key == "what" else value for key, value in options.items()}
-        hf_training.trainer(folder / name, enable=name == "ours", **made).train()
+        hf_training.trainer(folder / name, enable=name == "ours", max_steps=2, **made).train()
     assert checkpoints(folder / "ours") == checkpoints(folder / "stock")
     for step in checkpoints(folder / "stock"):
         same_files(folder / f"ours/checkpoint-{step}", folder / f"stock/checkpoint-{step}")

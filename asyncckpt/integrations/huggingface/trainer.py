@@ -28,7 +28,6 @@ from transformers import Trainer, TrainerCallback
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
-from asyncckpt.errors import CheckpointError, SaveDroppedError
 from asyncckpt.integrations.huggingface.capture import Capture, begin_save, capturing, finish_callbacks, replaced
 from asyncckpt.save_handle import Save
 
@@ -124,6 +123,7 @@ class _TrainerSaves:
         self._settle(wait=True)
         if self._last is not None:
             finish_callbacks(self._last.save)
+            engines.shared.get(config=self._config).wait()  # raises what nobody was told of
         self._last = self._unannounced = None
         return self._stock_finalize(*args, **options)
 
@@ -146,28 +146,15 @@ class _TrainerSaves:
         return control
 
     def _settle(self, *, wait: bool) -> None:
-        """Tell of the saves that have ended; with ``wait`` of all.
-
-        Raises ``CheckpointError`` if one has failed and this has waited; if not, the engine's next save raises it.
-        """
-        failures: list[CheckpointError] = []
+        """Tell of the saves that have ended; with ``wait`` of all. Of a failure the engine tells: on all ranks."""
         while self._unsettled and (wait or self._unsettled[0].save.done()):
-            ended = self._unsettled[0]
-            if wait:
-                try:
-                    ended.save.result()
-                except CheckpointError as error:
-                    if not isinstance(error, SaveDroppedError):
-                        failures.append(error)
-            del self._unsettled[0]
-            if ended.save.failure is None:
+            ended = self._unsettled.pop(0)
+            if (failure := ended.save.future.exception()) is None:
                 for call in ended.calls:
                     call()
             else:
-                logger.warning("there is no %s: %s", ended.save.path, ended.save.failure)
+                logger.warning("there is no %s: %s", ended.save.path, failure)
                 self._forget_best(ended)
-        if failures and engines.shared.get(config=self._config).config.failure == "raise":
-            raise failures[0]
 
     def _forget_best(self, failed: _Unsettled) -> None:
         """The checkpoint that was to be the best is not there: it is the one before again."""
