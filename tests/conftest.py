@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from support import accelerators
 from support.workers import FAULTY, Faulty, send_away
 
@@ -119,6 +120,15 @@ def faulty_worker(monkeypatch: pytest.MonkeyPatch) -> Faulty:
         monkeypatch.setattr(worker_process, "command", lambda: [real()[0], FAULTY, fault] if fault else real())
 
     return choose
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread: for tiny models the others only get in the way of other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from asyncckpt.errors import StorageError
 
 # What transformers itself has to say while it trains and resumes.
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("default::UserWarning", "default::FutureWarning", "default::DeprecationWarning"),
 ]
 

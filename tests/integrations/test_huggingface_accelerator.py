@@ -16,6 +16,8 @@ from support.workers import Faulty
 from asyncckpt.errors import StorageError
 from asyncckpt.integrations import huggingface
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Loop:
     """A training with accelerate alone."""

@@ -22,7 +22,10 @@ from transformers import PreTrainedTokenizerFast, Trainer, modeling_utils
 
 from asyncckpt.integrations import huggingface
 
-pytestmark = pytest.mark.filterwarnings("default::UserWarning", "default::FutureWarning", "default::DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("default::UserWarning", "default::FutureWarning", "default::DeprecationWarning"),
+]
 
 
 def both(folder: Path, **options: Any) -> None:

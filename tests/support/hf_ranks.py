@@ -44,6 +44,7 @@ def set_up() -> None:
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
     os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
     stock = state.AcceleratorState.__init__
 
     def init(self: Any, *args: Any, **options: Any) -> None:
