@@ -1,0 +1,125 @@
+"""The plugin that saves Lightning's checkpoints of one file."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from typing import Any
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from asyncckpt.config import Config
+from asyncckpt.engine import shared as engines
+from asyncckpt.errors import CheckpointError
+from asyncckpt.integrations.lightning.files import AnyPath, local_place, replace_link
+from asyncckpt.integrations.lightning.pending import Pending
+from asyncckpt.integrations.torch_file import torch_save
+
+logger = logging.getLogger(__name__)
+
+# Where the launchers of processes put the weights for the process that has launched them, which loads them at once
+# (lightning/pytorch/strategies/launchers/multiprocessing.py).
+_HANDED_OVER = ".temp.ckpt"
+
+
+class AsyncckptIO(TorchCheckpointIO):
+    """Saves as Lightning's own ``TorchCheckpointIO`` does, but in the background, and only to local files.
+
+    What goes elsewhere (``s3://``) Lightning itself saves, and the training waits. Each process saves for itself.
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: For the engine, if this is the first save of this process alone; None: as the environment says.
+        """
+        self._config = config
+        self.pending = Pending(Config.given(config).timeout)
+        """What is under way."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._config,)  # a process that is spawned has saved nothing yet
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
+        """Return when the tensors are copied.
+
+        Args:
+            checkpoint: What ``torch.save`` takes.
+            path: The file. The folder it is in is made. A link there is replaced, and not what it leads to.
+            storage_options: Not supported, as by ``TorchCheckpointIO``.
+
+        Raises:
+            TypeError: There are ``storage_options``.
+            CheckpointError: As ``torch_save`` raises; an earlier save has failed, and nobody was told.
+        """
+        place = local_place(path)
+        if place is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            _warn_of_remote()
+            return
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        self.pending.make_way(place)
+        replace_link(place)
+        save = torch_save(checkpoint, place, config=self._config)
+        self.pending.add(place, save)
+        save.wait_staged()  # also with Config.overlap: nobody else would wait before the next step of the optimizer
+        if os.path.basename(place) == _HANDED_OVER:
+            save.result()
+
+    def load_checkpoint(
+        self, path: AnyPath, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load as ``TorchCheckpointIO`` does, after what is under way for ``path``.
+
+        Args:
+            path, map_location, weights_only: As there.
+
+        Raises:
+            CheckpointError: The last save to there has just failed.
+            FileNotFoundError: There is none.
+        """
+        if (place := local_place(path)) is not None:
+            self.pending.wait_for(place)
+        loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+        return loaded
+
+    def remove_checkpoint(self, path: AnyPath) -> None:
+        """Remove a checkpoint when the newest save that was begun is durable. If that fails, it stays.
+
+        Args:
+            path: Of a file or a folder.
+        """
+        place = local_place(path)
+        if place is None:
+            self.pending.wait()  # what is to take its place may be here
+            super().remove_checkpoint(path)
+        elif self.pending.will_exist(place) or os.path.lexists(place):
+            self.pending.remove(place)
+
+    def teardown(self) -> None:
+        """Wait until all is durable, removed and linked, also on the other ranks, which save nothing themselves.
+
+        Raises:
+            CheckpointError: A save has failed, and nobody was told. In the handling of another error it is in the log.
+            OSError: Something could not be removed or linked; likewise.
+        """
+        is_failing = sys.exc_info()[1] is not None
+        try:
+            if self.pending.newest is not None:
+                self.pending.wait()
+                engines.shared.get(alone=True, config=self._config).wait()
+                self.pending.raise_failure()
+            elif not is_failing:  # the rank that saves may have gone
+                self.pending.wait_for_others()
+        except (CheckpointError, OSError) as error:
+            if not is_failing:
+                raise
+            logger.error("while the training is being given up: %s", error)
+
+
+@functools.cache
+def _warn_of_remote() -> None:
+    logger.warning("what does not go to a local file Lightning itself saves, and the training waits")

@@ -1,0 +1,74 @@
+"""What is done to checkpoints on local storage: found by one name, removed, linked to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from asyncckpt.worker.storage import storage_for
+
+logger = logging.getLogger(__name__)
+
+AnyPath = str | Path
+"""As Lightning has paths."""
+
+
+def local_place(path: AnyPath) -> str | None:
+    """The place of a local file, by one name for all ways to it; None for one elsewhere. A link is a place itself."""
+    system, place = url_to_fs(str(path))
+    return place_of(place) if isinstance(system, LocalFileSystem) else None
+
+
+def place_of(path: AnyPath) -> str:
+    """As ``local_place``, of a path that is local."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def remove(place: str) -> None:
+    """Remove a file or a folder. A folder loses its name first, so that no half of it is taken for a checkpoint."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.islink(place) or not os.path.isdir(place):
+            os.unlink(place)
+        elif not storage_for(place).remove_checkpoint(place):
+            logger.warning("%s is not removed: somebody reads it", place)
+
+
+def link(place: str, target: str) -> None:
+    """Make a symbolic link to ``target`` in the place of what is there, in one step but for a folder."""
+    if os.path.isdir(place) and not os.path.islink(place):
+        remove(place)
+    new = _beside(place)
+    new.symlink_to(target)
+    new.replace(place)
+
+
+def replace_link(place: str) -> None:
+    """If there is a symbolic link to a file, put that file itself there: the engine writes through a link, and would
+    replace what it leads to, which is another checkpoint.
+    """
+    if not os.path.islink(place):
+        return
+    if not os.path.isfile(place):
+        os.unlink(place)
+        return
+    target, new = os.path.realpath(place), _beside(place)
+    try:
+        new.hardlink_to(target)
+    except OSError:  # the file system has no hard links
+        shutil.copyfile(target, new)
+    new.replace(place)
+
+
+def _beside(place: str) -> Path:
+    """A hidden name in the same folder, with nothing there."""
+    folder, name = os.path.split(place)
+    hidden = Path(folder, f".{name}.link")
+    hidden.unlink(missing_ok=True)
+    return hidden

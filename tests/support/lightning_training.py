@@ -1,0 +1,58 @@
+"""A tiny model that Lightning trains, and says the losses of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+STEPS = 12
+"""Of an epoch."""
+
+
+class Model(LightningModule):
+    """Two layers. ``losses`` are those of the steps of this process, by their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        self.losses: dict[int, float] = {}
+
+    def training_step(self, batch: Sequence[torch.Tensor], _: int) -> torch.Tensor:
+        loss = (self.layers(batch[0]).sum(1) - batch[0].sum(1)).pow(2).mean()
+        self.losses[self.global_step + 1] = loss.item()
+        self.log("loss", loss)
+        self.log("improving", float(-self.global_step))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def batches() -> DataLoader[Any]:
+    """The same ones each time."""
+    data = torch.randn(2 * STEPS, 8, generator=torch.Generator().manual_seed(2))
+    return DataLoader(TensorDataset(data), batch_size=2)
+
+
+def every(steps: int, folder: Path, **options: Any) -> ModelCheckpoint:
+    """Save to ``folder`` after so many steps."""
+    options = {"save_top_k": 1, "filename": "{step}"} | options
+    return ModelCheckpoint(dirpath=folder, every_n_train_steps=steps, **options)
+
+
+def trainer(*callbacks: Callback, plugins: Sequence[Any] = (), steps: int = STEPS, **options: Any) -> Trainer:
+    """On the CPU, without logs and bars."""
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "barebones"), False
+    )
+    kind = {"accelerator": "cpu", "devices": 1, "max_steps": steps, "max_epochs": -1} | quiet | options
+    if not callbacks:
+        kind["enable_checkpointing"] = False
+    return Trainer(plugins=list(plugins), callbacks=list(callbacks), **kind)
