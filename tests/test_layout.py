@@ -119,7 +119,12 @@ def test_there_are_no_cycles() -> None:
 
 
 def test_integrations_know_each_other_only_where_one_stands_on_another() -> None:
-    stands_on = {"wrap": {"dcp", "torch_file", "megatron", "nvrx"}, "megatron": {"nvrx"}, "nvrx": {"torch_file"}, "lightning": {"torch_file"}}
+    stands_on = {
+        "wrap": {"dcp", "torch_file", "megatron", "nvrx"},
+        "megatron": {"nvrx"},
+        "nvrx": {"torch_file"},
+        "lightning": {"torch_file"},
+    }
     for module, tree in TREES.items():
         if _room(module) == "integrations":
             own = module.split(".")[2]
