@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import VersionError as VersionError
     from asyncckpt.errors import WeightsTimeoutError as WeightsTimeoutError
     from asyncckpt.errors import WorkerDiedError as WorkerDiedError
+    from asyncckpt.file_set import FileSet as FileSet
     from asyncckpt.integrations.dcp import async_save as async_save
     from asyncckpt.integrations.dcp import load as load
     from asyncckpt.integrations.dcp import save as save
@@ -54,6 +55,7 @@ _MODULES = {
     "CheckpointError": "errors",
     "Checkpointer": "checkpointer",
     "Config": "config",
+    "FileSet": "file_set",
     "Loaded": "checkpointer",
     "PerRank": "planning.per_rank",
     "Publication": "publication",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
-from asyncckpt.engine.save_operation import Retention
+from asyncckpt.engine.retention import retention_of
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -24,6 +24,7 @@ from asyncckpt.errors import (
     DamagedCheckpointError,
     StorageError,
 )
+from asyncckpt.file_set import FileSet
 from asyncckpt.loading.load import load
 from asyncckpt.loading.memory_source import HeldImages, MemorySource, choose_in_memory
 from asyncckpt.loading.source import find_step, read_manifest, settled_step
@@ -31,7 +32,7 @@ from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, gather, is_first
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.messages import Existing, HeldImage
+from asyncckpt.worker.messages import HeldImage
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
@@ -123,12 +124,23 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         that nobody was told of; then nothing was saved, and the next save may work. (With ``Config.failure="warn"``
         none but ``ClosedError``: the handle has it.)
         """
+        return self._save(step, self._engine.save, state_dict)
+
+    def save_files(self, step: SupportsIndex, files: FileSet) -> Save:
+        """Save a set of files as the checkpoint of ``step``: all of them, of all ranks, are there in the end, or none.
+
+        As ``save``, and kept and removed as other steps are. Each file is read by what reads such files, and not by
+        ``load``.
+        """
+        return self._save(step, self._engine.save_files, files)
+
+    def _save(self, step: SupportsIndex, save_by: Callable[..., Save], what: object) -> Save:
         step = whole_number(step, "step")
         if not self._has_saved and self._origin is None and is_first(self._process_group):
             _warn_of_others(self.root)
         self._has_saved = True
-        retention = _retention(self.config, self._origin, self.root, step)
-        save = self._engine.save(step_folder(self.root, step), state_dict, step=step, retention=retention)
+        retention = retention_of(self.config, self._origin, self.root, step)
+        save = save_by(step_folder(self.root, step), what, step=step, retention=retention)
         self._staging = [*filter(_is_copying, self._staging), save]
         return save
 
@@ -371,25 +383,3 @@ def _warn_of_others(root: str) -> None:
                 newest,
                 root,
             )
-
-
-def _retention(config: Config, origin: Origin | None, root: str, step: int) -> Retention:
-    """What a save of ``step`` does to other checkpoints."""
-    existing: Existing = "refuse"
-    with contextlib.suppress(StorageError):  # the save says it better
-        if origin is not None and origin.has_left(root, step):
-            existing = "set aside"
-            logger.warning(
-                "step %d is saved again, after step %d was loaded: the one that is there is renamed to %s.abandoned-N",
-                step,
-                origin.step,
-                step_folder(root, step),
-            )
-    since = 0.0 if origin is None else origin.newest
-    return Retention(existing=existing, keep_last=config.keep_last, keep=partial(_keeps, config, step), since=since)
-
-
-def _keeps(config: Config, step: int) -> bool:
-    """Whether the checkpoint of ``step`` is one to keep for good."""
-    every, keep = config.keep_every, config.keep
-    return (every is not None and step % every == 0) or (keep is not None and bool(keep(step)))

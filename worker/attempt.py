@@ -16,18 +16,36 @@ from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import xxhash
 
 from asyncckpt.errors import CheckpointError, StorageError, StructureChangedError
 from asyncckpt.worker import archive
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, index_name, storage_meta
+from asyncckpt.worker.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Index,
+    Manifest,
+    checksum,
+    index_name,
+    spans,
+    storage_meta,
+)
 from asyncckpt.worker.rounds import Call, check_same_call
-from asyncckpt.worker.segment_layout import CheckpointLayout, Region, TorchFileLayout
+from asyncckpt.worker.segment_layout import (
+    ArchiveData,
+    CheckpointLayout,
+    FileSetLayout,
+    LargeFile,
+    Region,
+    SpannedFile,
+    TorchFileLayout,
+)
 from asyncckpt.worker.staged_image import ImageFile, StagedImage, write_image
 from asyncckpt.worker.storage.history import time_of_creation
-from asyncckpt.worker.storage.storage import OpenAttempt, Storage
+from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, Storage
 
 # How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
 _ORPHAN_S = 60.0
@@ -44,11 +62,15 @@ def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
         case TorchFileLayout():
             file = storage.begin_file(request.path, request.attempt, layout.data_bytes, _ORPHAN_S)
             return FileAttempt(file, staged_image, layout)
-        case CheckpointLayout():
-            total = layout.data_bytes + sum(region.nbytes for region in layout.constants())
+        case CheckpointLayout() | FileSetLayout():
+            beside = sum(region.nbytes for region in layout.constants()) + sum(
+                map(len, dict(request.small_files).values())
+            )
             # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
             orphan_s = None if request.rank > 0 else request.timeout if request.world_size > 1 else _ORPHAN_S
-            folder = storage.begin_checkpoint(request.path, request.attempt, total, orphan_s)
+            folder = storage.begin_checkpoint(request.path, request.attempt, layout.data_bytes + beside, orphan_s)
+            if isinstance(layout, FileSetLayout):
+                return FileSetAttempt(folder, staged_image, layout)
             return CheckpointAttempt(folder, staged_image, layout)
         case _:
             raise CheckpointError("the trainer never described this segment as a checkpoint's")
@@ -65,7 +87,7 @@ class Attempt(ABC):
 
     opened: OpenAttempt
     staged_image: StagedImage
-    layout: CheckpointLayout | TorchFileLayout
+    layout: CheckpointLayout | FileSetLayout | TorchFileLayout
 
     def __post_init__(self) -> None:
         self.request = self.staged_image.request
@@ -100,53 +122,95 @@ class Attempt(ABC):
         """Remove what the attempt has written, and stop holding it."""
         self.opened.discard()
 
-    def _image(self) -> memoryview:
-        return self._region(Region(self.layout.slots[self.request.slot], self.layout.data_bytes))
+    def _image(self, begin: int, nbytes: int) -> memoryview:
+        """Some of what stands in the slot."""
+        return self._region(Region(self.layout.slots[self.request.slot] + begin, nbytes))
+
+    def _complete(self, image: memoryview, sizes: Region, pickle_bytes: int, file: ImageFile) -> tuple[int, list[int]]:
+        """Complete an archive in the slot, and write it as far as it goes.
+
+        Args:
+            image: Where it stands, all of it staged.
+            sizes: As of ``ArchiveData``.
+            pickle_bytes: How long its pickle is.
+            file: What it goes to.
+
+        Returns:
+            Its length, and where its records begin, in bytes.
+        """
+        alignment, room, *each = self._region(sizes).cast("Q")
+        end = archive.complete(image, alignment, room, each, pickle_bytes, file.advance)
+        return end, [record.at for record in archive.lay_out(alignment, room, *each)]
 
 
 @dataclass
-class CheckpointAttempt(Attempt):
-    """An attempt at one rank's part of a checkpoint."""
+class FolderAttempt(Attempt):
+    """An attempt at one rank's part of a folder of files with a manifest."""
 
-    layout: CheckpointLayout
+    layout: CheckpointLayout | FileSetLayout
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._files: dict[str, dict[str, Any]] = {}  # those that are written, for the manifest
+        self._tails: list[bytes] = []  # of the indexes of large files
+        self._begun: float | None = None  # where there is nothing to write, never
+
+    @property
+    @abstractmethod
+    def _large(self) -> Sequence[LargeFile]:
+        """What is staged, in the order of the image."""
+
+    @property
+    @abstractmethod
+    def _metadata(self) -> Sequence[tuple[str, Region]]:
+        """First rank: ``.metadata`` for each folder of DCP's."""
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The image is written as it arrives."""
-        begun: float | None = None  # where there is nothing to write, never
-        begin = 0  # of the file that is being written
-
-        def wait_beyond(nbytes: int, whole: int) -> int:
-            nonlocal begun
-            arrived = self.staged_image.wait_beyond(begin + nbytes, layout.data_bytes)
-            begun = begun or time.perf_counter()
-            return min(arrived - begin, whole)
-
-        layout, checksums = self.layout, array("Q")
-        self._index_tails: list[bytes] = []
-        for each in layout.data_files:
-            begin = each.begin
-            image, bounds = self._region(layout.data(self.request.slot, each)), self._region(each.spans).cast("Q")
-            file = self.opened.create(each.name(self.request.rank), large=True)
-            its, is_direct = write_image(file, pool, image, bounds, wait_beyond)
-            self.direct = is_direct and (self.direct or not begin)
-            self._index_tails.append(Index.tail(its))
+        checksums, is_direct = array("Q"), []
+        for each in self._large:
+            nbytes, its, direct = self._write_large(each, pool)
+            self._files[each.name(self.request.rank)] = {"bytes": nbytes, "index": self._index_name(len(self._tails))}
+            self._tails.append(Index.tail(nbytes, its))
             checksums += its
-        self.timings["write_s"] = 0.0 if begun is None else time.perf_counter() - begun
+            is_direct.append(direct)
+        self.direct = bool(is_direct) and all(is_direct)
+        self.timings["write_s"] = 0.0 if self._begun is None else time.perf_counter() - self._begun
         return checksums
 
+    def _write_large(self, file: LargeFile, pool: ThreadPoolExecutor) -> tuple[int, array[int], bool]:
+        """Returns the file's length, the checksums of its spans, and whether the page cache was bypassed."""
+        if not isinstance(file, SpannedFile):
+            raise NotImplementedError(type(file))
+
+        def wait_beyond(nbytes: int, whole: int) -> int:
+            return min(self._wait_beyond(file.begin + nbytes) - file.begin, whole)
+
+        output = self.opened.create(file.name(self.request.rank), large=True)
+        image, bounds = self._image(file.begin, file.nbytes), self._region(file.spans).cast("Q")
+        return file.length, *write_image(output, pool, image, bounds, wait_beyond)
+
+    def _wait_beyond(self, nbytes: int) -> int:
+        arrived = self.staged_image.wait_beyond(nbytes, self.layout.data_bytes)
+        self._begun = self._begun or time.perf_counter()
+        return arrived
+
+    def _index_name(self, number: int) -> str:
+        return index_name(self.request.rank, number)
+
     def seal(self) -> bytes:
-        layout = self.layout
-        files: dict[str, Any] = {}
-        for each, tail in zip(layout.data_files, self._index_tails, strict=True):
-            data = each.name(self.request.rank)
-            files[data] = {"bytes": each.nbytes, "xxh3": None}
-            index = index_name(data)
-            files[index] = self._write_small(index, self._region(each.index_head), tail)
-        if self.request.rank == 0:
-            tail = storage_meta(self.request.path, self.request.attempt)
-            files[METADATA_NAME] = self._write_small(METADATA_NAME, self._region(layout.metadata)[:-1], tail)
+        for number, (each, tail) in enumerate(zip(self._large, self._tails, strict=True)):
+            self._write_small(self._index_name(number), self._region(each.index_head), tail)
+        for folder, region in self._metadata if self.request.rank == 0 else ():
+            tail = storage_meta(os.path.join(self.request.path, folder), self.request.attempt)
+            self._write_small(os.path.join(folder, METADATA_NAME), self._region(region)[:-1], tail)
         call = Call.of_save(self.request.step, self.request.path)
-        report = {"files": files, "write_s": round(self.timings["write_s"], 6), "plan": self.request.plan, "call": call}
+        report = {
+            "files": self._files,
+            "write_s": round(self.timings["write_s"], 6),
+            "plan": self.request.plan,
+            "call": call,
+        }
         return json.dumps(report).encode()
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
@@ -176,20 +240,27 @@ class CheckpointAttempt(Attempt):
         Only the first rank finalizes, so only it can be sure that what it removes has not been finalized meanwhile. The
         others' files are named by the path of the attempt, where nothing stands any more once it is finalized.
         """
-        data = [each.name(self.request.rank) for each in self.layout.data_files]
-        self.opened.discard(None if self.request.rank == 0 else [*data, *map(index_name, data)])
+        self.opened.discard(None if self.request.rank == 0 else self._names())
 
-    def _write_small(self, name: str, *parts: bytes | memoryview) -> dict[str, Any]:
-        """Write ``parts`` one after the other to a new file, durably. Returns its entry for the manifest."""
+    def _names(self) -> list[str]:
+        """The files that this rank may have created."""
+        large = [each.name(self.request.rank) for each in self._large]
+        return [*large, *map(self._index_name, range(len(large)))]
+
+    def _create(self, name: str) -> OutputFile:
+        return self.opened.create(name, large=False)
+
+    def _write_small(self, name: str, *parts: bytes | memoryview) -> None:
+        """Write ``parts`` one after the other to a new file, durably."""
         digest = xxhash.xxh3_64()
         nbytes = 0
-        with contextlib.closing(self.opened.create(name, large=False)) as file:
+        with contextlib.closing(self._create(name)) as file:
             for part in parts:
                 file.write(memoryview(part), nbytes)
                 digest.update(part)
                 nbytes += len(part)
             file.sync()
-        return {"bytes": nbytes, "xxh3": digest.hexdigest()}
+        self._files[name] = {"bytes": nbytes, "xxh3": digest.hexdigest()}
 
     def _check_plans(self, reports: Sequence[dict[str, Any]]) -> None:
         """That the parts of all ranks are of one structure: with constant structure no rank has asked another."""
@@ -216,6 +287,82 @@ class CheckpointAttempt(Attempt):
 
 
 @dataclass
+class CheckpointAttempt(FolderAttempt):
+    """An attempt at one rank's part of a checkpoint."""
+
+    layout: CheckpointLayout
+
+    @property
+    def _large(self) -> Sequence[LargeFile]:
+        return self.layout.data_files
+
+    @property
+    def _metadata(self) -> Sequence[tuple[str, Region]]:
+        return [("", self.layout.metadata)]
+
+
+@dataclass
+class FileSetAttempt(FolderAttempt):
+    """An attempt at one rank's part of a set of files."""
+
+    layout: FileSetLayout
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._first_index: OutputFile | None = None
+        self._pickle_bytes = iter(self.request.pickle_bytes)
+
+    @property
+    def _large(self) -> Sequence[LargeFile]:
+        return self.layout.files
+
+    @property
+    def _metadata(self) -> Sequence[tuple[str, Region]]:
+        return self.layout.metadata
+
+    def write(self, pool: ThreadPoolExecutor) -> array[int]:
+        """The first index is there from the beginning: by it the folder is known for ours, whatever else is in it."""
+        if self._large:
+            self._first_index = self.opened.create(self._index_name(0), large=False)
+        else:
+            self._wait_beyond(-1)  # until the trainer says that this is to be saved
+        return super().write(pool)
+
+    def _write_large(self, file: LargeFile, pool: ThreadPoolExecutor) -> tuple[int, array[int], bool]:
+        """An archive is completed in the slot, so all of the image has to be there."""
+        if not isinstance(file, ArchiveData):
+            return super()._write_large(file, pool)
+        arrived = 0
+        while arrived < self.layout.data_bytes:
+            arrived = self._wait_beyond(arrived)
+        image = self._image(file.begin, file.nbytes)
+        with ImageFile(self.opened.create(file.path, large=True), pool, image) as output:
+            end, starts = self._complete(image, file.sizes, next(self._pickle_bytes), output)
+            bounds = spans(starts, end)
+            sums = array("Q", (checksum(image[begin:stop]) for begin, stop in pairwise(bounds)))
+            return end, sums, output.finish(end)
+
+    def seal(self) -> bytes:
+        for name, data in self.request.small_files:
+            self._write_small(name, data)
+        return super().seal()
+
+    def discard(self) -> None:
+        if self._first_index is not None:
+            self._first_index.close()
+        super().discard()
+
+    def _create(self, name: str) -> OutputFile:
+        if self._first_index is None or name != self._index_name(0):
+            return super()._create(name)
+        first, self._first_index = self._first_index, None
+        return first
+
+    def _names(self) -> list[str]:
+        return [*super()._names(), *dict(self.request.small_files)]
+
+
+@dataclass
 class FileAttempt(Attempt):
     """An attempt at a single file, an archive that ``torch.load`` reads."""
 
@@ -224,11 +371,10 @@ class FileAttempt(Attempt):
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The archive is completed in the slot first. Returns no checksums: nobody loads it from memory."""
         begun = time.perf_counter()
-        alignment, room, *sizes = self._region(self.layout.sizes).cast("Q")
-        image = self._image()
+        image = self._image(0, self.layout.data_bytes)
         with ImageFile(self.opened.create("", large=True), pool, image) as file:
             self.staged_image.inode = self.opened.inode
-            end = archive.complete(image, alignment, room, sizes, self.request.pickle_bytes, file.advance)
+            end, _ = self._complete(image, self.layout.sizes, self.request.pickle_bytes[0], file)
             self.direct = file.finish(end)
         self.timings["write_s"] = time.perf_counter() - begun
         return array("Q")

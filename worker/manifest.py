@@ -14,6 +14,7 @@ import json
 import math
 import operator
 import pickle
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ FORMAT = 1
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
 SPAN_BYTES = 8 << 20
+_INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
 # Fields that have another name in the file.
 _KEYS = {"nbytes": "bytes"}
 
@@ -39,15 +41,19 @@ def data_name(rank: int, number: int = 0, prefix: str = "") -> str:
     return f"{prefix}__{rank}_{number}.distcp"
 
 
-def index_name(data: str) -> str:
-    """The index of the data file ``data``. Its name has no prefix: who removes what begins so keeps it."""
-    name = data.removesuffix(".distcp")
-    return name[max(name.rfind("__"), 0) :] + ".index.json"
+def index_name(rank: int, number: int = 0) -> str:
+    """The index of the large file ``number`` of ``rank``; it has no prefix: who removes what begins so keeps it."""
+    return f"__{rank}_{number}.index.json"
 
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file of that name belongs to a checkpoint, ours or stock DCP's."""
-    return name in (MANIFEST_NAME, METADATA_NAME) or name.endswith((".distcp", ".index.json"))
+    return name in (MANIFEST_NAME, METADATA_NAME) or is_index(name) or ("/" not in name and name.endswith(".distcp"))
+
+
+def is_index(name: str) -> bool:
+    """Whether ``name`` is that of an index."""
+    return _INDEX_NAME.fullmatch(name) is not None
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -61,7 +67,8 @@ class Manifest:
 
     ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later.
 
-    ``files`` maps names to ``{"bytes": int, "xxh3": hex or null}`` (null: see its index).
+    ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
+    to ``{"bytes": int, "index": name}``.
     """
 
     attempt: str
@@ -101,7 +108,7 @@ class Manifest:
 
     def data_files(self) -> Iterator[str]:
         """The names of the files that have an index."""
-        return (name for name, facts in self.files.items() if facts["xxh3"] is None)
+        return (name for name, facts in self.files.items() if "index" in facts)
 
 
 class Item(NamedTuple):
@@ -154,22 +161,22 @@ class Index:
         return [item.name for item in self.items if item.at < end and begin < item.at + item.nbytes]
 
     @staticmethod
-    def head(data: str, nbytes: int, items: Sequence[Item]) -> bytes:
-        """The constant part of an index, up to the checksums, where ``tail`` goes on.
+    def head(data: str, items: Sequence[Item]) -> bytes:
+        """The constant part of an index, where ``tail`` goes on.
 
         Args:
             data: The name of the data file.
-            nbytes: Its size, in bytes.
             items: What stands in it, in the order of the file.
         """
         rows = ",\n".join(json.dumps(item, separators=(",", ":")) for item in items)
-        start = json.dumps({"format": FORMAT, "data": data, "bytes": nbytes, "fields": list(Item.__annotations__)})
-        return f'{start[:-1]}, "items": [\n{rows}\n], "checksums": "'.encode()
+        start = json.dumps({"format": FORMAT, "data": data, "fields": list(Item.__annotations__)})
+        return f'{start[:-1]}, "items": [\n{rows}\n]'.encode()
 
     @staticmethod
-    def tail(checksums: array[int]) -> bytes:
-        """What follows the head: the checksums, as base64 of little-endian 64-bit numbers."""
-        return base64.b64encode(_little_endian(checksums).tobytes()) + b'"}\n'
+    def tail(nbytes: int, checksums: array[int]) -> bytes:
+        """What follows the head: the size of the file, and the checksums, as base64 of little-endian 64-bit numbers."""
+        text = base64.b64encode(_little_endian(checksums).tobytes())
+        return b', "bytes": %d, "checksums": "%s"}\n' % (nbytes, text)
 
     @classmethod
     def parse(cls, text: bytes, path: str) -> Index:
@@ -194,10 +201,11 @@ class Index:
 
 def _check_file(name: str, facts: Mapping[str, Any]) -> None:
     """Whoever wrote a manifest may not have meant well: a file is one of its folder. Raises ``ValueError``."""
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError(f"{name!r} is no name of a file here")
-    nbytes, digest = facts["bytes"], facts["xxh3"]
-    if type(nbytes) is not int or nbytes < 0 or not (digest is None or isinstance(digest, str)):
+    nbytes, digest, index = facts["bytes"], facts.get("xxh3"), facts.get("index")
+    is_told = isinstance(digest, str) if index is None else digest is None and is_index(index)
+    if type(nbytes) is not int or nbytes < 0 or not is_told:
         raise ValueError(f"what it says of {name!r}")
 
 

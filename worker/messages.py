@@ -85,8 +85,9 @@ class WriteRequest:
     """What the worker is to write from one slot: this rank's part of the checkpoint at ``path`` (absolute), or a file.
 
     ``save_id`` and ``attempt`` are the same on all ranks. So is ``plan``, the number of the image's plan, or the parts
-    do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of a file's pickle.
-    ``umask``: the trainer's. ``since``: it is newer than all created up to then.
+    do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
+    archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
+    all created up to then.
     """
 
     save_id: int
@@ -101,7 +102,8 @@ class WriteRequest:
     keep_last: int | None
     keep: bool
     timeout: float
-    pickle_bytes: int = 0
+    pickle_bytes: tuple[int, ...] = ()
+    small_files: tuple[tuple[str, bytes], ...] = ()
     umask: int = 0o022
     since: float = 0.0
     plan: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from asyncckpt.worker.manifest import data_name
@@ -16,29 +17,74 @@ class Region:
 
 
 @dataclass(frozen=True)
-class DataFile:
-    """A data file in an image: ``nbytes`` from ``begin``, both whole pages. Its name has its ``number`` among those of
-    a rank, and a ``prefix``.
+class LargeFile:
+    """A large file in an image: ``nbytes`` from ``begin``, both whole pages.
 
-    ``index_head`` is its index up to the checksums. ``spans`` holds unsigned 64-bit numbers: the boundaries, in the
-    file, of what has one checksum.
+    ``index_head`` is the constant part of its index.
     """
 
-    number: int
-    prefix: str
     begin: int
     nbytes: int
     index_head: Region
-    spans: Region
 
     def name(self, rank: int) -> str:
         """What it is called where ``rank`` has saved it."""
-        return data_name(rank, self.number, self.prefix)
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SpannedFile(LargeFile):
+    """One whose offsets are all constant: it ends at ``length``, in bytes.
+
+    ``spans`` holds unsigned 64-bit numbers: the boundaries, in the file, of what has one checksum.
+    """
+
+    length: int
+    spans: Region
 
     @property
     def checksums(self) -> int:
         """How many it has."""
         return self.spans.nbytes // 8 - 1
+
+
+@dataclass(frozen=True)
+class DataFile(SpannedFile):
+    """A data file of DCP's, in ``folder`` of the checkpoint ("": at its top). Its name has its ``number`` among those
+    that a rank has there, and a ``prefix``.
+    """
+
+    number: int
+    prefix: str
+    folder: str = ""
+
+    def name(self, rank: int) -> str:
+        return os.path.join(self.folder, data_name(rank, self.number, self.prefix))
+
+
+@dataclass(frozen=True)
+class SafetensorsData(SpannedFile):
+    """A file as safetensors writes it."""
+
+    path: str
+
+    def name(self, rank: int) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class ArchiveData(LargeFile):
+    """A file as ``torch.save`` writes it, an archive (see ``archive.py``), which the worker completes.
+
+    ``sizes`` holds unsigned 64-bit numbers: the alignment of its records, the space for the pickle, and the size of
+    each storage, in bytes.
+    """
+
+    path: str
+    sizes: Region
+
+    def name(self, rank: int) -> str:
+        return self.path
 
 
 @dataclass(frozen=True)
@@ -64,11 +110,26 @@ class CheckpointLayout:
 
 
 @dataclass(frozen=True)
-class TorchFileLayout:
-    """Where in a segment a single file stands, an archive (see ``archive.py``); ``data_bytes``, ``slots`` as above.
+class FileSetLayout:
+    """Where in a segment the large files of a set stand; ``data_bytes`` and ``slots`` as above.
 
-    ``sizes`` holds unsigned 64-bit numbers: the alignment of its records, the space for the pickle, and the size of
-    each storage, in bytes.
+    ``files``: those first whose bytes are all the trainer's. ``metadata`` has a ``.metadata`` for each folder of DCP's.
+    """
+
+    files: tuple[LargeFile, ...]
+    data_bytes: int
+    slots: tuple[int, ...]
+    metadata: tuple[tuple[str, Region], ...]
+
+    def constants(self) -> tuple[Region, ...]:
+        """Of what is the same in every save: nobody asks, as no image of a set is held."""
+        return ()
+
+
+@dataclass(frozen=True)
+class TorchFileLayout:
+    """Where in a segment a single file stands, an archive; ``data_bytes``, ``slots`` as above, ``sizes`` as of
+    ``ArchiveData``.
     """
 
     data_bytes: int
@@ -93,4 +154,4 @@ class WeightsLayout:
         return ()
 
 
-SegmentLayout = CheckpointLayout | TorchFileLayout | WeightsLayout
+SegmentLayout = CheckpointLayout | FileSetLayout | TorchFileLayout | WeightsLayout

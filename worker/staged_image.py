@@ -190,7 +190,7 @@ def write_image(
         file: The file, created for large writes.
         pool: The threads that write.
         image: As ``ImageFile`` takes it.
-        bounds: The boundaries of its spans, from 0 to its length, in bytes.
+        bounds: The boundaries of its spans, from 0 to the length of the file, in bytes.
         wait_beyond: That of its ``StagedImage``. What has arrived stays as it is until this function returns.
 
     Returns:
@@ -209,5 +209,5 @@ def write_image(
         # the memory and the cores for that.
         for span, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
             checksums[span] = checksum(image[begin:end])
-        direct = output.finish()
+        direct = output.finish(None if bounds[-1] == len(image) else bounds[-1])
     return checksums, direct

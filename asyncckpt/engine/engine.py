@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,19 +20,23 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ready_events
-from asyncckpt.engine.plan_selection import Captured, PlanSelection, StateToSave
-from asyncckpt.engine.save_operation import Copier, Retention, SaveOperation
+from asyncckpt.engine.plan_selection import Captured, PlanSelection
+from asyncckpt.engine.published_image import known_by_all, show
+from asyncckpt.engine.retention import Retention
+from asyncckpt.engine.save_input import FilesToSave, StateToSave, call_of_files
+from asyncckpt.engine.save_operation import Copier, SaveOperation
 from asyncckpt.engine.saves import Saves
+from asyncckpt.engine.turn import Turn
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
+from asyncckpt.file_set import FileSet
 from asyncckpt.loading.memory_source import HeldImages
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
-from asyncckpt.publication import Publication, Versions, VersionState
+from asyncckpt.publication import Publication, Versions
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save
-from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.staging.buffer import BufferPool, StagingBuffer
+from asyncckpt.staging.buffer import BufferPool
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing
@@ -85,7 +88,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._numbers = itertools.count(1)
         self._questions = itertools.count(1)
         self._closed = False
-        self._turn = _Turn()
+        self._turn = Turn()
 
     @property
     def worker(self) -> WorkerClient | None:
@@ -103,7 +106,8 @@ class Engine(AbstractContextManager["Engine"]):
             group, number = self._usable(), next(self._numbers)
             try:
                 state = stateful_to_dict(state_dict)
-                buffer, tensors, _ = self._plans.for_state(StateToSave(group, number, state, planner))
+                wanted = StateToSave(group, number, state, planner)
+                buffer, tensors, *_ = self._plans.for_all(wanted)
             except BaseException as error:
                 group.report_failure(number, error, begun=False)
                 if not _is_only_logged(error, self.config):
@@ -153,8 +157,38 @@ class Engine(AbstractContextManager["Engine"]):
             check = partial(self._saves.check_place, save, retention.existing)
             state = stateful_to_dict(state_dict)
             call = Call.of_save(step, str(save.path))
-            wanted = StateToSave(save.group, save.number, state, planner, call, check, separate)
-            return self._plans.for_state(wanted)
+            wanted = StateToSave(save.group, save.number, state, planner, separate, call=call, check=check)
+            return self._plans.for_all(wanted)
+
+        return self._carry_out(absolute(path), step, retention, capture)
+
+    def save_files(
+        self,
+        path: str | os.PathLike[str],
+        files: FileSet,
+        *,
+        step: int | None = None,
+        existing: Existing = "refuse",
+        retention: Retention | None = None,
+    ) -> Save:
+        """Save a set of files as a folder: those of all ranks are there in the end, or none. As ``save``.
+
+        Args:
+            path: The folder, the same on all ranks.
+            files: This rank's part; a rank may have none.
+            step, existing, retention: As of ``save``; files cannot "join" others.
+
+        Raises:
+            ValueError: ``existing`` is "join".
+        """
+        retention = retention or Retention(existing=existing)
+        if retention.existing == "join":
+            raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
+
+        def capture(save: SaveOperation) -> Captured:
+            check = partial(self._saves.check_place, save, retention.existing)
+            call = call_of_files(step, str(save.path), files)
+            return self._plans.for_all(FilesToSave(save.group, save.number, files, call=call, check=check))
 
         return self._carry_out(absolute(path), step, retention, capture)
 
@@ -201,10 +235,10 @@ class Engine(AbstractContextManager["Engine"]):
         """
         with self._turn.take():
             group = self._usable()
-            gather = partial(_gather, group, next(self._numbers))
+            gather = partial(known_by_all, group, next(self._numbers))
             published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
-            is_shown = _show(self._buffers.image_of(save), published)
+            is_shown = show(self._buffers.image_of(save), published)
             if is_shown or not group.alone:  # other ranks may have published it, and all have to know the same
                 self._versions.note(published)
             return Publication(published.version, published.epoch, skipped=not is_shown)
@@ -345,50 +379,9 @@ class Engine(AbstractContextManager["Engine"]):
         self._buffers.leave()
 
 
-class _Turn:
-    """One thread at a time is in an engine."""
-
-    def __init__(self) -> None:
-        self._lock, self._owner = threading.RLock(), os.getpid()
-
-    def take(self) -> threading.RLock:
-        """The lock. It is left whatever happens: no code of ours does that.
-
-        Raises ``CheckpointError`` where this thread has it: all would be found as the interrupted call has left it.
-        """
-        if self._owner != os.getpid():  # a thread that is not in this fork may have it for ever
-            self._lock, self._owner = threading.RLock(), os.getpid()
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            raise CheckpointError(
-                "this was called out of another call of the same checkpointer, in the same thread: by a signal handler,"
-                " or while it asks the state for its values; have the handler set a flag, and save when that call has"
-                " returned"
-            )
-        return self._lock
-
-
 def _is_only_logged(error: BaseException, config: Config) -> bool:
     """Whether what a save fails with is not raised, as ``Config.failure`` says; then it is logged."""
     if config.failure != "warn" or not isinstance(error, CheckpointError) or isinstance(error, ClosedError):
         return False
     logger.warning("not saved, and training goes on: %s", str(error))
     return True
-
-
-def _gather(group: Group, number: int, known: VersionState) -> list[VersionState]:
-    return group.ask_all("epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know))
-
-
-def _show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion) -> bool:
-    """Let readers see ``version`` in that slot. Returns whether they do."""
-    if image is not None:
-        buffer, slot = image
-        if not buffer.client.has_endpoint:
-            raise CheckpointError("readers cannot find the worker, which has no endpoint: see the log")
-        if buffer.publish(slot, version):
-            return True
-        why_not = "readers have all slots but that; more of them would help (Config.slots)"
-    else:
-        why_not = "its image is not in memory any more, or never was"
-    logger.warning("version %d is not published: %s", version.version, why_not)
-    return False

@@ -5,17 +5,16 @@ from __future__ import annotations
 import io
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_not_capturing
+from asyncckpt.engine.save_input import SaveInput
 from asyncckpt.errors import (
     CheckpointError,
     StructureChangedError,
@@ -25,8 +24,8 @@ from asyncckpt.errors import (
 )
 from asyncckpt.loading.direct_load import some
 from asyncckpt.loading.unpickle import load_object
-from asyncckpt.planning.draft import flat_names, make_plan
-from asyncckpt.planning.plan import CheckpointPlan, StateDict
+from asyncckpt.planning.file_set_plan import FileSetPlan
+from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.replicas import warn_differing
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
@@ -44,46 +43,21 @@ _MOST_BYTES_TRIED = 1 << 20
 
 # How long the end of a worker may take to be noticed.
 _NOTICE_S = 2.0
-_PREPARES = Call("prepares a save", "prepare")
-
-
-class StateToSave(NamedTuple):
-    """A state dict that all ranks are to save, or to prepare for, under one ``number``."""
-
-    group: Group
-    number: int
-    state: StateDict
-    """This rank's part, without ``Stateful`` values."""
-    planner: SavePlanner | None
-    """DCP's or the user's; None: DCP's default."""
-    call: Call = _PREPARES
-    """What this rank does, which all others have to do, too."""
-    check: Callable[[], object] = lambda: None
-    """What it raises on any rank is raised on all, before anything is planned."""
-    separate: str = ""
-    """Values whose names begin with it are stored in a file of their own; "": none."""
-
-    def key(self) -> Any:
-        """Equal where the same values are planned alike."""
-        if self.planner is None or type(self.planner) is DefaultSavePlanner:
-            its = self.planner or DefaultSavePlanner()
-            plans = its.flatten_state_dict, its.flatten_sharded_tensors, its.dedup_save_to_lowest_rank
-            return *plans, self.separate
-        return type(self.planner), self.separate
 
 
 class Captured(NamedTuple):
     """What is to be staged: the memory for it, and its tensors in the order of the plan, which has its objects.
 
-    ``pickle_bytes``: of a single file, how long its pickle is.
+    ``pickle_bytes``, ``small_files``: as of ``WriteRequest``.
     """
 
     buffer: StagingBuffer
     tensors: Sequence[torch.Tensor]
-    pickle_bytes: int = 0
+    pickle_bytes: tuple[int, ...] = ()
+    small_files: tuple[tuple[str, bytes], ...] = ()
 
 
-def _warn_untrusted(plan: CheckpointPlan) -> None:
+def _warn_untrusted(plan: CheckpointPlan | FileSetPlan) -> None:
     """Say which values a load would refuse, unless it is told to run code: after a crash is late to learn that."""
     refused = []
     for name, data in islice(plan.objects.own_pickles(), _MOST_TRIED):
@@ -113,8 +87,8 @@ class PlanSelection:
     differing: set[str] = field(default_factory=set)
     """First rank: the names under which ranks are known to have different values."""
 
-    def for_state(self, wanted: StateToSave) -> Captured:
-        """The memory and the tensors of a state dict, as all ranks have planned it.
+    def for_all(self, wanted: SaveInput) -> Captured:
+        """The memory and the tensors of what all ranks save, as they have planned it.
 
         Raises ``UnsavableStateError``, ``OutOfMemoryError``, ``RankFailedError``, ``WorkerDiedError``,
         ``SaveTimeoutError``; ``StructureChangedError`` where ``assume_constant_structure`` was promised in vain.
@@ -132,7 +106,8 @@ class PlanSelection:
             client.wait_for_end(_NOTICE_S)
             client = wanted.group.connect_worker(self.supervisor.running)
             found = self._kept_by_all(wanted, client)
-        return found or self._planned_by_all(wanted, client)
+        captured = found or self._planned_by_all(wanted, client)
+        return captured._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files)
 
     def for_file(self, contents: TorchFileContents, group: Group, number: int) -> Captured:
         """The same for the contents of a single file.
@@ -144,20 +119,20 @@ class PlanSelection:
         """
         check_not_capturing()
         client = group.connect_worker(self.supervisor.running)
-        nbytes = len(contents.pickle)
-        found = self.buffers.find(contents.key, lambda plan: plan.capture(contents), client)
+        key, pickle_bytes = ("file", *contents.key), (len(contents.pickle),)
+        found = self.buffers.find(key, lambda plan: plan.capture(contents), client)
         if found is not None:
-            return Captured(*found, nbytes)
+            return Captured(*found, pickle_bytes)
         plan = TorchFilePlan.of(contents, number)
-        buffer = self.buffers.make(contents.key, plan, client)
+        buffer = self.buffers.make(key, plan, client)
         try:
-            self.buffers.keep(contents.key, buffer)
-            return Captured(buffer, plan.capture(contents), nbytes)
+            self.buffers.keep(key, buffer)
+            return Captured(buffer, plan.capture(contents), pickle_bytes)
         except BaseException:
             buffer.close()
             raise
 
-    def _kept_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured | None:
+    def _kept_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured | None:
         """By a plan that all ranks have; None: all have to plan. With constant structure no rank is asked."""
         found: Captured | None = None
 
@@ -165,11 +140,11 @@ class PlanSelection:
             """The number of the plan, 0 where there is none; what it is for; digests of values that may be replicas."""
             nonlocal found
             wanted.check()
-            kept = self.buffers.find(wanted.key(), lambda plan: plan.capture(wanted.state, wanted.planner), client)
+            kept = self.buffers.find(wanted.key, wanted.capture, client)
             found = None if kept is None else Captured(*kept)
-            if found is None or not isinstance(plan := found.buffer.plan, CheckpointPlan):
+            if found is None:
                 return 0, wanted.call, {}
-            return plan.number, wanted.call, {} if wanted.group.alone else plan.replicas.digests(wanted.state)
+            return found.buffer.plan.number, wanted.call, wanted.digests(found.buffer.plan)
 
         def decide(said: list[tuple[int, Call, dict[str, int]]]) -> list[bool]:
             plans, calls, digests = zip(*said, strict=True)
@@ -184,9 +159,9 @@ class PlanSelection:
             return found
         return found if wanted.group.ask_all("agree", wanted.number, find, decide) else None
 
-    def _check_new(self, wanted: StateToSave) -> None:
+    def _check_new(self, wanted: SaveInput) -> None:
         """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""
-        names = flat_names(wanted.state, wanted.planner)
+        names = wanted.names
         if any(names & known.plan.names for known in self.buffers.known):
             raise StructureChangedError(
                 "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"
@@ -194,22 +169,22 @@ class PlanSelection:
                 " first, or do not promise that"
             )
 
-    def _planned_by_all(self, wanted: StateToSave, client: WorkerClient) -> Captured:
+    def _planned_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured:
         """By a new plan, which takes the place of one for the same names in another form."""
-        group, number, state, planner = wanted[:4]
-        plan = make_plan(state, planner, group, number, None if group.alone else self.differing, wanted.separate)
+        group, number = wanted.group, wanted.number
+        plan = wanted.make_plan(None if group.alone else self.differing)
         made: list[StagingBuffer] = []
 
         def allocate() -> int:
-            made.append(self.buffers.make(wanted.key(), plan, client))
+            made.append(self.buffers.make(wanted.key, plan, client))
             return len(made[0].saves)
 
         _warn_untrusted(plan)
         try:
             least = group.ask_all("memory", number, allocate, lambda slots: [min(slots)] * len(slots))
             made[0].limit(least)
-            tensors = plan.capture(state, planner)
-            self.buffers.keep(wanted.key(), made[0])
+            tensors = wanted.capture(plan)
+            self.buffers.keep(wanted.key, made[0])
         except BaseException as error:
             for buffer in made:
                 buffer.close()

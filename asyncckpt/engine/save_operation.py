@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ReadyEvents, ready_events
 from asyncckpt.engine.plan_selection import Captured
+from asyncckpt.engine.retention import Retention
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.flag import Flag
 from asyncckpt.ranks.group import Group
@@ -28,23 +28,9 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
-from asyncckpt.worker.messages import Committed, Existing, WriteRequest
+from asyncckpt.worker.messages import Committed, WriteRequest
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """What is to become of what stands at the place of a save, and beside it.
-
-    ``keep_last``: how many of the newest steps stay, once it is committed; None: all. ``keep``: asked on the first rank
-    whether this one is kept for good. ``since``: see ``WriteRequest``.
-    """
-
-    existing: Existing = "refuse"
-    keep_last: int | None = None
-    keep: Callable[[], bool] | None = None
-    since: float = 0.0
 
 
 class Copier:
@@ -141,7 +127,7 @@ class SaveOperation(SaveState):
             CheckpointError: What the save fails with, unless the copy overlaps.
         """
         self.buffer = captured.buffer
-        self.request = self._write_request(slot, captured.pickle_bytes, retention)
+        self.request = self._write_request(slot, captured, retention)
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         ready = ready_events(tensors)
         # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
@@ -162,7 +148,7 @@ class SaveOperation(SaveState):
         if failure is not None:
             raise failure
 
-    def _write_request(self, slot: int, pickle_bytes: int, retention: Retention) -> WriteRequest:
+    def _write_request(self, slot: int, captured: Captured, retention: Retention) -> WriteRequest:
         group = self.group
         return WriteRequest(
             save_id=self.number,
@@ -177,7 +163,8 @@ class SaveOperation(SaveState):
             keep_last=retention.keep_last,
             keep=group.rank == 0 and retention.keep is not None and retention.keep(),
             timeout=self._config.commit_timeout,
-            pickle_bytes=pickle_bytes,
+            pickle_bytes=captured.pickle_bytes,
+            small_files=captured.small_files,
             umask=_umask(),
             since=retention.since,
             plan=self.buffer.plan.number,

@@ -54,7 +54,7 @@ class HeldImages:
         path = os.path.join(held.request.path, each.name(held.request.rank))
         first = sum(file.checksums for file in before)
         checksums = array("Q", held.checksums)[first : first + each.checksums]
-        text = bytes(self._region(held, each.index_head)) + Index.tail(checksums)
+        text = bytes(self._region(held, each.index_head)) + Index.tail(each.length, checksums)
         data = self._region(held, held.layout.data(held.request.slot, each))
         return MemoryFile(path, Index.parse(text, path), data)
 

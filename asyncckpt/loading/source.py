@@ -12,9 +12,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum, index_name
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum
 from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import newest_step
@@ -127,10 +127,15 @@ class StorageSource:
         self._storage = storage_for(path)
 
     def metadata(self) -> bytes:
+        """Raises also ``MismatchError`` where this is a set of files without one."""
+        if METADATA_NAME not in self.manifest.files:
+            some = ", ".join(list(self.manifest.files)[:4])
+            raise MismatchError(f"this is no state dict, but a set of files: load these, as {some}", path=self.path)
         return self.read(METADATA_NAME)
 
     def data_files(self) -> list[str]:
-        return list(self.manifest.data_files())
+        """Those that ``.metadata`` may be about."""
+        return [name for name in self.manifest.data_files() if "/" not in name and name.endswith(".distcp")]
 
     def open(self, name: str) -> ChecksummedFile:
         path, index = self._checked(name), self.index(name)
@@ -138,7 +143,7 @@ class StorageSource:
 
     def index(self, data: str) -> Index:
         """The index of the data file ``data``, checked."""
-        path = os.path.join(self.path, name := index_name(data))
+        path = os.path.join(self.path, name := self._facts(data)["index"])
         index = Index.parse(self.read(name), path)
         if (index.data, index.nbytes) != (data, self._facts(data)["bytes"]):
             raise DamagedCheckpointError(
@@ -154,7 +159,7 @@ class StorageSource:
     def read(self, name: str) -> bytes:
         """All of the small file ``name``, if its bytes are those that were written."""
         data = self._storage.read(path := self._checked(name))
-        if f"{checksum(data):016x}" != self._facts(name)["xxh3"]:
+        if f"{checksum(data):016x}" != self._facts(name).get("xxh3"):
             raise DamagedCheckpointError("the file is damaged: its checksum does not match", path=path)
         return data
 
@@ -202,7 +207,7 @@ def verify(path: str, progress: Callable[[int], object] = lambda nbytes: None) -
             return report
         for name, facts in source.manifest.files.items():
             try:
-                if facts["xxh3"] is None:
+                if "index" in facts:
                     _verify_data(report, source.open(name), progress)
                 else:
                     source.read(name)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import io
+import os
 import pickle
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed import checkpoint
@@ -40,37 +40,69 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
 
 
-def make_plan(
-    state_dict: StateDict,
-    planner: SavePlanner | None,
-    group: Group,
-    number: int,
-    differing: set[str] | None,
-    separate: str = "",
-) -> CheckpointPlan:
-    """Plan a state dict with all ranks. What any rank raises, all raise.
+class DraftInput(NamedTuple):
+    """A state dict to be planned.
+
+    ``state_dict``: this rank's part, without ``Stateful`` values. ``planner``: the user's own; None: DCP's default one.
+    ``separate``: values whose names begin with it are stored in a file of their own; "": there is one file. ``folder``:
+    of DCP's, in the checkpoint; "": its top.
+    """
+
+    state_dict: StateDict
+    planner: SavePlanner | None
+    separate: str = ""
+    folder: str = ""
+
+
+def make_plans(
+    inputs: Sequence[DraftInput], group: Group, number: int, differing: set[str] | None
+) -> list[CheckpointPlan]:
+    """Plan state dicts with all ranks, together. What any rank raises, all raise.
 
     Args:
-        state_dict: This rank's part, without ``Stateful`` values.
-        planner: The user's own; None: DCP's default one.
+        inputs: The state dicts, as many on all ranks.
         group: The ranks, which all call this.
-        number: The number of the plan: new, and the same on all ranks.
+        number: The number of the plans: new, and the same on all ranks.
         differing: Under which names ranks are known, by the first, to have different values; it adds others. None: this
             rank is alone.
-        separate: Values whose names begin with it are stored in a file of their own; "": there is one file.
 
     Returns:
-        The plan of this rank's files.
+        The plans of this rank's files.
 
     Raises:
         UnsavableStateError: A value cannot be saved.
         RankFailedError, SaveTimeoutError: Another rank failed, or the ranks did not meet in time.
     """
-    draft = Draft(state_dict, _fresh(planner), group.rank, differing, separate)
-    final = group.ask_all("plan", number, draft.local_plan, draft.global_plans)
-    metadata = group.ask_all("layout", number, partial(draft.lay_out, final, number), draft.metadata)
-    draft.plan.metadata = metadata
-    return draft.plan
+    if not inputs:
+        return []
+    drafts = [Draft(each, group.rank, differing) for each in inputs]
+
+    def plan() -> list[tuple[SavePlan, array[int]]]:
+        return [each.local_plan() for each in drafts]
+
+    finals = group.ask_all("plan", number, plan, _for_each(drafts, Draft.global_plans))
+
+    def lay_out() -> list[StoredPlaces]:
+        return [each.lay_out(final, number) for each, final in zip(drafts, finals, strict=True)]
+
+    metadata = group.ask_all("layout", number, lay_out, _for_each(drafts, Draft.metadata))
+    for draft, its in zip(drafts, metadata, strict=True):
+        draft.plan.metadata = its
+    return [each.plan for each in drafts]
+
+
+def _for_each(
+    drafts: Sequence[Draft], decide: Callable[[Draft, list[T]], Sequence[U]]
+) -> Callable[[list[list[T]]], list[list[U]]]:
+    """First rank: a function that has ``decide`` answer what all ranks have said of each draft; its result is, for each
+    rank, the answers for its drafts.
+    """
+
+    def answers(said: list[list[T]]) -> list[list[U]]:
+        by_draft = zip(drafts, zip(*said, strict=True), strict=True)
+        return [list(its) for its in zip(*(decide(draft, list(its)) for draft, its in by_draft), strict=True)]
+
+    return answers
 
 
 def flat_names(state_dict: StateDict, planner: SavePlanner | None) -> frozenset[str]:
@@ -92,6 +124,9 @@ def _fresh(planner: SavePlanner | None) -> SavePlanner:
         dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
     )
 
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 # How many properties of a tensor torch 2.6 knows.
 _PROPERTIES = 5
@@ -123,20 +158,17 @@ class StoredPlaces(NamedTuple):
 class Draft:
     """A plan being made, step by step, as all ranks take the steps together."""
 
-    def __init__(
-        self, state_dict: StateDict, planner: SavePlanner, rank: int, differing: set[str] | None, separate: str = ""
-    ) -> None:
+    def __init__(self, given: DraftInput, rank: int, differing: set[str] | None) -> None:
         """Plan nothing yet.
 
         Args:
-            state_dict: This rank's part, without ``Stateful`` values.
-            planner: One that has planned no other state.
+            given: What is to be planned.
             rank: The number of this rank.
-            differing, separate: As of ``make_plan``.
+            differing: As of ``make_plans``.
         """
         self.plan: CheckpointPlan  # from ``lay_out`` on; complete with the metadata
-        self._state_dict, self._planner, self._rank, self._differing = state_dict, planner, rank, differing
-        self._separate = separate
+        self._state_dict, planner, self._separate, self._folder = given
+        self._planner, self._rank, self._differing = _fresh(planner), rank, differing
         self._flat: dict[str, Any] | None = None
         self._local = SavePlan([])
         # First rank: what all have, until it becomes the metadata.
@@ -247,6 +279,10 @@ class Draft:
     def _is_separate(self, item: WriteItem) -> bool:
         return item.index.fqn.startswith(self._separate)
 
+    def _name(self, item: WriteItem) -> str:
+        """What the index calls it."""
+        return f"{self._folder}/{item.index.fqn}" if self._folder else item.index.fqn
+
     def _counts(self, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]) -> list[tuple[int, int]]:
         """How many of them each data file has."""
         if not self._separate:
@@ -264,18 +300,18 @@ class Draft:
             dtype = str(spec.dtype).removeprefix("torch.")
             file = layout.file_of(place)
             its_place = place.since(layout.begins[file])
-            indexed[file].append(Item(item.index.fqn, "tensor", dtype, list(spec.shape), offsets, *its_place))
+            indexed[file].append(Item(self._name(item), "tensor", dtype, list(spec.shape), offsets, *its_place))
         for item, place in zip(objects, layout.objects, strict=True):
             file = layout.file_of(place)
             its_place = place.since(layout.begins[file])
-            indexed[file].append(Item(item.index.fqn, "object", "", [], [], *its_place))
+            indexed[file].append(Item(self._name(item), "object", "", [], [], *its_place))
         files = []
         for number, items in enumerate(indexed):
             begin, end = [*layout.begins, layout.nbytes][number : number + 2]
             prefix = self._separate if number else ""
-            head = Index.head(data_name(self._rank, number, prefix), end - begin, items)
+            head = Index.head(os.path.join(self._folder, data_name(self._rank, number, prefix)), items)
             bounds = spans((item.at for item in items), end - begin)
-            files.append(PlannedFile(prefix, begin, end - begin, head, bounds))
+            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds))
         return files
 
 

@@ -149,6 +149,25 @@ class DataLayout:
             end = round_up(end)
         return cls(specs, tensors, objects, end, constants, begins)
 
+    @classmethod
+    def joined(cls, layouts: Sequence[DataLayout]) -> DataLayout:
+        """That of an image which has those of ``layouts``, one after the other."""
+        specs: list[TensorSpec] = []
+        tensors: list[Place] = []
+        objects: list[Place] = []
+        constants: list[tuple[int, bytes]] = []
+        begins: list[int] = []
+        end = 0
+        for each in layouts:
+            first = len(specs)
+            specs += [spec if spec.alias is None else spec._replace(alias=first + spec.alias) for spec in each.specs]
+            tensors += [place.since(-end) for place in each.tensors]
+            objects += [place.since(-end) for place in each.objects]
+            constants += [(end + at, data) for at, data in each.constants]
+            begins.append(end)
+            end += each.nbytes
+        return cls(specs, tensors, objects, end, constants, begins)
+
     def file_of(self, place: Place) -> int:
         """The number of the data file that has the item at ``place``."""
         return bisect_right(self.begins, place.at) - 1

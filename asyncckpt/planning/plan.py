@@ -42,6 +42,7 @@ _spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")
 class PlannedFile:
     """A data file of a plan, as ``DataFile`` is one of a segment, with the bytes that it has regions for."""
 
+    folder: str
     prefix: str
     begin: int
     nbytes: int
@@ -87,15 +88,23 @@ class CheckpointPlan:
 
     def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> CheckpointLayout:
         """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
-        files = tuple(
+        return CheckpointLayout(self.large_files(0, regions), self.layout.nbytes, slots, regions["metadata"])
+
+    def large_files(self, begin: int, regions: Mapping[str, Region]) -> tuple[DataFile, ...]:
+        """The data files, of which the first begins at ``begin`` of the image, in bytes."""
+        return tuple(
             DataFile(
-                *(number, file.prefix, file.begin, file.nbytes),
+                begin=begin + file.begin,
+                nbytes=file.nbytes,
+                length=file.nbytes,
                 index_head=regions[f"index_head {number}"],
                 spans=regions[f"spans {number}"],
+                number=number,
+                prefix=file.prefix,
+                folder=file.folder,
             )
             for number, file in enumerate(self.files)
         )
-        return CheckpointLayout(files, self.layout.nbytes, slots, regions["metadata"])
 
 
 class FlatCapture:

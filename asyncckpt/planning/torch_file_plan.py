@@ -23,6 +23,7 @@ from asyncckpt.planning.objects import bytes_to_reserve
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.shm.segment import round_up
 from asyncckpt.worker.archive import header, lay_out, tail_room
+from asyncckpt.worker.manifest import Index, Item
 from asyncckpt.worker.segment_layout import Region, TorchFileLayout
 
 # What torch.save aligns storages to, where it has no setting for that (as torch 2.6).
@@ -50,7 +51,7 @@ class TorchFileContents:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for objects that fit the same plan, if their pickles do."""
-        return ("file", self.alignment, *self.sizes)
+        return (self.alignment, *self.sizes)
 
 
 class _Pickler(pickle.Pickler):
@@ -103,8 +104,10 @@ class TorchFilePlan:
     def capture(self, contents: TorchFileContents) -> Sequence[torch.Tensor]:
         """The tensors of ``contents`` in the order of the layout; its pickle is taken into ``objects``.
 
-        Raises ``StructureChanged`` if the pickle is longer than what is reserved for it.
+        Raises ``StructureChanged`` if the storages have other sizes, or the pickle is longer than what is reserved.
         """
+        if contents.key != (self.alignment, *self.sizes):
+            raise StructureChanged("there are storages of other sizes")
         if len(contents.pickle) > self.objects.reserved:
             raise StructureChanged(f"the pickle does not fit its {self.objects.reserved} bytes")
         self.objects.pickle = contents.pickle
@@ -117,6 +120,13 @@ class TorchFilePlan:
     def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> TorchFileLayout:
         """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
         return TorchFileLayout(self.layout.nbytes, slots, **regions)
+
+    def index_head(self, file: str) -> bytes:
+        """The head of the index of this file, where it has the name ``file`` in a set. Its items are its records."""
+        names = [*(f"data/{number}" for number in range(len(self.sizes))), "data.pkl"]
+        places = [*self.layout.tensors, *self.layout.objects]
+        rows = zip(names, places, strict=True)
+        return Index.head(file, [Item(f"{file}/{name}", "record", "", [], [], *place) for name, place in rows])
 
 
 @dataclass

@@ -14,6 +14,7 @@ from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
@@ -28,7 +29,7 @@ from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import HeldImage
 from asyncckpt.worker.open_saves import TrackedSave
-from asyncckpt.worker.segment_layout import CheckpointLayout, Region, TorchFileLayout
+from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ _DEFAULT_SLOTS = 2
 # Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
 _MAX_PLANS = 4
 
-Plan: TypeAlias = CheckpointPlan | TorchFilePlan
+Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
 _Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 
 
@@ -50,7 +51,7 @@ class DetachedBuffer:
     """
 
     segment: Segment
-    layout: CheckpointLayout | TorchFileLayout
+    layout: CheckpointLayout | FileSetLayout | TorchFileLayout
     held: tuple[HeldImage, ...] = ()
     number: int = 0
     pinned: PinnedMemory | None = None

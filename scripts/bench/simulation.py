@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncckpt.planning.draft import Draft, StoredPlaces
+from asyncckpt.planning.draft import Draft, DraftInput, StoredPlaces
 from asyncckpt.ranks.group import pack, unpack
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import store_connection
@@ -72,7 +72,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
         bounds = Region(PAGE, 16)
         segment.view[PAGE : PAGE + 16] = memoryview(bytes(8) + PAGE.to_bytes(8, "little"))
         small = Region(2 * PAGE, 64)
-        file = DataFile(0, "", 0, PAGE, index_head=small, spans=bounds)
+        file = DataFile(0, PAGE, small, PAGE, bounds, number=0, prefix="")
         layout = CheckpointLayout((file,), PAGE, (3 * PAGE,), metadata=small)
         hosted = HostedSegment(segment)
         hosted.layout = layout
@@ -86,7 +86,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
             attempt.write(pool)
             report = attempt.seal()
             for rank in range(1, world_size):  # what the others have written
-                for name in (data_name(rank), index_name(data_name(rank))):
+                for name in (data_name(rank), index_name(rank)):
                     os.close(os.open(os.path.join(attempt.opened.path, name), os.O_CREAT | os.O_WRONLY))
             pipe.send(report)
             before, begun = _cpu(), time.perf_counter()
@@ -135,8 +135,8 @@ def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]
             name = round_name("save", save)
             _Counting.messages = _Counting.nbytes = 0
             for rank in ranks:
-                mine = data_name(rank.rendezvous.rank)
-                files = {mine: first["files"][data_name(0)], index_name(mine): first["files"][index_name(data_name(0))]}
+                number, known = rank.rendezvous.rank, first["files"]
+                files = {data_name(number): known[data_name(0)], index_name(number): known[index_name(0)]}
                 rank.report(name, json.dumps(first | {"files": files}).encode())
             conclude_s, _ = ours.recv()
             for rank in ranks:
@@ -172,7 +172,7 @@ def simulate_plan(world_size: int, items: int) -> tuple[float, float]:
     local = [pack((plan, array("Q", range(1, len(plan.items) + 1)))) for plan in plans]
     zeros = array("Q", bytes(8 * items))
     places = [pack(StoredPlaces(zeros, zeros, None, [("", 0)])) for _ in range(world_size)]
-    draft = Draft({}, DefaultSavePlanner(), 0, set())
+    draft = Draft(DraftInput({}, None), 0, set())
     begun = time.perf_counter()
     for answer in draft.global_plans([unpack(each) for each in local]):
         pack(answer)

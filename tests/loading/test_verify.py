@@ -146,7 +146,9 @@ def test_spans_cover_everything_and_begin_at_items() -> None:
 
 
 def test_manifest_and_index_read_what_they_wrote() -> None:
-    manifest = Manifest("attempt", None, 1.5, 1, False, 7, {"a": {"bytes": 7, "xxh3": None}}, {"write_s": 0.25})
+    manifest = Manifest(
+        "attempt", None, 1.5, 1, False, 7, {"a/b": {"bytes": 7, "index": "__0_0.index.json"}}, {"write_s": 0.25}
+    )
     assert Manifest.parse(manifest.encode(), "path") == manifest
     items = [
         Item('na"me', "tensor", "float32", [2], [0], 0, 100, 50, 8),
@@ -156,7 +158,7 @@ def test_manifest_and_index_read_what_they_wrote() -> None:
     from array import array
 
     sums = array("Q", range(len(bounds) - 1))
-    index = Index.parse(Index.head("data", 4096, items) + Index.tail(sums), "path")
+    index = Index.parse(Index.head("data", items) + Index.tail(4096, sums), "path")
     assert index.items == items and list(index.checksums) == list(sums) and index.names_at(0, 4096) == ['na"me', "o"]
 
 

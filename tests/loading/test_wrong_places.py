@@ -139,7 +139,7 @@ def test_a_data_file_of_another_structure_is_refused(root: Path) -> None:
     ours, theirs = (_folder(root / str(number), 1) for number in (0, 1))
     manifest = Manifest.parse((ours / MANIFEST_NAME).read_bytes(), str(ours))
     files = dict(manifest.files)
-    for name in (data_name(0), index_name(data_name(0))):
+    for name in (data_name(0), index_name(0)):
         shutil.copy(theirs / name, ours / name)
         files[name] = json.loads((theirs / MANIFEST_NAME).read_bytes())["files"][name]
     (ours / MANIFEST_NAME).write_bytes(replace(manifest, files=files).encode())

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.draft import make_plan
+from asyncckpt.planning.draft import make_plans
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import stateful_types
 
@@ -30,11 +30,11 @@ def checkpointer(root: Path) -> Iterator[Checkpointer]:
 def test_a_changed_structure_is_planned_anew(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
 
-    def counting(*args: Any) -> CheckpointPlan:
+    def counting(*args: Any) -> list[CheckpointPlan]:
         planned.append(1)
-        return make_plan(*args)
+        return make_plans(*args)
 
-    monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plan", counting)
+    monkeypatch.setattr("asyncckpt.engine.save_input.make_plans", counting)
     base: dict[str, Any] = {"a": torch.ones(4, 6), "b": {"c": torch.zeros(3), "n": 1}, "list": [1, 2]}
     changes: list[tuple[dict[str, Any], bool]] = [
         ({}, True),
@@ -66,7 +66,7 @@ def test_structures_alternate(checkpointer: Checkpointer, monkeypatch: pytest.Mo
     states = [{f"{name} weight": torch.randn(50)} for name in ("model", "average")]
     for step in range(2):
         checkpointer.save(step, states[step])
-    monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plan", None)  # from here on nothing may be planned
+    monkeypatch.setattr("asyncckpt.engine.save_input.make_plans", None)  # from here on nothing may be planned
     for step in range(2, 8):
         states[step % 2][next(iter(states[step % 2]))].fill_(step)
         checkpointer.save(step, states[step % 2])

@@ -25,7 +25,7 @@ def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "r
     segment.view[PAGE + 128 : PAGE + 128 + len(words)] = words
     segment.view[2 * PAGE : 4 * PAGE] = os.urandom(2 * PAGE)
     head, spans_ = Region(PAGE + 64, 4), Region(PAGE + 128, len(words))
-    file = DataFile(0, "", 0, 2 * PAGE, index_head=head, spans=spans_)
+    file = DataFile(0, 2 * PAGE, head, 2 * PAGE, spans_, number=0, prefix="")
     layout = CheckpointLayout((file,), 2 * PAGE, (2 * PAGE,), metadata=Region(PAGE, 4))
     request = WriteRequest(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
     hosted = HostedSegment(segment)

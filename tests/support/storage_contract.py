@@ -38,7 +38,7 @@ def put_checkpoint(opened: OpenAttempt, attempt: str, data: bytes = b"data") -> 
     """Write a whole checkpoint into ``opened``, which is to be finalized."""
     put(opened, DATA, data)
     put(opened, METADATA_NAME, b"metadata")
-    files = {DATA: {"bytes": len(data), "xxh3": None}}
+    files = {DATA: {"bytes": len(data), "index": "__0_0.index.json"}}
     put(opened, MANIFEST_NAME, Manifest(attempt, 1, 0.0, 1, False, len(data), files, {}).encode())
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.shm.segment import PAGE
-from asyncckpt.worker.manifest import is_checkpoint_file
+from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, is_checkpoint_file, is_index
 from asyncckpt.worker.storage.storage import InputFile, OutputFile
 
 LOCK_TIMEOUT_S = 30.0
@@ -58,17 +58,18 @@ def translated(doing: str, path: str) -> Iterator[None]:
 class LocalFile(OutputFile):
     """A new file; whether it is ``direct`` shows when it is open, and may change with a write."""
 
-    def __init__(self, path: str, direct: bool, folder: int | None = None) -> None:
+    def __init__(self, path: str, direct: bool, within: tuple[int | None, str] | None = None) -> None:
         """Create ``path``, which must not exist. Raises ``StorageError``.
 
         Args:
             path: The file.
             direct: Write past the page cache, if the file system can.
-            folder: Its folder, opened, which is the one whatever has that path meanwhile; None: look for it.
+            within: A folder, opened, which is the one whatever has its path meanwhile, and the name there; None: look
+                for it by its path.
         """
         self.path = path
         self.direct = direct
-        name = path if folder is None else os.path.basename(path)
+        folder, name = within or (None, path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with translated("creating a file", path):
             try:
@@ -219,14 +220,32 @@ def make_folder(path: str) -> None:
     sync_folder(parent)
 
 
-def holds_only_a_checkpoint(path: str) -> bool:
-    """Whether ``path`` is free, or a folder of a checkpoint's files alone: with it, nobody else's files are lost."""
+def files_under(folder: int) -> Iterator[str]:
+    """The files in an opened folder and below it, by their paths in it, with folders that have none, and links."""
+    for above, folders, names, fd in os.fwalk(dir_fd=folder):
+        links = [name for name in folders if stat.S_ISLNK(os.lstat(name, dir_fd=fd).st_mode)]
+        within = [*names, *links] if folders or names or above == "." else [""]
+        yield from (os.path.normpath(os.path.join(above, name)) for name in within)
+
+
+def holds_only_a_checkpoint(path: str, *, is_attempt: bool = False) -> bool:
+    """Whether ``path`` is free, or a folder of a checkpoint's files alone: with it, nobody else's files are lost.
+
+    A set of files is one where its manifest names them all; an ``is_attempt`` at one has an index from the beginning.
+    """
     try:
-        with os.scandir(path) as entries:
-            return all(is_checkpoint_file(entry.name) and not entry.is_dir() for entry in entries)
+        with opened(path) as folder:
+            names = set(files_under(folder))
     except FileNotFoundError:
         return True
     except NotADirectoryError:
+        return False
+    if all(map(is_checkpoint_file, names)) or (is_attempt and any(map(is_index, names))):
+        return True
+    try:
+        with open(os.path.join(path, MANIFEST_NAME), "rb") as file:
+            return names <= {MANIFEST_NAME, *Manifest.parse(file.read(), path).files}
+    except (FileNotFoundError, DamagedCheckpointError):
         return False
 
 

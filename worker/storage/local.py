@@ -26,6 +26,7 @@ from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
     LocalInputFile,
+    files_under,
     holds_only_a_checkpoint,
     is_locked,
     lock_alone,
@@ -295,7 +296,7 @@ def _sweep(path: str, before: float, final: str | None, *, is_file: bool = False
 
 def _is_orphan(path: str, before: float, *, is_file: bool) -> bool:
     facts = os.lstat(path)
-    is_ours = stat.S_ISREG(facts.st_mode) if is_file else holds_only_a_checkpoint(path)
+    is_ours = stat.S_ISREG(facts.st_mode) if is_file else holds_only_a_checkpoint(path, is_attempt=True)
     if facts.st_uid != os.geteuid() or not is_ours:
         return False
     with opened(path, os.O_NOFOLLOW | (os.O_NONBLOCK if is_file else os.O_DIRECTORY)) as fd:
@@ -304,6 +305,6 @@ def _is_orphan(path: str, before: float, *, is_file: bool) -> bool:
             return False
         changed = [os.fstat(fd).st_mtime]
         if not is_file:
-            with os.scandir(fd) as entries:
-                changed += [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+            names = files_under(fd)
+            changed += [os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime for name in names]
         return max(changed) <= (before if is_free else before - _NO_LOCKS_S)

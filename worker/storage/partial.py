@@ -24,6 +24,7 @@ from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
     LocalFile,
     exchange,
+    files_under,
     holds_only_a_checkpoint,
     lock_shared,
     rename,
@@ -113,7 +114,13 @@ class PartialFolder(_Partial):
             )
 
     def create(self, name: str, *, large: bool) -> LocalFile:
-        file = LocalFile(path := os.path.join(self.path, name), direct=large and self._direct, folder=self._fd)
+        path = os.path.join(self.path, name)
+        with translated("making a folder", path):
+            for at, character in enumerate(name):
+                if character == "/":
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name[:at], 0o755, dir_fd=self._fd)
+        file = LocalFile(path, direct=large and self._direct, within=(self._fd, name))
         try:
             with translated("creating a file", path):
                 if not self._is_in_place():
@@ -126,7 +133,7 @@ class PartialFolder(_Partial):
 
     def names(self) -> set[str]:
         with translated("listing", self.path):
-            return set(os.listdir(self._fd))
+            return set(files_under(self._fd))
 
     def finalize(self, existing: Existing) -> None:
         """An empty folder at the final place is replaced, whatever ``existing`` says."""
@@ -135,6 +142,8 @@ class PartialFolder(_Partial):
             if not self._is_in_place():
                 raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
             sync_folder(self.path)
+            for folder in {os.path.dirname(name) for name in files_under(self._fd)} - {""}:
+                sync_folder(os.path.join(self.path, folder))
         is_taken = existing == "join" and os.path.isdir(final)
         with translated("finalizing the checkpoint", final):
             try:
@@ -170,6 +179,9 @@ class PartialFolder(_Partial):
                 for name in names or ():
                     with contextlib.suppress(OSError):
                         os.unlink(os.path.join(self.path, name))
+                for folder in {os.path.dirname(name) for name in names or ()} - {""}:
+                    with contextlib.suppress(OSError):
+                        os.removedirs(os.path.join(self.path, folder))
                 os.rmdir(self.path)
         self.release()
 

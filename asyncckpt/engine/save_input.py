@@ -1,0 +1,147 @@
+"""What is to be saved, as the engine is given it: a state dict, or a set of files, that all ranks save together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from asyncckpt.file_set import DcpFolder, FileSet
+from asyncckpt.planning.draft import DraftInput, flat_names, make_plans
+from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
+from asyncckpt.planning.plan import CheckpointPlan, StateDict
+from asyncckpt.ranks.group import Group
+from asyncckpt.worker.rounds import Call
+
+PREPARES = Call("prepares a save", "prepare")
+
+
+@dataclass(frozen=True)
+class SaveInput(ABC):
+    """What all ranks of ``group`` are to save, or to prepare for, under one ``number``.
+
+    ``call``: what this rank does, which all others have to do, too. ``check``: what it raises on any rank is raised on
+    all, before anything is planned.
+    """
+
+    group: Group
+    number: int
+    call: Call = field(default=PREPARES, kw_only=True)
+    check: Callable[[], object] = field(default=lambda: None, kw_only=True)
+
+    @property
+    @abstractmethod
+    def key(self) -> Any:
+        """Equal where the same is planned alike."""
+
+    @property
+    @abstractmethod
+    def names(self) -> frozenset[str]:
+        """Those of its plan, as far as they are known before."""
+
+    @abstractmethod
+    def capture(self, plan: Any) -> Sequence[torch.Tensor]:
+        """Its tensors, by a plan that has the same key. Raises ``StructureChanged`` where that is not for it."""
+
+    @abstractmethod
+    def make_plan(self, differing: set[str] | None) -> CheckpointPlan | FileSetPlan:
+        """A new plan. Args and errors: as of ``make_plans``."""
+
+    def digests(self, plan: Any) -> dict[str, int]:
+        """Of values that may be replicas: all ranks that have one are to have the same."""
+        return {}
+
+    @property
+    def pickle_bytes(self) -> tuple[int, ...]:
+        """As of ``WriteRequest``."""
+        return ()
+
+    @property
+    def small_files(self) -> tuple[tuple[str, bytes], ...]:
+        """As of ``WriteRequest``."""
+        return ()
+
+
+@dataclass(frozen=True)
+class StateToSave(SaveInput):
+    """A state dict.
+
+    ``state``: this rank's part, without ``Stateful`` values. ``planner``: DCP's or the user's; None: DCP's default.
+    ``separate``: values whose names begin with it are stored in a file of their own; "": none.
+    """
+
+    state: StateDict
+    planner: SavePlanner | None
+    separate: str = ""
+
+    @property
+    def key(self) -> Any:
+        if self.planner is None or type(self.planner) is DefaultSavePlanner:
+            its = self.planner or DefaultSavePlanner()
+            plans = its.flatten_state_dict, its.flatten_sharded_tensors, its.dedup_save_to_lowest_rank
+            return *plans, self.separate
+        return type(self.planner), self.separate
+
+    @property
+    def names(self) -> frozenset[str]:
+        return flat_names(self.state, self.planner)
+
+    def capture(self, plan: Any) -> Sequence[torch.Tensor]:
+        tensors: Sequence[torch.Tensor] = plan.capture(self.state, self.planner)
+        return tensors
+
+    def make_plan(self, differing: set[str] | None) -> CheckpointPlan:
+        given = DraftInput(self.state, self.planner, self.separate)
+        return make_plans([given], self.group, self.number, differing)[0]
+
+    def digests(self, plan: Any) -> dict[str, int]:
+        found: dict[str, int] = {} if self.group.alone else plan.replicas.digests(self.state)
+        return found
+
+
+def call_of_files(step: int | None, path: str, files: FileSet) -> Call:
+    """Of a save of files: all ranks plan the folders of DCP's together."""
+    words, key = Call.of_save(step, path)
+    folders = [name for name, content in files.contents.items() if isinstance(content, DcpFolder)]
+    return Call(f"{words} as files, and for DCP {folders or 'none'}", f"{key} {folders}")
+
+
+@dataclass(frozen=True)
+class FilesToSave(SaveInput):
+    """A set of files."""
+
+    files: FileSet
+
+    @cached_property
+    def contents(self) -> FileSetContents:
+        """The set, taken apart. Raises ``UnsavableStateError``."""
+        return FileSetContents(self.files)
+
+    @property
+    def key(self) -> Any:
+        return "files", *self.contents.key
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.contents.large)
+
+    def capture(self, plan: Any) -> Sequence[torch.Tensor]:
+        tensors: Sequence[torch.Tensor] = plan.capture(self.contents)
+        return tensors
+
+    def make_plan(self, differing: set[str] | None) -> FileSetPlan:
+        return make_file_set_plan(self.contents, self.group, self.number, differing)
+
+    @property
+    def pickle_bytes(self) -> tuple[int, ...]:
+        return self.contents.pickle_bytes
+
+    @property
+    def small_files(self) -> tuple[tuple[str, bytes], ...]:
+        return tuple(self.contents.small.items())

@@ -1,0 +1,198 @@
+"""The plan of a set of files: that of each of its large files, which stand in one image, one after the other."""
+
+from __future__ import annotations
+
+import io
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.file_set import DcpFolder, FileSet, SafetensorsFile, TorchFile
+from asyncckpt.planning.draft import DraftInput, make_plans
+from asyncckpt.planning.layout import DataLayout, Place
+from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.safetensors_plan import SafetensorsPlan
+from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
+from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
+from asyncckpt.ranks.group import Group
+from asyncckpt.worker.segment_layout import ArchiveData, FileSetLayout, LargeFile, Region, SafetensorsData
+
+# A smaller file of torch's is made here and now: its pickle alone may be more than its tensors, and may grow.
+_LARGE_BYTES = 1 << 20
+
+_Contents = DraftInput | SafetensorsFile | TorchFileContents
+_PartPlan = CheckpointPlan | SafetensorsPlan | TorchFilePlan
+
+
+class FileSetContents:
+    """A set taken apart: its ``large`` files, those first whose bytes are all known before, and its ``small`` ones."""
+
+    def __init__(self, files: FileSet) -> None:
+        """Ask states for their values, and pickle what torch would. Raises ``UnsavableStateError``."""
+        folders: dict[str, _Contents] = {}
+        tensors: dict[str, _Contents] = {}
+        archives: dict[str, _Contents] = {}
+        self.small: dict[str, bytes] = {}
+        for name, content in files.contents.items():
+            match content:
+                case DcpFolder(state_dict, planner):
+                    folders[name] = DraftInput(stateful_to_dict(state_dict), planner, folder=name)
+                case SafetensorsFile():
+                    tensors[name] = content
+                case TorchFile(obj, protocol):
+                    contents = TorchFileContents(obj, protocol)
+                    if sum(contents.sizes) < _LARGE_BYTES:
+                        self.small[name] = _saved(name, content)
+                    else:
+                        archives[name] = contents
+                case bytes():
+                    self.small[name] = content
+        self.folders = list(folders)
+        self.large = {**folders, **tensors, **archives}
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for sets that may fit the same plan."""
+        return tuple((name, type(content)) for name, content in self.large.items())
+
+    @property
+    def pickle_bytes(self) -> tuple[int, ...]:
+        """How long the pickle of each archive is."""
+        return tuple(len(each.pickle) for each in self.large.values() if isinstance(each, TorchFileContents))
+
+
+def make_file_set_plan(contents: FileSetContents, group: Group, number: int, differing: set[str] | None) -> FileSetPlan:
+    """Plan a set of files. Its folders of DCP's are planned with all ranks, and what any rank raises, all raise.
+
+    Args: as those of ``make_plans``; so is what is raised.
+    """
+    inputs = [each for each in contents.large.values() if isinstance(each, DraftInput)]
+    planned = iter(make_plans(inputs, group, number, differing))
+    parts: dict[str, _PartPlan] = {}
+    for name, content in contents.large.items():
+        match content:
+            case DraftInput():
+                parts[name] = next(planned)
+            case SafetensorsFile(tensors, metadata):
+                parts[name] = SafetensorsPlan.of(tensors, metadata)
+            case TorchFileContents():
+                parts[name] = TorchFilePlan.of(content, number)
+    return FileSetPlan(number, parts, DataLayout.joined([each.layout for each in parts.values()]))
+
+
+@dataclass
+class FileSetPlan:
+    """How sets of one structure are laid out: ``parts`` are the plans of their large files, by name, in that order."""
+
+    number: int
+    parts: Mapping[str, _PartPlan]
+    layout: DataLayout
+
+    @property
+    def names(self) -> frozenset[str]:
+        """A new plan takes the place of one with the same."""
+        return frozenset(self.parts)
+
+    @cached_property
+    def objects(self) -> _SetObjects:
+        """What is stored beside tensors."""
+        return _SetObjects([each for each in self.parts.values() if not isinstance(each, SafetensorsPlan)])
+
+    def capture(self, contents: FileSetContents) -> Sequence[torch.Tensor]:
+        """The tensors of all large files, in the order of the layout; all else is taken into ``objects``.
+
+        Raises ``StructureChanged`` if this plan is not for this set, ``UnsavableStateError``.
+        """
+        tensors: list[torch.Tensor] = []
+        for content, part in zip(contents.large.values(), self.parts.values(), strict=True):
+            match content, part:
+                case DraftInput(), CheckpointPlan():
+                    tensors += part.capture(content.state_dict, content.planner)
+                case SafetensorsFile(), SafetensorsPlan():
+                    tensors += part.capture(content.tensors, content.metadata)
+                case TorchFileContents(), TorchFilePlan():
+                    tensors += part.capture(content)
+                case _:
+                    raise StructureChanged("a file of another kind")
+        return tensors
+
+    def constants(self) -> dict[str, bytes | memoryview]:
+        """What the worker has to know of the layout, by the name of its region in the segment."""
+        return {
+            f"{name} {part}": data
+            for part, (file, plan) in enumerate(self.parts.items())
+            for name, data in _constants(file, plan).items()
+        }
+
+    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> FileSetLayout:
+        """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
+        files: list[LargeFile] = []
+        metadata: list[tuple[str, Region]] = []
+        for number, (name, plan) in enumerate(self.parts.items()):
+            end = f" {number}"
+            its = {key.removesuffix(end): region for key, region in regions.items() if key.endswith(end)}
+            begin = self.layout.begins[number]
+            match plan:
+                case CheckpointPlan():
+                    files += plan.large_files(begin, its)
+                    metadata.append((name, its["metadata"]))
+                case SafetensorsPlan():
+                    files.append(SafetensorsData(begin, plan.layout.nbytes, path=name, length=plan.length, **its))
+                case TorchFilePlan():
+                    files.append(ArchiveData(begin, plan.layout.nbytes, path=name, **its))
+        return FileSetLayout(tuple(files), self.layout.nbytes, slots, tuple(metadata))
+
+
+class _SetObjects:
+    """The objects of the plans of a set, ``StoredObjects`` of each."""
+
+    def __init__(self, plans: Sequence[CheckpointPlan | TorchFilePlan]) -> None:
+        self._plans = plans
+
+    def forget_slots(self) -> None:
+        """The slots are in other memory now."""
+        for plan in self._plans:
+            plan.objects.forget_slots()
+
+    def own_pickles(self) -> Iterator[tuple[str, bytes]]:
+        """As ``StoredObjects.own_pickles``, of folders of DCP's."""
+        for plan in self._plans:
+            if isinstance(plan, CheckpointPlan):
+                yield from plan.objects.own_pickles()
+
+    def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
+        """As ``StoredObjects.write``."""
+        begin = 0
+        for plan in self._plans:
+            end = begin + len(plan.layout.objects)
+            plan.objects.write(slot, image, places[begin:end])
+            begin = end
+
+
+def _constants(file: str, plan: _PartPlan) -> dict[str, bytes | memoryview]:
+    match plan:
+        case SafetensorsPlan():
+            head, bounds = plan.index(file)
+            return {"index_head": head, "spans": _cast(bounds)}
+        case TorchFilePlan():
+            return {"index_head": plan.index_head(file), **plan.constants()}
+        case _:
+            return plan.constants()
+
+
+def _cast(numbers: array[int]) -> memoryview:
+    return memoryview(numbers).cast("B")
+
+
+def _saved(name: str, content: TorchFile) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(content.obj, buffer, pickle_protocol=content.pickle_protocol)
+    except Exception as error:  # whatever the object's own code raises
+        raise UnsavableStateError(f"{name!r} cannot be saved: {type(error).__name__}: {error}") from error
+    return buffer.getvalue()

@@ -1,0 +1,148 @@
+"""The plan of a file as safetensors writes it: a header that says which tensors there are, then their bytes.
+
+The format (huggingface/safetensors, its README): eight bytes with the length of a header, the header (JSON, which may
+end in spaces), then the bytes of all tensors without a gap. ``save_file`` puts the widest types first, of a type the
+names in their order, and begins the data at a multiple of eight bytes: so every tensor is aligned to its own elements.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
+from asyncckpt.planning.structure import PLAIN, Fingerprint, StructureChanged, has_no_bytes
+from asyncckpt.shm.segment import round_up
+from asyncckpt.worker.manifest import Index, Item, spans
+
+_ALIGNMENT = PREFIX_BYTES = 8
+METADATA = "__metadata__"
+
+# The types of the format and of torch, in the order in which they stand in a file. The last torch does not have all.
+_TYPES = (
+    *(("U64", "uint64"), ("I64", "int64"), ("F64", "float64"), ("C64", "complex64")),
+    *(("F32", "float32"), ("U32", "uint32"), ("I32", "int32")),
+    *(("BF16", "bfloat16"), ("F16", "float16"), ("U16", "uint16"), ("I16", "int16")),
+    *(("F8_E5M2FNUZ", "float8_e5m2fnuz"), ("F8_E4M3FNUZ", "float8_e4m3fnuz"), ("F8_E8M0", "float8_e8m0fnu")),
+    *(("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2"), ("I8", "int8"), ("U8", "uint8"), ("BOOL", "bool")),
+)
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, own) for name, own in _TYPES if hasattr(torch, own)}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDER = {dtype: number for number, dtype in enumerate(_NAMES)}
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+
+
+def lay_out(forms: Mapping[str, Form], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """Place tensors one after the other.
+
+    Args:
+        forms: The dtype and the shape of each, by its name.
+        metadata: Text for the header.
+
+    Returns:
+        The header, and where each tensor begins, in bytes from the start of the file, in the order of the file.
+
+    Raises:
+        UnsavableStateError: The format has no such dtype or name.
+    """
+    for name, (dtype, _) in forms.items():
+        if dtype not in _NAMES:
+            raise UnsavableStateError(f"{name!r}: safetensors knows no {dtype}; save it as another")
+        if name == METADATA or not isinstance(name, str):
+            raise UnsavableStateError(f"{name!r} cannot be the name of a tensor in a safetensors file")
+    fields: dict[str, object] = {} if metadata is None else {METADATA: dict(metadata)}
+    begins: dict[str, int] = {}
+    end = 0
+    for name in sorted(forms, key=lambda name: (_ORDER[forms[name][0]], name.encode())):
+        dtype, shape = forms[name]
+        begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begins[name], end]}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    length = round_up(PREFIX_BYTES + len(text), _ALIGNMENT) - PREFIX_BYTES
+    header = length.to_bytes(PREFIX_BYTES, "little") + text.ljust(length)
+    return header, {name: len(header) + begin for name, begin in begins.items()}
+
+
+@dataclass(frozen=True)
+class SafetensorsPlan:
+    """How tensors of one structure are laid out, in the order of ``names``. The file ends at ``length``, in bytes."""
+
+    layout: DataLayout
+    length: int
+    names: Sequence[str]
+    metadata: Mapping[str, str] | None
+    fingerprint: Fingerprint
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> SafetensorsPlan:
+        """The plan for ``tensors``. Raises ``UnsavableStateError`` where ``save_file`` would refuse them."""
+        _check(tensors)
+        header, begins = lay_out({name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}, metadata)
+        specs = [TensorSpec(tensors[name].dtype, tuple(tensors[name].shape), name=name) for name in begins]
+        sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+        places = [Place(begin, size, begin, size) for begin, size in zip(begins.values(), sizes, strict=True)]
+        length = len(header) + sum(sizes)
+        return cls(
+            layout=DataLayout(specs, places, [], round_up(length), [(0, header)]),
+            length=length,
+            names=list(begins),
+            metadata=metadata,
+            fingerprint=Fingerprint([tensors[name] for name in begins], []),
+        )
+
+    def capture(
+        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+    ) -> Sequence[torch.Tensor]:
+        """The tensors in the order of the file, not copied. Raises ``StructureChanged``."""
+        if metadata != self.metadata or tensors.keys() != self._known:
+            raise StructureChanged("other names, or another header")
+        taken = [tensors[name] for name in self.names]
+        if not PLAIN.issuperset(map(type, taken)):
+            raise StructureChanged("what was a tensor is something else")
+        self.fingerprint.check(taken)
+        return taken
+
+    @cached_property
+    def _known(self) -> Set[str]:
+        return set(self.names)
+
+    def index(self, file: str) -> tuple[bytes, array[int]]:
+        """The head of the index of this file, which has the name ``file``, and the boundaries of its spans."""
+        items = [
+            Item(f"{file}/{spec.name}", "tensor", str(spec.dtype).removeprefix("torch."), *_row(spec, place))
+            for spec, place in zip(self.layout.specs, self.layout.tensors, strict=True)
+        ]
+        return Index.head(file, items), spans((item.at for item in items), self.length)
+
+
+def _row(spec: TensorSpec, place: Place) -> tuple[list[int], list[int], int, int, int, int]:
+    return [*spec.shape], [0] * len(spec.shape), *place
+
+
+def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what ``save_file`` refuses: what has no bytes, or not one after the other, or those of another."""
+    areas: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__}, and safetensors stores tensors alone")
+        if type(tensor) not in PLAIN or has_no_bytes(tensor):
+            raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__} that has no plain bytes to save")
+        if not tensor.is_contiguous():
+            raise UnsavableStateError(f"{name!r} is not contiguous; save_file asks for {name}.contiguous()")
+        if tensor.nbytes:
+            area = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name
+            areas[tensor.untyped_storage()._cdata].append(area)
+    for its in areas.values():
+        for (_, end, one), (begin, _, other) in pairwise(sorted(its)):
+            if begin < end:
+                raise UnsavableStateError(f"{one!r} and {other!r} share memory, which safetensors cannot say: save one")
