@@ -12,10 +12,14 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
+from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
+from asyncckpt.file_set import FileSet
 from asyncckpt.integrations.lightning.files import AnyPath, local_place, replace_link
 from asyncckpt.integrations.lightning.pending import Pending
 from asyncckpt.integrations.torch_file import torch_save
+from asyncckpt.save_handle import Save
+from asyncckpt.worker.messages import Existing
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ class AsyncckptIO(TorchCheckpointIO):
         self._config = config
         self.pending = Pending(Config.given(config).timeout)
         """What is under way."""
+        self._engines: list[Engine] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._config,)  # a process that is spawned has saved nothing yet
@@ -64,10 +69,25 @@ class AsyncckptIO(TorchCheckpointIO):
         self.pending.make_way(place)
         replace_link(place)
         save = torch_save(checkpoint, place, config=self._config)
-        self.pending.add(place, save)
-        save.wait_staged()  # also with Config.overlap: nobody else would wait before the next step of the optimizer
+        self._begun(place, save, engines.shared.get(alone=True, config=self._config))
         if os.path.basename(place) == _HANDED_OVER:
             save.result()
+
+    def save_files(self, place: str, files: FileSet, existing: Existing) -> None:
+        """Save a checkpoint of several files, together with the other ranks, and return when the tensors are copied.
+
+        Args:
+            place: Of the folder, see ``files.place_of``; the same on all ranks.
+            files: This rank's part.
+            existing: What becomes of what is there.
+
+        Raises:
+            CheckpointError: As ``Engine.save_files`` raises; an earlier save has failed, and nobody was told.
+        """
+        self.pending.make_way(place)
+        engine = engines.shared.get(config=self._config)
+        save = engine.save_files(place, files, existing=existing)
+        self._begun(place, save, engine)
 
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
@@ -108,16 +128,22 @@ class AsyncckptIO(TorchCheckpointIO):
         """
         is_failing = sys.exc_info()[1] is not None
         try:
-            if self.pending.newest is not None:
-                self.pending.wait()
-                engines.shared.get(alone=True, config=self._config).wait()
-                self.pending.raise_failure()
-            elif not is_failing:  # the rank that saves may have gone
+            self.pending.wait()
+            for engine in self._engines:
+                engine.wait()
+            self.pending.raise_failure()
+            if not is_failing:  # the others may have gone
                 self.pending.wait_for_others()
         except (CheckpointError, OSError) as error:
             if not is_failing:
                 raise
             logger.error("while the training is being given up: %s", error)
+
+    def _begun(self, place: str, save: Save, engine: Engine) -> None:
+        self.pending.add(place, save)
+        if engine not in self._engines:
+            self._engines.append(engine)
+        save.wait_staged()  # also with Config.overlap: nobody else would wait before the next step of the optimizer
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from asyncckpt.errors import StorageError
+from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import storage_for
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,19 @@ def replace_link(place: str) -> None:
     except OSError:  # the file system has no hard links
         shutil.copyfile(target, new)
     new.replace(place)
+
+
+def make_room(place: str) -> Existing:
+    """What a checkpoint of several files is to do with what is at its place. A file, or a link, goes out of its way."""
+    storage = storage_for(place)
+    with contextlib.suppress(StorageError, OSError):  # the save fails in the same way, and on all ranks
+        if os.path.islink(place):
+            os.unlink(place)
+        elif os.path.isfile(place):
+            storage.set_aside(place, "file")
+        if not storage.may_put(place, "replace"):
+            return "set aside"
+    return "replace"
 
 
 def _beside(place: str) -> Path:

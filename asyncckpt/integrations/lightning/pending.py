@@ -83,15 +83,17 @@ class Pending:
         return True if (save is not None and not save.done()) or _waits(self._links.get(place)) else None
 
     def wait_for(self, place: str) -> None:
-        """Wait until nothing is under way for ``place``. Raises what the save to there has failed with."""
-        if self.newest is None:
-            self.wait_for_others()
+        """Wait until nothing is under way for ``place``, and, in a job of ranks, nothing at all.
+
+        Raises what the save to there has failed with, or as ``wait_for_others``.
+        """
         concurrent.futures.wait(filter(None, [self._removals.get(place), self._links.get(place)]))
         if (save := self._saves.pop(os.path.realpath(place), None)) is not None:
             save.result()
+        self.wait_for_others()
 
     def wait_for_others(self) -> None:
-        """On a rank that saves nothing: wait until nothing is under way on that which does.
+        """Wait until nothing is under way on any rank: most save nothing, and know of nothing.
 
         Raises:
             SaveTimeoutError: That takes too long.
@@ -101,7 +103,7 @@ class Pending:
         deadline = time.monotonic() + self._timeout
         while store.add(_UNDER_WAY, 0) > 0:
             if time.monotonic() > deadline:
-                raise SaveTimeoutError(f"the rank that saves has not finished after {self._timeout:g} s")
+                raise SaveTimeoutError(f"another rank has not finished its saves after {self._timeout:g} s")
             time.sleep(0.02)
 
     def wait(self) -> None:
