@@ -178,6 +178,7 @@ OTHERS_PRIVATE = frozenset(
         "_is_owned",  # of an RLock: whether this thread has it
         "_register_atexit",  # of threading: called before it is waited for threads
         "_option_string_actions",  # of an ArgumentParser: what it knows
+        *("_link_checkpoint", "_save_distributed_checkpoint", "_state_dict_type"),  # of Lightning
         *("_cdata", "_untyped_storage", "_size", "_pickle_storage_type"),  # of storages
     }
 )

@@ -19,17 +19,21 @@ import psutil
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
 from lightning.pytorch import Callback
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.tuner.tuning import Tuner
 from support import lightning_training
 from support.lightning_training import Model, batches, every, trainer
 from support.states import same
 from support.workers import Faulty, wait_reached
+from torch.distributed.checkpoint import state_dict_loader
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
-from asyncckpt.integrations.lightning import AsyncckptIO
+from asyncckpt.integrations.lightning import AsyncckptFSDPStrategy, AsyncckptIO
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 
@@ -152,12 +156,12 @@ def test_a_failure_is_raised_by_the_next_save_or_by_the_load(tmp_path: Path, fau
 def test_a_load_waits_and_raises(tmp_path: Path, faulty_worker: Faulty) -> None:
     faulty_worker("write:enospc")
     io = AsyncckptIO()
-    torch.save("older", tmp_path / "a.ckpt")
+    torch.save({"older": 1}, tmp_path / "a.ckpt")
     io.save_checkpoint(STATE, tmp_path / "a.ckpt")
     with pytest.raises(StorageError):
         io.load_checkpoint(tmp_path / "a.ckpt")
     io.teardown()
-    assert io.load_checkpoint(tmp_path / "a.ckpt") == "older"
+    assert same(io.load_checkpoint(tmp_path / "a.ckpt"), {"older": 1})
 
 
 def test_a_failure_does_not_hide_why_the_training_is_given_up(
@@ -195,6 +199,44 @@ def test_a_save_replaces_a_link(io: AsyncckptIO, tmp_path: Path, target: str) ->
     io.teardown()
     assert torch.load(tmp_path / "a.ckpt") == "best"
     assert same(torch.load(tmp_path / "last.ckpt"), STATE) and names(tmp_path) == ["a.ckpt", "last.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["hpc_ckpt_3.ckpt", ".temp.ckpt"])
+def test_what_is_needed_at_once_is_there(io: AsyncckptIO, tmp_path: Path, gate: Path, name: str) -> None:
+    io.save_checkpoint(STATE, tmp_path / name)
+    assert same(torch.load(tmp_path / name), STATE) and not gate.exists()
+
+
+@pytest.mark.parametrize("there", ["nothing", "a checkpoint", "Lightning's", "a file", "a link"])
+def test_fsdp_saves_a_folder(tmp_path: Path, there: str) -> None:
+    """Lightning's FSDP needs a device, so here is what comes before and after it: the state, the folder."""
+    strategy, path = AsyncckptFSDPStrategy(state_dict_type="sharded"), tmp_path / "a.ckpt"
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.accelerator = CPUAccelerator()
+    states = {"state_dict": {"w": torch.arange(5.0)}, "optimizer_states": [{"state": {"w": torch.ones(5)}}]}
+    if there == "a checkpoint":
+        strategy.save_checkpoint(dict(states), path)
+    if there == "Lightning's":
+        path.mkdir()
+        (path / "meta.pt").touch()
+        (path / "notes").touch()
+    if there == "a file":
+        path.touch()
+    if there == "a link":
+        path.symlink_to("nowhere")
+    strategy.save_checkpoint(states | {"epoch": 4}, path)
+    strategy.teardown()
+    assert _is_sharded_checkpoint(path) and torch.load(path / "meta.pt", weights_only=True) == {"epoch": 4}
+    found: dict[str, Any] = {"model": {"w": torch.zeros(5)}, "optimizer_0": {"state": {"w": torch.zeros(5)}}}
+    state_dict_loader.load(found, checkpoint_id=path, no_dist=True)
+    assert same(found["model"]["w"], torch.arange(5.0)) and same(found["optimizer_0"]["state"]["w"], torch.ones(5))
+    assert len(names(tmp_path)) == (2 if there in ("Lightning's", "a file") else 1)
+
+
+def test_a_strategy_with_another_plugin(tmp_path: Path) -> None:
+    strategy = AsyncckptFSDPStrategy(state_dict_type="sharded", checkpoint_io=TorchCheckpointIO())
+    with pytest.raises(TypeError, match="not by a TorchCheckpointIO"):
+        strategy.load_checkpoint(tmp_path)
 
 
 def test_what_is_not_local_lightning_saves(io: AsyncckptIO, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -308,10 +350,15 @@ def test_two_ranks_that_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     script = Path(lightning_training.__file__).with_name("lightning_ranks.py")
     for rank, (code, said) in enumerate(run_ranks(script, tmp_path)):
         assert code == -signal.SIGKILL, said
-        assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == {
+        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert {int(step): loss for step, loss in found.pop("losses after them").items()} == losses_of_whole(7)
+        assert found == {
             "step of what was being saved": 4,
             "files": ["last.ckpt", "step=12.ckpt"],
             "step of last.ckpt": 12,
+            "sharded, under way": [],
+            "sharded": ["last.ckpt", "step=6.ckpt"],
+            "step of fabric's": 5,
         }
     worker = psutil.Process(int((tmp_path / "worker").read_text()))
     assert names(saves) == ["last.ckpt", "step=4.ckpt"]

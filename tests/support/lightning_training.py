@@ -27,7 +27,7 @@ class Model(LightningModule):
     def training_step(self, *_: object) -> torch.Tensor:
         # Lightning begins an epoch anew when it goes on in the middle of one: the data are by the step.
         data = torch.randn(2, 8, generator=torch.Generator().manual_seed(self.global_step))
-        loss = (self.layers(data).sum(1) - data.sum(1)).pow(2).mean()
+        loss: torch.Tensor = (self.layers(data).sum(1) - data.sum(1)).pow(2).mean()
         self.losses[self.global_step + 1] = loss.item()
         self.log("loss", loss)
         self.log("improving", float(-self.global_step))
@@ -44,14 +44,14 @@ def batches() -> DataLoader[Any]:
 
 def every(steps: int, folder: Path, **options: Any) -> ModelCheckpoint:
     """Save to ``folder`` after so many steps."""
-    options = {"save_top_k": 1, "filename": "{step}"} | options
-    return ModelCheckpoint(dirpath=folder, every_n_train_steps=steps, **options)
+    chosen: dict[str, Any] = {"save_top_k": 1, "filename": "{step}"} | options
+    return ModelCheckpoint(dirpath=folder, every_n_train_steps=steps, **chosen)
 
 
 def trainer(*callbacks: Callback, plugins: Sequence[Any] = (), steps: int = STEPS, **options: Any) -> Trainer:
     """On the CPU, without logs and bars."""
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "barebones"), False)
-    kind = {"accelerator": "cpu", "devices": 1, "max_steps": steps, "max_epochs": -1} | quiet | options
+    kind: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": steps, "max_epochs": -1} | quiet | options
     if not callbacks:
         kind["enable_checkpointing"] = False
     return Trainer(plugins=list(plugins), callbacks=list(callbacks), **kind)

@@ -9,6 +9,10 @@ without asking the plugin: to import this package makes it ask (see ``model_chec
 
 from asyncckpt.integrations.lightning import model_checkpoint
 from asyncckpt.integrations.lightning.checkpoint_io import AsyncckptIO as AsyncckptIO
+from asyncckpt.integrations.lightning.fabric import AsyncckptFabricFSDPStrategy as AsyncckptFabricFSDPStrategy
+from asyncckpt.integrations.lightning.fabric import (
+    AsyncckptFabricModelParallelStrategy as AsyncckptFabricModelParallelStrategy,
+)
 from asyncckpt.integrations.lightning.strategies import AsyncckptFSDPStrategy as AsyncckptFSDPStrategy
 from asyncckpt.integrations.lightning.strategies import AsyncckptModelParallelStrategy as AsyncckptModelParallelStrategy
 

@@ -15,7 +15,7 @@ from asyncckpt.engine import shared as engines
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
 from asyncckpt.file_set import FileSet
-from asyncckpt.integrations.lightning.files import AnyPath, local_place, replace_link
+from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, local_place, replace_link
 from asyncckpt.integrations.lightning.pending import Pending
 from asyncckpt.integrations.torch_file import torch_save
 from asyncckpt.save_handle import Save
@@ -23,15 +23,12 @@ from asyncckpt.worker.messages import Existing
 
 logger = logging.getLogger(__name__)
 
-# Where the launchers of processes put the weights for the process that has launched them, which loads them at once
-# (lightning/pytorch/strategies/launchers/multiprocessing.py).
-_HANDED_OVER = ".temp.ckpt"
-
 
 class AsyncckptIO(TorchCheckpointIO):
     """Saves as Lightning's own ``TorchCheckpointIO`` does, but in the background, and only to local files.
 
-    What goes elsewhere (``s3://``) Lightning itself saves, and the training waits. Each process saves for itself.
+    What goes elsewhere (``s3://``) Lightning itself saves, and the training waits; so is what is needed at once (see
+    ``files.is_needed_at_once``). Each process saves for itself.
     """
 
     def __init__(self, config: Config | None = None) -> None:
@@ -61,17 +58,16 @@ class AsyncckptIO(TorchCheckpointIO):
             CheckpointError: As ``torch_save`` raises; an earlier save has failed, and nobody was told.
         """
         place = local_place(path)
-        if place is None or storage_options is not None:
+        if place is None or storage_options is not None or is_needed_at_once(place):
             super().save_checkpoint(checkpoint, path, storage_options)
-            _warn_of_remote()
+            if place is None:
+                _warn_of_remote()
             return
         os.makedirs(os.path.dirname(place), exist_ok=True)
         self.pending.make_way(place)
         replace_link(place)
         save = torch_save(checkpoint, place, config=self._config)
         self._begun(place, save, engines.shared.get(alone=True, config=self._config))
-        if os.path.basename(place) == _HANDED_OVER:
-            save.result()
 
     def save_files(self, place: str, files: FileSet, existing: Existing) -> None:
         """Save a checkpoint of several files, together with the other ranks, and return when the tensors are copied.

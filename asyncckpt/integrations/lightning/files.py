@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def place_of(path: AnyPath) -> str:
     """As ``local_place``, of a path that is local."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name)
+
+
+def is_needed_at_once(path: AnyPath) -> bool:
+    """Whether Lightning takes for granted that this checkpoint is there when the call returns, and makes it where that
+    may be in the middle of another save: before a job is requeued by Slurm (in the handler of its signal), and at the
+    end of processes that it has launched, for the process that did.
+    """
+    return re.fullmatch(r"hpc_ckpt_\d+\.ckpt|\.temp\.ckpt", os.path.basename(path)) is not None
 
 
 def remove(place: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.integrations.lightning.files import link, remove
@@ -163,7 +163,7 @@ def _waits(action: Future[None] | None) -> bool:
     return action is not None and not action.done()
 
 
-def _store() -> dist.Store | None:
+def _store() -> Store | None:
     """Where the ranks tell each other of what is under way; None: there are no others."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.nn import Module
 
 from asyncckpt.config import Config
 from asyncckpt.file_set import FileSet
 from asyncckpt.integrations.lightning.checkpoint_io import AsyncckptIO
-from asyncckpt.integrations.lightning.files import AnyPath, make_room, place_of
+from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, make_room, place_of
 
 # As Lightning calls it: all that is neither a model nor an optimizer (lightning/fabric/strategies/fsdp.py).
 _METADATA_NAME = "meta.pt"
 
 
-class _ShardedSaves:
+class ShardedSaves:
     """What is the same for both strategies. It comes before Lightning's own among the base classes."""
 
     # Of Lightning's strategies.
@@ -51,59 +52,67 @@ class _ShardedSaves:
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
-    def load_checkpoint(self, checkpoint_path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, path: AnyPath, *arguments: Any, **options: Any) -> dict[str, Any]:
         """As Lightning's own, after what is under way for that path. Raises as ``AsyncckptIO.load_checkpoint``."""
-        self.checkpoint_io.pending.wait_for(place_of(checkpoint_path))
-        return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc, no-any-return]
+        self.checkpoint_io.pending.wait_for(place_of(path))
+        return super().load_checkpoint(path, *arguments, **options)  # type: ignore[misc, no-any-return]
 
     def teardown(self) -> None:
         """As Lightning's own, and that of the ``AsyncckptIO``, which theirs leaves out."""
         super().teardown()  # type: ignore[misc]
         self.checkpoint_io.teardown()
 
-    def _save_sharded(self, checkpoint: dict[str, Any], model: str, filepath: AnyPath) -> None:
-        """Save ``checkpoint``, in which the model is called ``model`` then."""
-        sharded = {model: checkpoint.pop("state_dict")}
-        sharded |= {f"optimizer_{number}": each for number, each in enumerate(checkpoint.pop("optimizer_states", []))}
+    def save_parts(self, sharded: dict[str, Any], others: dict[str, Any], path: AnyPath) -> None:
+        """Save what all ranks have a part of, and what the first has."""
         files = FileSet()
         files.add_dcp_folder("", sharded)
         if self.is_global_zero:
-            files.add_torch_file(_METADATA_NAME, checkpoint)
-        place = place_of(filepath)
+            files.add_torch_file(_METADATA_NAME, others)
+        place = place_of(path)
         place, existing = self.broadcast((place, make_room(place) if self.is_global_zero else None))
         self.checkpoint_io.save_files(place, files, existing)
 
 
-class AsyncckptFSDPStrategy(_ShardedSaves, FSDPStrategy):
+class _TrainersShardedSaves(ShardedSaves):
+    def _save_sharded(self, checkpoint: dict[str, Any], model: str, path: AnyPath) -> None:
+        """Save ``checkpoint``, in which the model is called ``model`` then."""
+        sharded = {model: checkpoint.pop("state_dict")}
+        sharded |= {f"optimizer_{number}": each for number, each in enumerate(checkpoint.pop("optimizer_states", []))}
+        self.save_parts(sharded, checkpoint, path)
+
+
+class AsyncckptFSDPStrategy(_TrainersShardedSaves, FSDPStrategy):  # type: ignore[misc]  # what it replaces has other types
     """``FSDPStrategy``, whose checkpoints are saved in the background, sharded or in one file."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
         """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
-        if self._state_dict_type != "sharded" or storage_options is not None:
+        if self._state_dict_type != "sharded" or storage_options is not None or is_needed_at_once(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             self._save_sharded(checkpoint, "model", filepath)
 
 
-class AsyncckptModelParallelStrategy(_ShardedSaves, ModelParallelStrategy):
+class AsyncckptModelParallelStrategy(_TrainersShardedSaves, ModelParallelStrategy):  # type: ignore[misc]  # what it replaces has other types
     """``ModelParallelStrategy``, whose checkpoints are saved in the background, sharded or in one file."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """As Lightning's own, but where they are saved sharded, of the tensors where they are, not of copies."""
         if not self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
-        return get_model_state_dict(self.model, options=StateDictOptions(cpu_offload=False))
+        return get_model_state_dict(cast(Module, self.model), options=StateDictOptions(cpu_offload=False))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As Lightning's own, but where they are saved sharded, of the tensors where they are, not of copies."""
         if not self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return get_optimizer_state_dict(self.model, optimizer, options=StateDictOptions(cpu_offload=False))
+        return get_optimizer_state_dict(
+            cast(Module, self.model), optimizer, options=StateDictOptions(cpu_offload=False)
+        )
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
         """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
-        if not self._save_distributed_checkpoint or storage_options is not None:
+        if not self._save_distributed_checkpoint or storage_options is not None or is_needed_at_once(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             self._save_sharded(checkpoint, "state_dict", filepath)
