@@ -104,14 +104,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """As it was given."""
         return self._engine.config
 
-    def prepare(self, state_dict: StateDict) -> None:
+    def prepare(self, state_dict: StateDict | FileSet) -> None:
         """Do now what the first save would have to: start the worker, plan, take and touch the memory. Best called
         before the first training step. Raises as ``save`` does.
         """
         self._engine.prepare(state_dict)
 
-    def save(self, step: SupportsIndex, state_dict: StateDict) -> Save:
-        """Save ``state_dict`` as the checkpoint of ``step``.
+    def save(self, step: SupportsIndex, state_dict: StateDict | FileSet) -> Save:
+        """Save ``state_dict`` as the checkpoint of ``step``, or a set of files, which ``load`` does not read.
 
         Returns when its tensors are copied: the checkpoint will hold their values of this moment, and the caller may go
         on and change them. (With ``Config.overlap``: see ``guard``.) Writing goes on in the worker; the handle tells
@@ -124,23 +124,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         that nobody was told of; then nothing was saved, and the next save may work. (With ``Config.failure="warn"``
         none but ``ClosedError``: the handle has it.)
         """
-        return self._save(step, self._engine.save, state_dict)
-
-    def save_files(self, step: SupportsIndex, files: FileSet) -> Save:
-        """Save a set of files as the checkpoint of ``step``: all of them, of all ranks, are there in the end, or none.
-
-        As ``save``, and kept and removed as other steps are. Each file is read by what reads such files, and not by
-        ``load``.
-        """
-        return self._save(step, self._engine.save_files, files)
-
-    def _save(self, step: SupportsIndex, save_by: Callable[..., Save], what: object) -> Save:
         step = whole_number(step, "step")
         if not self._has_saved and self._origin is None and is_first(self._process_group):
             _warn_of_others(self.root)
         self._has_saved = True
         retention = retention_of(self.config, self._origin, self.root, step)
-        save = save_by(step_folder(self.root, step), what, step=step, retention=retention)
+        save = self._engine.save(step_folder(self.root, step), state_dict, step=step, retention=retention)
         self._staging = [*filter(_is_copying, self._staging), save]
         return save
 

@@ -215,6 +215,8 @@ def _inspect(answers: _Answers, given: str, args: argparse.Namespace) -> None:
         objects = _number(len(values) - tensors, "object")
         answers.line(f"\n{_number(tensors, 'tensor')} and {objects}, {_size(sum(value.nbytes for value in values))}")
         if manifest is not None:
+            if small := [f"{name} ({_size(manifest.files[name]['bytes'])})" for name in manifest.small_files()]:
+                answers.line(f"small files: {', '.join(small)}")
             answers.line(", ".join(f"{name} {seconds:.3f}" for name, seconds in manifest.timings.items()))
 
 

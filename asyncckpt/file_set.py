@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.planner import SavePlanner
 
-# What stands at the top of every set of files and is ours: the manifest, and an index for each rank.
-_OURS = re.compile(r"asyncckpt\.json|__\d+_0\.index\.json")
+# What may stand at the top of a set without being asked for: our manifest, and what DCP and we write of states.
+_OURS = re.compile(r"asyncckpt\.json|\.metadata|.*__\d+_\d+\.(index\.json|distcp)")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class FileSet:
         """Add a folder that ``torch.distributed.checkpoint.load`` reads. All ranks add it, in the same order.
 
         Args:
-            name: Of the folder.
+            name: Of the folder; "" is that of the set itself.
             state_dict: This rank's part.
             planner: DCP's or the caller's own; None: DCP's default.
 
@@ -107,10 +107,10 @@ class FileSet:
         self._add(name, bytes(data))
 
     def _add(self, name: str, content: TorchFile | SafetensorsFile | DcpFolder | bytes) -> None:
-        parts = name.split("/")
-        if "\0" in name or any(part in ("", ".", "..") for part in parts) or _OURS.fullmatch(parts[0]):
+        parts = name.split("/") if name or not isinstance(content, DcpFolder) else []
+        if "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or _OURS.fullmatch("".join(parts[:1])):
             raise UnsavableStateError(f"{name!r} cannot be the name of a file in a checkpoint; give it another")
         for known in self.contents:
-            if f"{known}/".startswith(f"{name}/") or f"{name}/".startswith(f"{known}/"):
+            if name == known or known.startswith(f"{name}/") or name.startswith(f"{known}/"):
                 raise UnsavableStateError(f"{name!r} cannot stand beside {known!r}: give it another name")
         self.contents[name] = content

@@ -260,6 +260,6 @@ def test_packages_are_the_folders() -> None:
 
 
 def test_the_facade_is_small_and_whole() -> None:
-    assert len(asyncckpt.__all__) <= 13
+    assert len(asyncckpt.__all__) <= 14
     for name in asyncckpt.__all__:
         assert getattr(asyncckpt, name) is not None

@@ -13,6 +13,7 @@ import base64
 import json
 import math
 import operator
+import os
 import pickle
 import re
 import sys
@@ -105,6 +106,15 @@ class Manifest:
         if manifest.encode() != text:
             raise DamagedCheckpointError("this manifest is damaged (its checksum does not match)", path=path)
         return manifest
+
+    def small_files(self) -> Iterator[str]:
+        """The names of those of a set that have no index."""
+        known = (MANIFEST_NAME, METADATA_NAME)
+        return (
+            name
+            for name, facts in self.files.items()
+            if "index" not in facts and os.path.basename(name) not in known and not is_index(name)
+        )
 
     def data_files(self) -> Iterator[str]:
         """The names of the files that have an index."""

@@ -23,7 +23,7 @@ from asyncckpt.devices.kinds import ready_events
 from asyncckpt.engine.plan_selection import Captured, PlanSelection
 from asyncckpt.engine.published_image import known_by_all, show
 from asyncckpt.engine.retention import Retention
-from asyncckpt.engine.save_input import FilesToSave, StateToSave, call_of_files
+from asyncckpt.engine.save_input import save_input
 from asyncckpt.engine.save_operation import Copier, SaveOperation
 from asyncckpt.engine.saves import Saves
 from asyncckpt.engine.turn import Turn
@@ -31,7 +31,6 @@ from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
 from asyncckpt.file_set import FileSet
 from asyncckpt.loading.memory_source import HeldImages
 from asyncckpt.planning.plan import StateDict
-from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
 from asyncckpt.publication import Publication, Versions
 from asyncckpt.ranks.group import Group
@@ -100,14 +99,12 @@ class Engine(AbstractContextManager["Engine"]):
         """How many saves have failed so far."""
         return self._saves.failures
 
-    def prepare(self, state_dict: StateDict, planner: SavePlanner | None = None) -> None:
+    def prepare(self, state_dict: StateDict | FileSet, planner: SavePlanner | None = None) -> None:
         """Do all that a first save would have to, and copy the tensors once to warm up. Raises as ``save`` does."""
         with self._turn.take():
             group, number = self._usable(), next(self._numbers)
             try:
-                state = stateful_to_dict(state_dict)
-                wanted = StateToSave(group, number, state, planner)
-                buffer, tensors, *_ = self._plans.for_all(wanted)
+                buffer, tensors, *_ = self._plans.for_all(save_input(group, number, state_dict, planner))
             except BaseException as error:
                 group.report_failure(number, error, begun=False)
                 if not _is_only_logged(error, self.config):
@@ -119,7 +116,7 @@ class Engine(AbstractContextManager["Engine"]):
     def save(
         self,
         path: str | os.PathLike[str],
-        state_dict: StateDict,
+        state_dict: StateDict | FileSet,
         *,
         step: int | None = None,
         existing: Existing = "refuse",
@@ -127,13 +124,14 @@ class Engine(AbstractContextManager["Engine"]):
         planner: SavePlanner | None = None,
         separate: str = "",
     ) -> Save:
-        """Save a state dict as a checkpoint.
+        """Save a state dict as a checkpoint, or a set of files: those of all ranks are there in the end, or none.
 
         Args:
             path: The checkpoint's folder, the same on all ranks.
             state_dict: This rank's part. Its tensors may change when this returns (with ``Config.overlap``: see there).
+                Of a set of files a rank may have none.
             step: The training step it is of.
-            existing: What becomes of what is at ``path``, unless ``retention`` says that.
+            existing: What becomes of what is at ``path``, unless ``retention`` says that. A set cannot "join" it.
             retention: What becomes of the steps beside it; None: nothing.
             planner: DCP's or the caller's own; None: DCP's default.
             separate: Values whose names begin with it go to a file of their own, whose name begins with it, too.
@@ -152,43 +150,14 @@ class Engine(AbstractContextManager["Engine"]):
         Then no rank saves anything. With ``Config.failure="warn"`` all but ``ClosedError`` comes from the handle.
         """
         retention = retention or Retention(existing=existing)
-
-        def capture(save: SaveOperation) -> Captured:
-            check = partial(self._saves.check_place, save, retention.existing)
-            state = stateful_to_dict(state_dict)
-            call = Call.of_save(step, str(save.path))
-            wanted = StateToSave(save.group, save.number, state, planner, separate, call=call, check=check)
-            return self._plans.for_all(wanted)
-
-        return self._carry_out(absolute(path), step, retention, capture)
-
-    def save_files(
-        self,
-        path: str | os.PathLike[str],
-        files: FileSet,
-        *,
-        step: int | None = None,
-        existing: Existing = "refuse",
-        retention: Retention | None = None,
-    ) -> Save:
-        """Save a set of files as a folder: those of all ranks are there in the end, or none. As ``save``.
-
-        Args:
-            path: The folder, the same on all ranks.
-            files: This rank's part; a rank may have none.
-            step, existing, retention: As of ``save``; files cannot "join" others.
-
-        Raises:
-            ValueError: ``existing`` is "join".
-        """
-        retention = retention or Retention(existing=existing)
-        if retention.existing == "join":
+        if retention.existing == "join" and isinstance(state_dict, FileSet):
             raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
 
         def capture(save: SaveOperation) -> Captured:
             check = partial(self._saves.check_place, save, retention.existing)
-            call = call_of_files(step, str(save.path), files)
-            return self._plans.for_all(FilesToSave(save.group, save.number, files, call=call, check=check))
+            call = Call.of_save(step, str(save.path))
+            given = save.group, save.number, state_dict, planner, separate
+            return self._plans.for_all(save_input(*given, call=call, check=check))
 
         return self._carry_out(absolute(path), step, retention, capture)
 

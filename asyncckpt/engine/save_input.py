@@ -16,6 +16,7 @@ from asyncckpt.file_set import DcpFolder, FileSet
 from asyncckpt.planning.draft import DraftInput, flat_names, make_plans
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
+from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.rounds import Call
 
@@ -105,18 +106,16 @@ class StateToSave(SaveInput):
         return found
 
 
-def call_of_files(step: int | None, path: str, files: FileSet) -> Call:
-    """Of a save of files: all ranks plan the folders of DCP's together."""
-    words, key = Call.of_save(step, path)
-    folders = [name for name, content in files.contents.items() if isinstance(content, DcpFolder)]
-    return Call(f"{words} as files, and for DCP {folders or 'none'}", f"{key} {folders}")
-
-
 @dataclass(frozen=True)
 class FilesToSave(SaveInput):
-    """A set of files."""
+    """A set of files, whose folders of DCP's all ranks plan together."""
 
     files: FileSet
+
+    def __post_init__(self) -> None:
+        folders = [name for name, content in self.files.contents.items() if isinstance(content, DcpFolder)]
+        words = f"{self.call.words} as files, with DCP's folders {folders}"
+        object.__setattr__(self, "call", Call(words, f"{self.call.key} {folders}"))
 
     @cached_property
     def contents(self) -> FileSetContents:
@@ -145,3 +144,24 @@ class FilesToSave(SaveInput):
     @property
     def small_files(self) -> tuple[tuple[str, bytes], ...]:
         return tuple(self.contents.small.items())
+
+
+def save_input(
+    group: Group,
+    number: int,
+    state: StateDict | FileSet,
+    planner: SavePlanner | None = None,
+    separate: str = "",
+    call: Call = PREPARES,
+    check: Callable[[], object] = lambda: None,
+) -> SaveInput:
+    """What is to be saved.
+
+    Args:
+        group, number, call, check: As of ``SaveInput``.
+        state: A set of files, or a state dict, in which ``Stateful`` values are asked for theirs.
+        planner, separate: As of ``StateToSave``; of no matter for files.
+    """
+    if isinstance(state, FileSet):
+        return FilesToSave(group, number, state, call=call, check=check)
+    return StateToSave(group, number, stateful_to_dict(state), planner, separate, call=call, check=check)

@@ -46,25 +46,23 @@ def lay_out(forms: Mapping[str, Form], metadata: Mapping[str, str] | None = None
     """Place tensors one after the other.
 
     Args:
-        forms: The dtype and the shape of each, by its name.
+        forms: The dtype and the shape of each, by its name, those of wider types before those of others.
         metadata: Text for the header.
 
     Returns:
-        The header, and where each tensor begins, in bytes from the start of the file, in the order of the file.
+        The header, and where each tensor begins, in bytes from the start of the file.
 
     Raises:
         UnsavableStateError: The format has no such dtype or name.
     """
-    for name, (dtype, _) in forms.items():
+    fields: dict[str, object] = {} if metadata is None else {METADATA: dict(metadata)}
+    begins: dict[str, int] = {}
+    end = 0
+    for name, (dtype, shape) in forms.items():
         if dtype not in _NAMES:
             raise UnsavableStateError(f"{name!r}: safetensors knows no {dtype}; save it as another")
         if name == METADATA or not isinstance(name, str):
             raise UnsavableStateError(f"{name!r} cannot be the name of a tensor in a safetensors file")
-    fields: dict[str, object] = {} if metadata is None else {METADATA: dict(metadata)}
-    begins: dict[str, int] = {}
-    end = 0
-    for name in sorted(forms, key=lambda name: (_ORDER[forms[name][0]], name.encode())):
-        dtype, shape = forms[name]
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begins[name], end]}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
@@ -87,7 +85,8 @@ class SafetensorsPlan:
     def of(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> SafetensorsPlan:
         """The plan for ``tensors``. Raises ``UnsavableStateError`` where ``save_file`` would refuse them."""
         _check(tensors)
-        header, begins = lay_out({name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}, metadata)
+        names = sorted(tensors, key=lambda name: (_ORDER.get(tensors[name].dtype, 0), str(name).encode()))
+        header, begins = lay_out({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}, metadata)
         specs = [TensorSpec(tensors[name].dtype, tuple(tensors[name].shape), name=name) for name in begins]
         sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
         places = [Place(begin, size, begin, size) for begin, size in zip(begins.values(), sizes, strict=True)]

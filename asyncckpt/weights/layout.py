@@ -38,16 +38,14 @@ class TensorEntry(NamedTuple):
 
 
 def lay_out(entries: Sequence[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:
-    """Place tensors one after the other. Returns the header that says so, and the entries in the order of their places.
+    """Place tensors one after the other. Returns the header that says so, and the entries with their places.
 
     Raises ``UnsavableStateError`` where the format has no such dtype or name.
     """
     parts = {entry.name: [entry.offsets, entry.whole] for entry in entries if entry.shape != entry.whole}
     metadata = {_PARTS: json.dumps(parts)} if parts else None
-    named = {entry.name: entry for entry in entries}
-    forms = {name: (entry.dtype, entry.shape) for name, entry in named.items()}
-    header, begins = safetensors_plan.lay_out(forms, metadata)
-    return header, [named[name]._replace(begin=begin) for name, begin in begins.items()]
+    header, begins = safetensors_plan.lay_out({entry.name: (entry.dtype, entry.shape) for entry in entries}, metadata)
+    return header, [entry._replace(begin=begins[entry.name]) for entry in entries]
 
 
 def read_entries(image: memoryview) -> dict[str, TensorEntry]:

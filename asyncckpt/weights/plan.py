@@ -40,9 +40,8 @@ class WeightPlan:
             sharding: The ranks that publish together.
         """
         forms = [sharding.form(name, tensor, dtype) for name, tensor in weights.items()]
-        header, entries = lay_out(forms)
-        position = {form.name: number for number, form in enumerate(forms)}
-        order = [position[entry.name] for entry in entries]
+        order = sorted(range(len(forms)), key=lambda number: -forms[number].dtype.itemsize)
+        header, entries = lay_out([forms[number] for number in order])
         parts = list(map(local, weights.values()))
         return cls(
             dtype=dtype,

@@ -123,7 +123,8 @@ def test_an_index_of_another_file(step: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    "name", ["../../secret.distcp", "/etc/hostname.distcp", "..", ".", "", "a/b.distcp", "nul\0.distcp"]
+    "name",
+    ["../../secret.distcp", "/etc/hostname.distcp", "..", ".", "", "a/../../b.distcp", "/a/b.distcp", "nul\0.distcp"],
 )
 def test_a_manifest_names_files_of_its_folder_alone(step: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     for file in (DATA, INDEX):
