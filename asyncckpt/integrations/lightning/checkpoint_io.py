@@ -38,7 +38,8 @@ class AsyncckptIO(TorchCheckpointIO):
             config: For the engine, if this is the first save of this process alone; None: as the environment says.
         """
         self._config = config
-        self.pending = Pending(Config.given(config).timeout)
+        self._timeout = Config.given(config).timeout
+        self.pending = Pending(self._timeout)
         """What is under way."""
         self._engines: list[Engine] = []
 
@@ -78,11 +79,11 @@ class AsyncckptIO(TorchCheckpointIO):
             existing: What becomes of what is there.
 
         Raises:
-            CheckpointError: As ``Engine.save_files`` raises; an earlier save has failed, and nobody was told.
+            CheckpointError: As ``Engine.save`` raises; an earlier save has failed, and nobody was told.
         """
         self.pending.make_way(place)
         engine = engines.shared.get(config=self._config)
-        save = engine.save_files(place, files, existing=existing)
+        save = engine.save(place, files, existing=existing)
         self._begun(place, save, engine)
 
     def load_checkpoint(
@@ -139,7 +140,8 @@ class AsyncckptIO(TorchCheckpointIO):
         self.pending.add(place, save)
         if engine not in self._engines:
             self._engines.append(engine)
-        save.wait_staged()  # also with Config.overlap: nobody else would wait before the next step of the optimizer
+        # Also with Config.overlap: nobody else would wait before the next step of the optimizer.
+        save.wait_staged(self._timeout)
 
 
 @functools.cache
