@@ -60,6 +60,13 @@ def link(place: str, target: str) -> None:
     new.replace(place)
 
 
+def is_linked_to(place: str) -> bool:
+    """Whether a symbolic link in the same folder leads to it."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(os.path.dirname(place)) as entries:
+        return any(each.is_symlink() and os.path.realpath(each.path) == place for each in entries)
+    return False
+
+
 def replace_link(place: str) -> None:
     """If there is a symbolic link to a file, put that file itself there: the engine writes through a link, and would
     replace what it leads to, which is another checkpoint.

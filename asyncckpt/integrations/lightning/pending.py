@@ -6,14 +6,14 @@ import concurrent.futures
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from asyncckpt.errors import SaveTimeoutError
-from asyncckpt.integrations.lightning.files import link, remove
+from asyncckpt.integrations.lightning.files import is_linked_to, link, remove
 from asyncckpt.save_handle import Save
 
 logger = logging.getLogger(__name__)
@@ -21,12 +21,64 @@ logger = logging.getLogger(__name__)
 _UNDER_WAY = "asyncckpt-lightning/under-way"
 
 
+class _Action:
+    """A removal, or a link to be made: it waits for the newest save that was begun before it."""
+
+    def __init__(self, newest: Save | None, undone: str, act: Callable[[], None]) -> None:
+        self._newest, self._undone, self._act = newest, undone, act
+        self.done: Future[None] = Future()
+
+    def is_held(self) -> bool:
+        """Whether it has to wait for longer than for that save."""
+        return False
+
+    def run(self, failures: list[Exception], *, is_last: bool = False) -> bool:
+        """Do it, or leave it undone; that save has ended. Returns whether it is over.
+
+        Args:
+            failures: What it fails with is added to them.
+            is_last: It is left undone if it is still held.
+        """
+        is_saved = self._newest is None or self._newest.failure is None
+        is_held = is_saved and self.is_held()
+        if is_held and not is_last:
+            return False
+        if not self.done.set_running_or_notify_cancel():
+            return True
+        try:
+            if is_held:
+                logger.warning("%s, because a link leads there", self._undone)
+            elif self._newest is not None and not is_saved:
+                logger.warning("%s, because %s is not saved", self._undone, self._newest.path)
+            else:
+                self._act()
+        except Exception as error:
+            logger.error("%s: %s", self._undone, error)
+            failures.append(error)
+        self.done.set_result(None)
+        return True
+
+
+class _Removal(_Action):
+    """Of what is at ``place``: not while a link leads there, which a newer checkpoint is about to get."""
+
+    def __init__(self, newest: Save | None, own: Save | None, place: str) -> None:
+        super().__init__(newest, f"{place} is not removed", lambda: remove(place))
+        self._own, self._place = own, place
+
+    def is_held(self) -> bool:
+        if self._own is not None:
+            self._own.future.exception()  # one of another engine may end later
+        return is_linked_to(self._place)
+
+
 class Pending:
     """The saves of one process, and what waits for them.
 
     A removal, or a link, waits for the newest save that was begun before it, and is left undone where that fails. They
-    are done in the order they were asked for, on the thread that makes calls at the ends of saves; all else here is for
-    the one thread that saves. A place is a path as ``files.local_place`` gives it.
+    are done in the order they were asked for, on the thread that makes calls at the ends of saves, but for removals of
+    what a link leads to: they follow when that link leads elsewhere. All else here is for the one thread that saves. A
+    place is a path as ``files.local_place`` gives it.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -40,8 +92,9 @@ class Pending:
         self._timeout = timeout
         # By their places.
         self._saves: dict[str, Save] = {}
-        self._removals: dict[str, Future[None]] = {}
-        self._links: dict[str, Future[None]] = {}
+        self._removals: dict[str, _Action] = {}
+        self._links: dict[str, _Action] = {}
+        self._held: list[_Action] = []
         self._failures: list[Exception] = []
 
     def add(self, place: str, save: Save) -> None:
@@ -55,25 +108,23 @@ class Pending:
     def make_way(self, place: str) -> None:
         """Something is about to be saved to ``place``: it is not removed any more, nor comes a link in its place."""
         self._cancel_removal(place)
-        concurrent.futures.wait(filter(None, [self._links.get(place)]))
+        if (link := self._links.get(place)) is not None:
+            concurrent.futures.wait([link.done])
 
     def remove(self, place: str) -> None:
         """Remove what is at ``place``, or is being saved to there."""
         self._cancel_removal(place)
-        own = self._saves.get(place)
-
-        def act() -> None:
-            if own is not None:
-                own.future.exception()  # one of another engine may end later
-            remove(place)
-
-        self._removals[place] = self._when_durable(f"{place} is not removed", act)
+        self._when_durable(self._removals, place, _Removal(self.newest, self._saves.get(place), place))
 
     def link(self, place: str, target: str) -> None:
         """Make a symbolic link at ``place``. As long as it is not made, what is there stays."""
         self._cancel_removal(place)
-        undone = f"{place} is not linked to {target}"
-        self._links[place] = self._when_durable(undone, lambda: link(place, target))
+
+        def act() -> None:
+            link(place, target)
+            self._run_held()
+
+        self._when_durable(self._links, place, _Action(self.newest, f"{place} is not linked to {target}", act))
 
     def will_exist(self, place: str) -> bool | None:
         """Whether there is something when all that is under way has gone well; None: as it is now."""
@@ -87,7 +138,8 @@ class Pending:
 
         Raises what the save to there has failed with, or as ``wait_for_others``.
         """
-        concurrent.futures.wait(filter(None, [self._removals.get(place), self._links.get(place)]))
+        if _waits(self._removals.get(place)) or _waits(self._links.get(place)):
+            self._wait_for_saves()
         if (save := self._saves.pop(os.path.realpath(place), None)) is not None:
             save.result()
         self.wait_for_others()
@@ -107,10 +159,9 @@ class Pending:
             time.sleep(0.02)
 
     def wait(self) -> None:
-        """Wait until nothing waits."""
-        concurrent.futures.wait(list(self._waiting()))
-        if self.newest is not None:
-            self.newest.future.exception()
+        """Wait until nothing is under way, and nothing waits for that."""
+        self._wait_for_saves()
+        self._run_held(is_last=True)
 
     def raise_failure(self) -> None:
         """Raise the first error of a removal or a link, and forget them."""
@@ -120,47 +171,50 @@ class Pending:
 
     def _cancel_removal(self, place: str) -> None:
         removal = self._removals.pop(place, None)
-        if removal is not None and not removal.cancel():
-            concurrent.futures.wait([removal])
+        if removal is not None and not removal.done.cancel():
+            concurrent.futures.wait([removal.done])
 
-    def _when_durable(self, undone: str, act: Callable[[], None]) -> Future[None]:
-        """Have ``act`` called; ``undone`` says what it means where it is not."""
-        waiting: Future[None] = Future()
-        newest, store = self.newest, _store()
+    def _when_durable(self, kind: dict[str, _Action], place: str, action: _Action) -> None:
+        is_idle = not any(_waits(each) for each in (*self._removals.values(), *self._links.values()))
+        for other in [other for other, each in kind.items() if each.done.done()]:
+            del kind[other]
+        kind[place] = action
+        if self.newest is None or (self.newest.done() and is_idle):
+            self._run(action)
+            return
+        store = _store()
+        if store is not None:
+            store.add(_UNDER_WAY, 1)
 
-        def act_now(_: object = None) -> None:
-            if waiting.set_running_or_notify_cancel():
-                try:
-                    if newest is not None and newest.failure is not None:
-                        logger.warning("%s, because %s is not saved", undone, newest.path)
-                    else:
-                        act()
-                except Exception as error:
-                    logger.error("%s: %s", undone, error)
-                    self._failures.append(error)
-                waiting.set_result(None)
+        def run(_: object) -> None:
+            self._run(action)
             if store is not None:
                 store.add(_UNDER_WAY, -1)
 
-        if store is not None:
-            store.add(_UNDER_WAY, 1)
-        is_idle = not any(map(_waits, self._waiting()))
-        for kind in (self._removals, self._links):
-            for other in [other for other, its in kind.items() if its.done()]:
-                del kind[other]
-        if newest is None or (newest.done() and is_idle):
-            act_now()
-        else:
-            newest.future.add_done_callback(act_now)
-        return waiting
+        self.newest.future.add_done_callback(run)
 
-    def _waiting(self) -> Iterator[Future[None]]:
-        yield from self._removals.values()
-        yield from self._links.values()
+    def _run(self, action: _Action, *, is_last: bool = False) -> None:
+        if not action.run(self._failures, is_last=is_last):
+            self._held.append(action)
+
+    def _run_held(self, *, is_last: bool = False) -> None:
+        held, self._held = self._held, []
+        for action in held:
+            self._run(action, is_last=is_last)
+
+    def _wait_for_saves(self) -> None:
+        """Wait until all saves have ended, and all that waits for them has been done or is held."""
+        ended = []
+        for save in (*self._saves.values(), self.newest):
+            if save is not None:
+                end: Future[None] = Future()
+                save.future.add_done_callback(lambda _, end=end: end.set_result(None))  # type: ignore[misc]
+                ended.append(end)
+        concurrent.futures.wait(ended)
 
 
-def _waits(action: Future[None] | None) -> bool:
-    return action is not None and not action.done()
+def _waits(action: _Action | None) -> bool:
+    return action is not None and not action.done.done()
 
 
 def _store() -> Store | None:
