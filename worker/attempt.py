@@ -95,6 +95,7 @@ class Attempt(ABC):
         self.direct = False
         self.timings: dict[str, float] = {}
         self.written_at = 0.0
+        self._begun: float | None = None  # where there is nothing to write, never
 
     @abstractmethod
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
@@ -126,11 +127,23 @@ class Attempt(ABC):
         """Some of what stands in the slot."""
         return self._region(Region(self.layout.slots[self.request.slot] + begin, nbytes))
 
-    def _complete(self, image: memoryview, sizes: Region, pickle_bytes: int, file: ImageFile) -> tuple[int, list[int]]:
-        """Complete an archive in the slot, and write it as far as it goes.
+    def _wait_beyond(self, nbytes: int) -> int:
+        """As ``StagedImage.wait_beyond``; when something has arrived, writing begins."""
+        arrived = self.staged_image.wait_beyond(nbytes, self.layout.data_bytes)
+        self._begun = self._begun or time.perf_counter()
+        return arrived
+
+    def _end_writing(self) -> None:
+        self.timings["write_s"] = 0.0 if self._begun is None else time.perf_counter() - self._begun
+
+    def _complete(
+        self, image: memoryview, begin: int, sizes: Region, pickle_bytes: int, file: ImageFile
+    ) -> tuple[int, list[int]]:
+        """Complete an archive in the slot as it arrives, and write it as far as it goes.
 
         Args:
-            image: Where it stands, all of it staged.
+            image: Where it stands.
+            begin: Where that is in the slot, in bytes.
             sizes: As of ``ArchiveData``.
             pickle_bytes: How long its pickle is.
             file: What it goes to.
@@ -138,8 +151,15 @@ class Attempt(ABC):
         Returns:
             Its length, and where its records begin, in bytes.
         """
+        arrived = 0
+
+        def wait_for(end: int) -> None:
+            nonlocal arrived
+            while arrived < begin + end:
+                arrived = self._wait_beyond(arrived)
+
         alignment, room, *each = self._region(sizes).cast("Q")
-        end = archive.complete(image, alignment, room, each, pickle_bytes, file.advance)
+        end = archive.complete(image, alignment, room, each, pickle_bytes, wait_for, file.advance)
         return end, [record.at for record in archive.lay_out(alignment, room, *each)]
 
 
@@ -153,7 +173,6 @@ class FolderAttempt(Attempt):
         super().__post_init__()
         self._files: dict[str, dict[str, Any]] = {}  # those that are written, for the manifest
         self._tails: list[bytes] = []  # of the indexes of large files
-        self._begun: float | None = None  # where there is nothing to write, never
 
     @property
     @abstractmethod
@@ -175,7 +194,7 @@ class FolderAttempt(Attempt):
             checksums += its
             is_direct.append(direct)
         self.direct = bool(is_direct) and all(is_direct)
-        self.timings["write_s"] = 0.0 if self._begun is None else time.perf_counter() - self._begun
+        self._end_writing()
         return checksums
 
     def _write_large(self, file: LargeFile, pool: ThreadPoolExecutor) -> tuple[int, array[int], bool]:
@@ -189,11 +208,6 @@ class FolderAttempt(Attempt):
         output = self.opened.create(file.name(self.request.rank), large=True)
         image, bounds = self._image(file.begin, file.nbytes), self._region(file.spans).cast("Q")
         return file.length, *write_image(output, pool, image, bounds, wait_beyond)
-
-    def _wait_beyond(self, nbytes: int) -> int:
-        arrived = self.staged_image.wait_beyond(nbytes, self.layout.data_bytes)
-        self._begun = self._begun or time.perf_counter()
-        return arrived
 
     def _index_name(self, number: int) -> str:
         return index_name(self.request.rank, number)
@@ -329,15 +343,12 @@ class FileSetAttempt(FolderAttempt):
         return super().write(pool)
 
     def _write_large(self, file: LargeFile, pool: ThreadPoolExecutor) -> tuple[int, array[int], bool]:
-        """An archive is completed in the slot, so all of the image has to be there."""
+        """An archive is completed in the slot."""
         if not isinstance(file, ArchiveData):
             return super()._write_large(file, pool)
-        arrived = 0
-        while arrived < self.layout.data_bytes:
-            arrived = self._wait_beyond(arrived)
         image = self._image(file.begin, file.nbytes)
         with ImageFile(self.opened.create(file.path, large=True), pool, image) as output:
-            end, starts = self._complete(image, file.sizes, next(self._pickle_bytes), output)
+            end, starts = self._complete(image, file.begin, file.sizes, next(self._pickle_bytes), output)
             bounds = spans(starts, end)
             sums = array("Q", (checksum(image[begin:stop]) for begin, stop in pairwise(bounds)))
             return end, sums, output.finish(end)
@@ -369,14 +380,13 @@ class FileAttempt(Attempt):
     layout: TorchFileLayout
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """The archive is completed in the slot first. Returns no checksums: nobody loads it from memory."""
-        begun = time.perf_counter()
+        """The archive is completed in the slot. Returns no checksums: nobody loads it from memory."""
         image = self._image(0, self.layout.data_bytes)
         with ImageFile(self.opened.create("", large=True), pool, image) as file:
             self.staged_image.inode = self.opened.inode
-            end, _ = self._complete(image, self.layout.sizes, self.request.pickle_bytes[0], file)
+            end, _ = self._complete(image, 0, self.layout.sizes, self.request.pickle_bytes[0], file)
             self.direct = file.finish(end)
-        self.timings["write_s"] = time.perf_counter() - begun
+        self._end_writing()
         return array("Q")
 
     def seal(self) -> bytes:

@@ -28,7 +28,6 @@ from asyncckpt.shm.slots import State
 from asyncckpt.worker import messages
 from asyncckpt.worker.attempt import Attempt, begin_attempt
 from asyncckpt.worker.committer import Committer, located_in
-from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.staged_image import ImageState, StagedImage
 from asyncckpt.worker.storage.storage import Storage
@@ -164,11 +163,8 @@ class Writer:
             return begun
 
     def _to_follow(self) -> StagedImage | None:
-        """The next that is begun, if it can be followed: single files are completed here before they are written."""
-        image = next((each for each in self._begun.values() if each.state is ImageState.STAGING), None)
-        return (
-            image if image is not None and isinstance(image.hosted.layout, CheckpointLayout | FileSetLayout) else None
-        )
+        """The next that is begun."""
+        return next((each for each in self._begun.values() if each.state is ImageState.STAGING), None)
 
     def _carry_out(self, image: StagedImage, pool: ThreadPoolExecutor) -> None:
         request = image.request

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,21 @@ from asyncckpt.worker.archive import header, lay_out, tail_room
 from asyncckpt.worker.manifest import Index, Item
 from asyncckpt.worker.segment_layout import Region, TorchFileLayout
 
+# Most of what a pickle consists of: some twenty for each tensor, and of each the pickler asks whether it is a storage.
+_NO_STORAGES = {
+    str,
+    int,
+    float,
+    bool,
+    type(None),
+    tuple,
+    list,
+    dict,
+    OrderedDict,
+    torch.Tensor,
+    torch.nn.Parameter,
+    type,
+}
 # What torch.save aligns storages to, where it has no setting for that (as torch 2.6).
 _ALIGNMENT = 64
 
@@ -64,6 +80,8 @@ class _Pickler(pickle.Pickler):
         self._dtypes: dict[int, torch.dtype] = {}
 
     def persistent_id(self, obj: object) -> Any:
+        if type(obj) in _NO_STORAGES:
+            return None
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype, numel = obj._untyped_storage, obj.dtype, obj._size()  # type: ignore[no-untyped-call]
             kind = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]

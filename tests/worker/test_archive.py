@@ -67,5 +67,5 @@ def test_tail_room_is_enough() -> None:
             *_, pickled = archive.lay_out(alignment, 1, *[1] * count)
             image = memoryview(bytearray(pickled.end + archive.tail_room(alignment, count)))
             before = len(image)
-            end = archive.complete(image, alignment, 1, [1] * count, 1, lambda _: None)
+            end = archive.complete(image, alignment, 1, [1] * count, 1, lambda _: None, lambda _: None)
             assert end <= before

@@ -41,6 +41,7 @@ OURS = "asyncckpt"
 ENTRIES = {
     OURS: Entry("asyncckpt", "ours", "Ours"),
     "asyncckpt-overlap": Entry("asyncckpt, overlap", "ours", "Ours.overlapping"),
+    "asyncckpt-files": Entry("asyncckpt, set of files", "file_sets", "FileSets"),
     "asyncckpt-nvrx": Entry("asyncckpt in nvrx's place", "nvrx", "Nvrx.ours"),
     "nvrx": Entry("nvrx 0.7.0, CPU shm", "nvrx", "Nvrx.own"),
     "torch-checkpointing": Entry("torch_checkpointing 0.1", "torch_checkpointing", "TorchCheckpointing"),
@@ -49,6 +50,7 @@ ENTRIES = {
     "dcp-process": Entry("DCP async_save, process", "dcp", "DcpAsync.process"),
     "dcp-save": Entry("DCP save", "dcp", "DcpSave"),
     "torch-save": Entry("torch.save, synced", "torch_save", "TorchSave"),
+    "files-save": Entry("safetensors and torch.save", "file_sets", "Files"),
 }
 SPARE = 4000
 SHARERS = 3
