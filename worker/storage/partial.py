@@ -182,7 +182,7 @@ class PartialFolder(_Partial):
                         os.unlink(os.path.join(self.path, name))
                 folders = {folder for name in names or () for folder in PurePath(self.path, name).parents}
                 below = [folder for folder in folders if folder.is_relative_to(self.path)]
-                for folder in [*sorted(below, key=lambda folder: -len(folder.parts)), self.path]:
+                for folder in [*sorted(below, key=lambda folder: -len(folder.parts)), PurePath(self.path)]:
                     with contextlib.suppress(OSError):  # others have files there
                         os.rmdir(folder)
         self.release()
