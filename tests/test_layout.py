@@ -162,7 +162,7 @@ def test_no_private_attribute_of_another_file_is_touched() -> None:
     assert not reaches
 
 
-# Private names of torch, nvrx, Megatron-LM and the standard library, where there is no public way.
+# Private names of torch, nvrx, Megatron-LM, transformers and the standard library, where there is no public way.
 OTHERS_PRIVATE = frozenset(
     {
         *("_asdict", "_replace"),  # of a NamedTuple, where they are public
@@ -176,6 +176,7 @@ OTHERS_PRIVATE = frozenset(
             "_version",
         ),
         "_is_owned",  # of an RLock: whether this thread has it
+        *("_save_checkpoint", "_finalize_training", "_get_output_dir", "_push_from_checkpoint"),  # of a Trainer
         "_register_atexit",  # of threading: called before it is waited for threads
         "_option_string_actions",  # of an ArgumentParser: what it knows
         *("_link_checkpoint", "_save_distributed_checkpoint", "_state_dict_type"),  # of Lightning

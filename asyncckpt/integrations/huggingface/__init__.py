@@ -1,0 +1,14 @@
+"""Checkpoints of Hugging Face's Trainer, and of accelerate, made in the background: one line to switch.
+
+    huggingface.enable(trainer)  # then trainer.train() as ever
+    huggingface.enable_accelerator(accelerator)  # then accelerator.save_state(folder) as ever
+
+A folder, because both ties stand on the same capture of what these frameworks write (``capture.py``).
+"""
+
+from __future__ import annotations
+
+from asyncckpt.integrations.huggingface.accelerator import enable_accelerator
+from asyncckpt.integrations.huggingface.trainer import enable
+
+__all__ = ["enable", "enable_accelerator"]

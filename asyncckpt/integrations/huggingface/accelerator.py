@@ -1,0 +1,115 @@
+"""accelerate's ``Accelerator.save_state``, in the background."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator, DistributedType
+
+from asyncckpt.config import Config
+from asyncckpt.engine import shared as engines
+from asyncckpt.integrations.huggingface.capture import begin_save, capturing, finish_callbacks, replaced
+from asyncckpt.save_handle import Save
+
+logger = logging.getLogger(__name__)
+
+_KINDS_WITH_FILES_OF_THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def enable_accelerator(accelerator: Accelerator, config: Config | None = None) -> None:
+    """Have ``accelerator.save_state`` save in the background from now on. A second call changes nothing.
+
+    It returns when all is staged. A failure is raised by the next one, by ``load_state`` or by ``end_training``; these
+    two wait until all saves have ended. Checkpoints beyond ``total_limit`` are removed when the newer one is durable.
+
+    Args:
+        accelerator: What it saves itself for DeepSpeed, Megatron-LM, XLA and ``save_on_each_node`` it goes on saving
+            itself, with a warning.
+        config: For the engine of the job, if this is its first save; None: what the environment says.
+    """
+    if not isinstance(getattr(accelerator.save_state, "__self__", None), _AcceleratorSaves):
+        _AcceleratorSaves(accelerator, config)
+
+
+class _AcceleratorSaves:
+    """The saves of one accelerator. Its methods take the place of the accelerator's."""
+
+    def __init__(self, accelerator: Any, config: Config | None) -> None:
+        self._accelerator, self._config = accelerator, config
+        self._stock_save, self._stock_load = accelerator.save_state, accelerator.load_state
+        self._stock_end = accelerator.end_training
+        self._warned = False
+        self._last: Save | None = None
+        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
+        accelerator.end_training = self.end_training
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """As the accelerator's, which it calls; returns the folder when all is staged."""
+        accelerator = self._accelerator
+        project = accelerator.project_configuration
+        is_many = project.save_on_each_node and accelerator.num_processes > 1
+        if accelerator.distributed_type in _KINDS_WITH_FILES_OF_THEIR_OWN or is_many:
+            if not self._warned:
+                logger.warning("accelerate saves such checkpoints itself, and the training waits")
+            self._warned = True
+            return self._stock_save(output_dir, safe_serialization, **options)
+        root = None
+        if project.automatic_checkpoint_naming:
+            root = os.path.join(accelerator.project_dir, "checkpoints")
+            output_dir = os.path.join(root, f"checkpoint_{accelerator.save_iteration}")
+            if os.path.exists(output_dir):
+                raise ValueError(f"{output_dir} is there already; set project_configuration.iteration")
+        place = os.path.abspath(output_dir)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with (
+            capturing(os.path.basename(place)) as capture,
+            replaced(project, "automatic_checkpoint_naming", False),  # it takes the folder that it is given
+        ):
+            self._stock_save(str(capture.folder), safe_serialization, **options)
+        save = self._last = begin_save(place, capture, None, self._config)
+        if root is not None and project.total_limit is not None and accelerator.is_main_process:
+            save.future.add_done_callback(partial(_rotate, os.path.abspath(root), project.total_limit))
+        return Path(output_dir)
+
+    def load_state(self, input_dir: Any = None, *args: Any, **options: Any) -> Any:
+        """As the accelerator's, when all saves have ended."""
+        self._wait()
+        accelerator = self._accelerator
+        if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
+            # accelerate would also look at what a save has left that was killed: its name has a number, too.
+            root = os.path.join(accelerator.project_dir, "checkpoints")
+            input_dir = max(_numbered(root).items(), default=(0, None))[1]
+        return self._stock_load(input_dir, *args, **options)
+
+    def end_training(self) -> None:
+        """As the accelerator's."""
+        self._wait()
+        self._stock_end()
+
+    def _wait(self) -> None:
+        engines.shared.get(config=self._config).wait()
+        if self._last is not None:
+            finish_callbacks(self._last)
+
+
+def _rotate(root: str, limit: int, outcome: Future[Any]) -> None:
+    """Remove the oldest checkpoints, now that a newer one is durable."""
+    if outcome.exception() is not None:
+        return
+    found = _numbered(root)
+    for number in sorted(found)[: max(0, len(found) - max(limit, 1))]:
+        shutil.rmtree(found[number], ignore_errors=True)
+
+
+def _numbered(root: str) -> dict[int, str]:
+    """The folders of states in ``root``, by their numbers."""
+    names = os.listdir(root) if os.path.isdir(root) else []
+    matches = [match for name in names if (match := re.fullmatch(r"checkpoint_(\d+)", name))]
+    return {int(match[1]): os.path.join(root, match[0]) for match in matches}

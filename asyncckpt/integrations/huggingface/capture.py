@@ -1,0 +1,185 @@
+"""What transformers, accelerate and peft write while they save, taken as one set of files.
+
+They save as they always do, but into a scratch folder that stands for the checkpoint's. What they give to
+``torch.save``, safetensors and DCP for a place in there is not written but kept for the engine. All other files are
+read from there in the end, so nothing that they write is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import pickle
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from asyncckpt.config import Config
+from asyncckpt.engine import shared as engines
+from asyncckpt.file_set import FileSet
+from asyncckpt.save_handle import Save
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage import absolute, storage_for
+
+logger = logging.getLogger(__name__)
+
+# Where safetensors' save_file has a name. A module that nobody has imported cannot call it.
+_SAFETENSORS = (
+    ("safetensors.torch", "save_file"),
+    ("transformers.modeling_utils", "safe_save_file"),
+    ("peft.peft_model", "safe_save_file"),
+    ("accelerate.utils.other", "safe_save_file"),
+)
+_LARGE = 64 << 20  # bytes from which on it is said that a file was not staged
+
+_turn = threading.RLock()  # the functions below are those of the whole process: one capture at a time replaces them
+
+
+class Capture:
+    """What is written in one folder by the thread that made this."""
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing is written yet.
+
+        Args:
+            folder: The scratch folder, which stands for that of the checkpoint.
+        """
+        self.folder = folder
+        self.files = FileSet()
+        self._thread = threading.get_ident()
+
+    def name_of(self, place: object) -> str | None:
+        """The name in the set of a file or folder at ``place``; None where it is not in the folder, or not ours."""
+        if threading.get_ident() != self._thread or not isinstance(place, (str, os.PathLike)):
+            return None
+        path = Path(os.path.abspath(os.fspath(place)))
+        return path.relative_to(self.folder).as_posix() if self.folder in path.parents else None
+
+    def torch_save(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A ``torch.save``; ``stock`` is called for all that is not for this folder."""
+
+        @functools.wraps(stock)
+        def save(
+            obj: object, f: Any, pickle_module: Any = pickle, pickle_protocol: int = 2, *more: Any, **and_: Any
+        ) -> None:
+            name = self.name_of(f)
+            if name is None or pickle_module is not pickle or more or and_:
+                stock(obj, f, pickle_module, pickle_protocol, *more, **and_)
+            else:
+                self.files.contents.pop(name, None)  # who saves twice means the second
+                self.files.add_torch_file(name, obj, pickle_protocol)
+
+        return save
+
+    def save_file(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A ``safetensors.torch.save_file``; ``stock`` as above."""
+
+        @functools.wraps(stock)
+        def save(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+            if (name := self.name_of(filename)) is None:
+                stock(tensors, filename, metadata)
+            else:
+                self.files.contents.pop(name, None)
+                self.files.add_safetensors(name, dict(tensors), metadata)
+
+        return save
+
+    def dcp_save(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A ``torch.distributed.checkpoint.save`` by all ranks; ``stock`` as above."""
+
+        @functools.wraps(stock)
+        def save(state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
+            writer = options.get("storage_writer")
+            # A writer derived from this one may write otherwise, or other things.
+            name = self.name_of(writer.path) if type(writer) is FileSystemWriter else None
+            if name is None or args or set(options) - {"storage_writer", "planner"}:
+                return stock(state_dict, *args, **options)
+            self.files.add_dcp_folder(name, state_dict, options.get("planner"))
+            return None
+
+        return save
+
+    def take_written(self) -> None:
+        """Add what the frameworks have written themselves."""
+        for file in sorted(self.folder.rglob("*")):
+            if file.is_file():
+                name, data = file.relative_to(self.folder).as_posix(), file.read_bytes()
+                self.files.add_bytes(name, data)
+                if len(data) > _LARGE:
+                    logger.warning(
+                        "%s, of %d bytes, is not staged: the training waited while it was made", name, len(data)
+                    )
+
+
+@contextlib.contextmanager
+def capturing(name: str) -> Iterator[Capture]:
+    """Capture what this thread writes in ``Capture.folder``; when this has ended well, all is in ``Capture.files``.
+
+    Args:
+        name: What the folder is called. It is the only thing in a folder of its own.
+    """
+    with _turn, tempfile.TemporaryDirectory(prefix="asyncckpt-", ignore_cleanup_errors=True) as root:
+        capture = Capture(Path(os.path.realpath(root), name))
+        capture.folder.mkdir()
+        with contextlib.ExitStack() as replacements:
+            for owner, attribute, new in (
+                (torch, "save", capture.torch_save),
+                (torch.distributed.checkpoint, "save", capture.dcp_save),
+                *((sys.modules.get(module), attribute, capture.save_file) for module, attribute in _SAFETENSORS),
+            ):
+                if owner is not None:
+                    replacements.enter_context(replaced(owner, attribute, new(getattr(owner, attribute))))
+            yield capture
+        capture.take_written()
+
+
+def begin_save(place: str, capture: Capture, step: int | None, config: Config | None) -> Save:
+    """Save what was captured, with all ranks, and return when the caller may change its tensors.
+
+    Args:
+        place: The folder. A checkpoint of ours that is there is replaced, when the new one is durable. Whatever else is
+            there, such as one that transformers has written, gets another name then: it may be all that somebody has.
+        capture: What was captured.
+        step: The training step it is of.
+        config: For the engine of the job, if this is its first save.
+
+    Raises:
+        CheckpointError: As ``Engine.save`` raises.
+    """
+    engine, place = engines.shared.get(config=config), absolute(place)
+    existing: Existing = "replace" if storage_for(place).may_put(place, "replace") else "set aside"
+    save = engine.save(place, capture.files, step=step, existing=existing)
+    save.synchronize_staging(engine.config.timeout)
+    return save
+
+
+def finish_callbacks(save: Save) -> None:
+    """Wait until all callbacks of the future of ``save``, which has ended, have returned."""
+    finished = threading.Event()
+    save.future.add_done_callback(lambda _: finished.set())  # they are called one after the other
+    finished.wait()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """``owner`` with another attribute ``name``, which may be one of its class."""
+    own = vars(owner)
+    before = own.get(name, replaced)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own.get(name) is value:  # else somebody else has replaced it meanwhile, for longer
+            if before is replaced:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)

@@ -1,0 +1,236 @@
+"""Hugging Face's Trainer, and all that derive from it: what ``_save_checkpoint`` writes is saved in the background.
+
+``_save_checkpoint`` runs as it is, into a scratch folder (see ``capture.py``), and the engine makes one set of files of
+what it has written, under the name ``checkpoint-N`` when all of it is durable. The states of such a save:
+
+    captured, staged (``_save_checkpoint`` returns) -> ended, on any thread -> settled, on the thread that trains
+
+As soon as it has ended well, older checkpoints are rotated, on a thread of its own. When it is settled, those are told
+of it who want to hear of a save: callbacks, the Hub. That is at the end of a step, before the next save, and before the
+training is finalized, which waits for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers.trainer
+from transformers import Trainer, TrainerCallback
+
+from asyncckpt.config import Config
+from asyncckpt.engine import shared as engines
+from asyncckpt.integrations.huggingface.capture import Capture, begin_save, capturing, finish_callbacks, replaced
+from asyncckpt.save_handle import Save
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "checkpoint-"
+_STATE = "trainer_state.json"
+_SENTINEL = "checkpoint-is-incomplete.txt"  # written by transformers' trainer_jit_checkpoint.py before it saves
+
+
+def enable(trainer: Trainer, config: Config | None = None) -> None:
+    """Have ``trainer`` save its checkpoints in the background from now on. A second call changes nothing.
+
+    Args:
+        trainer: Any that derives from transformers' Trainer. What it does itself for DeepSpeed, XLA, SageMaker's model
+            parallelism and ``save_on_each_node`` it goes on doing, with a warning.
+        config: For the engine of the job, if this is its first save; None: what the environment says.
+
+    Raises:
+        TypeError: ``trainer`` has not what transformers 5 has.
+    """
+    missing = [name for name in ("_save_checkpoint", "_finalize_training") if not hasattr(trainer, name)]
+    if missing or not hasattr(transformers.trainer, "rotate_checkpoints"):
+        raise TypeError(f"{type(trainer).__name__} is no Trainer of transformers 5, or of one that asyncckpt knows")
+    if not isinstance(getattr(trainer._save_checkpoint, "__self__", None), _TrainerSaves):
+        _TrainerSaves(trainer, config)
+
+
+@dataclass
+class _Unsettled:
+    """A save that nobody was told of yet."""
+
+    save: Save
+    state: Any
+    """The trainer's, as it was then."""
+    best_before: str | None
+    best: str | None
+    """The best checkpoint, as of this save."""
+    calls: list[Callable[[], object]] = field(default_factory=list)
+    """What is to be called when it is durable, by the thread that trains."""
+    later: _Unsettled | None = None
+
+
+class _TrainerSaves:
+    """The saves of one trainer. Its methods take the place of the trainer's."""
+
+    def __init__(self, trainer: Any, config: Config | None) -> None:
+        self._trainer, self._config = trainer, config
+        self._unsettled: list[_Unsettled] = []
+        self._last: _Unsettled | None = None
+        self._unannounced: _Unsettled | None = None
+        self._warned = False
+        self._handler = trainer.callback_handler
+        self._stock_save, self._stock_finalize = trainer._save_checkpoint, trainer._finalize_training
+        self._stock_on_save, self._stock_on_step_end = self._handler.on_save, self._handler.on_step_end
+        trainer._save_checkpoint, trainer._finalize_training = self.save_checkpoint, self.finalize_training
+        self._handler.on_save, self._handler.on_step_end = self.on_save, self.on_step_end
+
+    def save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As the trainer's, which it calls; returns when all is staged."""
+        trainer, self._unannounced = self._trainer, None
+        if (reason := _why_stock(trainer)) is not None:
+            if not self._warned:
+                logger.warning("checkpoints are saved by the trainer itself, and the training waits: %s", reason)
+            self._warned = True
+            self._stock_save(model, trial)
+            return
+        # All ranks have to call their callbacks at the same place, as these may talk to each other.
+        self._settle(wait=trainer.args.world_size > 1 and any(each.calls for each in self._unsettled))
+        run_dir = trainer._get_output_dir(trial)
+        place = os.path.join(run_dir, f"{_PREFIX}{trainer.state.global_step}")
+        os.makedirs(run_dir, exist_ok=True)
+        is_urgent = _is_urgent(place)
+        best_before = trainer.state.best_model_checkpoint
+        rotations: list[dict[str, Any]] = []
+        pushes: list[str] = []
+        with capturing(os.path.basename(place)) as capture, self._redirected(capture, run_dir, rotations, pushes):
+            self._stock_save(model, trial)
+        save = begin_save(place, capture, trainer.state.global_step, self._config)
+        new = _Unsettled(save, copy.copy(trainer.state), best_before, trainer.state.best_model_checkpoint)
+        new.calls += [partial(self._push, new.state, place) for _ in pushes]
+        for options in rotations:
+            save.future.add_done_callback(partial(_rotate, new, os.path.abspath(run_dir), options))
+        if self._last is not None:
+            self._last.later = new
+        self._last = self._unannounced = new
+        self._unsettled.append(new)
+        if is_urgent:
+            save.result()
+
+    def finalize_training(self, *args: Any, **options: Any) -> Any:
+        """As the trainer's, when all saves have ended, and older checkpoints are removed: it may load the best one."""
+        self._settle(wait=True)
+        if self._last is not None:
+            finish_callbacks(self._last.save)
+            engines.shared.get(config=self._config).wait()  # raises what nobody was told of
+        self._last = self._unannounced = None
+        return self._stock_finalize(*args, **options)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
+        """As the callback handler's."""
+        control = self._stock_on_step_end(args, state, control, **others)
+        if args.world_size == 1:
+            self._settle(wait=False)
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
+        """As the callback handler's, for a save that is durable; else it is called when it is, if anybody listens."""
+        new, self._unannounced = self._unannounced, None
+        if new is None:
+            return self._stock_on_save(args, state, control, **others)
+        control.should_save = False
+        if any(type(callback).on_save is not TrainerCallback.on_save for callback in self._handler.callbacks):
+            call = partial(self._handler.call_event, "on_save", args, new.state, control, **others)
+            new.calls.append(call)
+        return control
+
+    def _settle(self, *, wait: bool) -> None:
+        """Tell of the saves that have ended; with ``wait`` of all. Of a failure the engine tells: on all ranks."""
+        while self._unsettled and (wait or self._unsettled[0].save.done()):
+            ended = self._unsettled.pop(0)
+            if (failure := ended.save.future.exception()) is None:
+                for call in ended.calls:
+                    call()
+            else:
+                logger.warning("there is no %s: %s", ended.save.path, failure)
+                self._forget_best(ended)
+
+    def _forget_best(self, failed: _Unsettled) -> None:
+        """The checkpoint that was to be the best is not there: it is the one before again."""
+        if failed.best is None or Path(failed.best).absolute() != failed.save.path:
+            return
+        for other in (*self._unsettled, self._trainer.state):
+            for name in ("best_before", "best", "best_model_checkpoint"):
+                if getattr(other, name, None) == failed.best:
+                    setattr(other, name, failed.best_before)
+
+    def _push(self, state: Any, folder: str) -> None:
+        """Push a checkpoint to the Hub, as of its own step."""
+        with replaced(self._trainer, "state", state):
+            self._trainer._push_from_checkpoint(folder)
+
+    @contextlib.contextmanager
+    def _redirected(
+        self, capture: Capture, run_dir: str, rotations: list[dict[str, Any]], pushes: list[str]
+    ) -> Iterator[None]:
+        """The trainer, saving to the scratch folder, and noting what it would do when it has saved."""
+        trainer, root = self._trainer, capture.folder.parent
+        stock_rotate = transformers.trainer.rotate_checkpoints
+
+        def rotate(output_dir: Any, save_total_limit: int | None = None, **options: Any) -> None:
+            if Path(output_dir) == root:
+                rotations.append({**options, "save_total_limit": save_total_limit})
+            else:
+                stock_rotate(output_dir, save_total_limit, **options)
+
+        best = f"{_PREFIX}{trainer.state.best_global_step}"
+        if os.path.isdir(os.path.join(run_dir, best)):  # the trainer looks whether it is there
+            (root / best).mkdir(exist_ok=True)
+        with (
+            replaced(trainer, "_get_output_dir", lambda *_, **__: str(root)),
+            replaced(trainer, "_push_from_checkpoint", pushes.append),
+            replaced(transformers.trainer, "rotate_checkpoints", rotate),
+        ):
+            try:
+                yield
+            finally:
+                if (found := trainer.state.best_model_checkpoint) == str(root / best):
+                    trainer.state.best_model_checkpoint = os.path.join(run_dir, best)
+            if found != trainer.state.best_model_checkpoint and (capture.folder / _STATE).exists():
+                trainer.state.save_to_json(str(capture.folder / _STATE))
+
+
+def _is_urgent(place: str) -> bool:
+    """Whether transformers' ``enable_jit_checkpoint`` saves, as the process is about to be killed: it says when it
+    returns that the checkpoint is complete. What it has put there is removed: the folder has that name when it is.
+    """
+    sentinel = os.path.join(place, _SENTINEL)
+    if not os.path.exists(sentinel):
+        return False
+    with contextlib.suppress(FileNotFoundError):  # another rank was faster
+        os.remove(sentinel)
+    return True
+
+
+def _rotate(ended: _Unsettled, run_dir: str, options: dict[str, Any], outcome: Future[Any]) -> None:
+    """Remove older checkpoints, as transformers does, now that a newer one is durable."""
+    later = ended.later
+    while later is not None and not (later.save.done() and later.save.failure is None):
+        later = later.later
+    # With a later one durable, that one's rotation knows better what the best is. A best one that is not there may have
+    # failed, and then the one before is still wanted.
+    best = None if ended.best is None else os.path.abspath(ended.best)
+    if outcome.exception() is None and later is None and (best is None or os.path.isdir(best)):
+        transformers.trainer.rotate_checkpoints(**{**options, "output_dir": run_dir, "best_model_checkpoint": best})
+
+
+def _why_stock(trainer: Any) -> str | None:
+    """Why this trainer has to save itself; None: it need not."""
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed writes files of its own"
+    if trainer.args.save_on_each_node and trainer.args.world_size > 1:
+        return "save_on_each_node makes several checkpoints of one name"
+    if transformers.trainer.is_torch_xla_available() or transformers.trainer.is_sagemaker_mp_enabled():
+        return "XLA and SageMaker's model parallelism write files of their own"
+    return None

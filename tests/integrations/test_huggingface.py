@@ -1,0 +1,154 @@
+"""Hugging Face's Trainer, saving in the background: what it resumes from, and what it removes, tells and waits for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support import hf_training
+from support.hf_ranks import Died, dies_at, wait_for
+from support.hf_states import checkpoints, same_files
+from support.workers import Faulty
+from transformers.trainer_utils import get_last_checkpoint
+
+from asyncckpt.config import Config
+from asyncckpt.errors import StorageError
+
+# What transformers itself has to say while it trains and resumes.
+pytestmark = [
+    pytest.mark.filterwarnings("default::UserWarning", "default::FutureWarning", "default::DeprecationWarning"),
+]
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_each_checkpoint_is_as_transformers_makes_it(tmp_path: Path) -> None:
+    for name in ("ours", "stock"):
+        hf_training.trainer(tmp_path / name, enable=name == "ours").train()
+    assert checkpoints(tmp_path / "ours") == [2, 4, 6]
+    for step in (2, 4, 6):
+        same_files(tmp_path / f"ours/checkpoint-{step}", tmp_path / f"stock/checkpoint-{step}")
+    assert sorted(each.name for each in (tmp_path / "ours").iterdir()) == [f"checkpoint-{step}" for step in (2, 4, 6)]
+
+
+def test_stock_transformers_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole = hf_training.trainer(tmp_path / "whole", enable=False, save_strategy="no")
+    whole.train()
+    with pytest.raises(Died):
+        hf_training.trainer(tmp_path / "run", at_step=dies_at(5)).train()
+    wait_for(lambda: checkpoints(tmp_path / "run") == [2, 4])
+    resumed = hf_training.trainer(tmp_path / "run", enable=False)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.recorder.losses == {step: whole.recorder.losses[step] for step in (5, 6)}
+
+
+def test_no_checkpoint_is_seen_before_it_is_durable(tmp_path: Path, gate: Path) -> None:
+    run = tmp_path / "run"
+    seen = []
+
+    def at_step(step: int) -> None:
+        seen.append((step, checkpoints(run)))
+        if step == 5:
+            gate.touch()
+
+    trainer = hf_training.trainer(run, at_step=at_step)
+    trainer.train()
+    assert seen[:4] == [(step, []) for step in (1, 2, 3, 4)]
+    assert get_last_checkpoint(run) == str(run / "checkpoint-6")
+    assert checkpoints(run) == [2, 4, 6]
+    assert trainer.recorder.saved == [(2, True), (4, True), (6, True)]
+
+
+def test_older_ones_are_removed_when_the_newer_is_durable(tmp_path: Path, gate: Path) -> None:
+    run = tmp_path / "run"
+    hf_training.trainer(run, enable=False, max_steps=2).train()
+    seen = []
+
+    def at_step(step: int) -> None:
+        seen.append(checkpoints(run))
+        if step == 6:
+            gate.touch()
+
+    hf_training.trainer(run, at_step=at_step, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert seen == [[2]] * 4
+    assert checkpoints(run) == [6]
+
+
+def test_a_failed_save_removes_nothing(tmp_path: Path, faulty_worker: Faulty) -> None:
+    run = tmp_path / "run"
+    hf_training.trainer(run, enable=False, max_steps=2, save_steps=2).train()
+    faulty_worker("write:enospc")
+    trainer = hf_training.trainer(run, save_total_limit=1)
+    with pytest.raises(StorageError):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 6
+    assert checkpoints(run) == [2]
+    assert trainer.recorder.saved == []
+
+
+def test_a_failed_save_is_only_logged(tmp_path: Path, faulty_worker: Faulty, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "run"
+    faulty_worker("write:enospc:2")
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = hf_training.trainer(run, config=Config(failure="warn"), learning_rate=0.0, **options)
+    trainer.train()
+    assert "there is no" in caplog.text
+    assert trainer.recorder.saved == [(step, True) for step in checkpoints(run)]
+    assert trainer.state.best_model_checkpoint in (None, *map(str, run.glob("checkpoint-*")))
+
+
+def test_the_best_checkpoint_is_loaded_in_the_end(tmp_path: Path) -> None:
+    found = []
+    for name in ("ours", "stock"):
+        options: dict[str, Any] = {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "load_best_model_at_end": True,
+            "save_total_limit": 1,
+        }
+        trainer = hf_training.trainer(tmp_path / name, enable=name == "ours", **options)
+        trainer.train()
+        assert trainer.state.best_model_checkpoint == str(
+            tmp_path / name / f"checkpoint-{trainer.state.best_global_step}"
+        )
+        found.append((trainer.state.best_metric, weights(trainer)))
+    assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "stock")
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+    for step in checkpoints(tmp_path / "stock"):
+        same_files(tmp_path / f"ours/checkpoint-{step}", tmp_path / f"stock/checkpoint-{step}")
+
+
+@pytest.mark.parametrize(
+    "options", [{"save_only_model": True}, {"save_strategy": "epoch", "num_train_epochs": 1, "max_steps": -1}]
+)
+def test_other_ways_to_save(tmp_path: Path, options: dict[str, Any]) -> None:
+    for name in ("ours", "stock"):
+        hf_training.trainer(tmp_path / name, enable=name == "ours", **options).train()
+    assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "stock")
+    for step in checkpoints(tmp_path / "stock"):
+        same_files(tmp_path / f"ours/checkpoint-{step}", tmp_path / f"stock/checkpoint-{step}")
+
+
+def test_what_a_failed_best_checkpoint_leaves(tmp_path: Path, faulty_worker: Faulty) -> None:
+    run = tmp_path / "run"
+    faulty_worker("finalize:enospc:2")
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = hf_training.trainer(run, config=Config(failure="warn"), **options)
+    trainer.evaluate = lambda **_: {"eval_loss": {2: 3.0, 4: 2.0}.get(trainer.state.global_step, 4.0)}
+    trainer.train()
+    assert trainer.state.best_global_step == 4
+    assert checkpoints(run) == [2, 6]
+    assert trainer.state.best_model_checkpoint == str(run / "checkpoint-2")

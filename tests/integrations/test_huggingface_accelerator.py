@@ -1,0 +1,85 @@
+"""accelerate's states, saved in the background."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from support.workers import Faulty
+
+from asyncckpt.errors import StorageError
+from asyncckpt.integrations import huggingface
+
+
+class Loop:
+    """A training with accelerate alone."""
+
+    def __init__(self, folder: Path, *, enable: bool = True, **project: Any) -> None:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import ProjectConfiguration
+
+        AcceleratorState._reset_state(True)
+        torch.manual_seed(1)
+        self.accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(str(folder), **project))
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if enable:
+            huggingface.enable_accelerator(self.accelerator)
+
+    def step(self) -> float:
+        loss = self.model(torch.randn(2, 4)).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_states_of_accelerate(tmp_path: Path, safe: bool) -> None:
+    loop = Loop(tmp_path)
+    loop.step()
+    for _ in range(2):  # the second takes the place of the first
+        loop.accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe)
+    expected = [loop.step() for _ in range(3)]
+    loop.accelerator.end_training()
+    resumed = Loop(tmp_path, enable=False)
+    resumed.accelerator.load_state(str(tmp_path / "state"))
+    assert [resumed.step() for _ in range(3)] == expected
+    loop.accelerator.load_state(str(tmp_path / "state"))
+    assert [loop.step() for _ in range(3)] == expected
+
+
+def test_accelerate_removes_states_when_a_newer_is_durable(tmp_path: Path, gate: Path) -> None:
+    loop = Loop(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    loop.step()
+    folder = tmp_path / "checkpoints"
+    Loop(tmp_path, enable=False, automatic_checkpoint_naming=True, total_limit=2).accelerator.save_state()
+    for number in (1, 2):
+        loop.accelerator.project_configuration.iteration = number
+        assert loop.accelerator.save_state() == folder / f"checkpoint_{number}"
+    assert [each.name for each in folder.glob("checkpoint_*")] == ["checkpoint_0"]
+    gate.touch()
+    loop.accelerator.end_training()
+    assert sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_2"]
+    (folder / ".checkpoint_3.0-1.partial").mkdir()  # of a save that was killed
+    with pytest.raises(ValueError, match="there already"):
+        loop.accelerator.project_configuration.iteration = 2
+        loop.accelerator.save_state()
+    loop.accelerator.load_state()
+
+
+def test_accelerate_hears_of_a_failure(tmp_path: Path, faulty_worker: Faulty) -> None:
+    faulty_worker("write:enospc")
+    loop = Loop(tmp_path)
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    with pytest.raises(StorageError):
+        loop.accelerator.end_training()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,101 @@
+"""A rank of a job that trains with transformers' Trainer on CPUs: DDP, or FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STEPS = 5
+
+
+class Died(Exception):
+    """The training ended, as the test wants."""
+
+
+def dies_at(last: int) -> Callable[[int], None]:
+    """For ``hf_training.trainer``: end the training at that step."""
+
+    def at_step(step: int) -> None:
+        if step == last:
+            raise Died
+
+    return at_step
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until it is so."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def set_up() -> None:
+    """Have accelerate find the ranks, and take FSDP for what CPUs can do, which they can."""
+    from accelerate import state
+
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    stock = state.AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("fsdp_plugin") is not None:  # of several CPUs it would be ignored, without a word
+            state.PartialState._shared_state["distributed_type"] = state.DistributedType.MULTI_XPU
+        stock(self, *args, **options)
+
+    state.AcceleratorState.__init__ = init
+
+
+def train(folder: Path, kind: str, *, resume: bool = False, **more: Any) -> Any:
+    """Train, until the end or until a ``dies_at``. Returns the trainer."""
+    from accelerate.state import AcceleratorState
+
+    from support import hf_training
+
+    options: dict[str, Any] = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False, "max_steps": STEPS}
+    if kind != "ddp":
+        how = {"version": 2, "state_dict_type": kind, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        options |= {"fsdp": True, "fsdp_config": how}
+    AcceleratorState._reset_state(True)
+    trainer = hf_training.trainer(folder, **options, **more)
+    with contextlib.suppress(Died):
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def _weights(trainer: Any) -> list[torch.Tensor]:
+    return [getattr(each, "_local_tensor", each).detach() for each in trainer.model.parameters()]
+
+
+def rank(folder: str, kinds: list[str]) -> dict[str, Any]:
+    """On a rank, of each kind: a run without interruption, and one that dies after its second save and is resumed by
+    stock transformers: how they end.
+    """
+    set_up()
+    ended: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
+    for kind in kinds:
+        run = Path(folder) / kind
+        # How its state is saved makes no difference to what FSDP computes.
+        name = "ddp" if kind == "ddp" else "fsdp"
+        whole[name] = whole.get(name) or train(run, kind, enable=False, save_strategy="no")
+        died = train(run, kind, at_step=dies_at(STEPS))
+        wait_for((run / f"checkpoint-{STEPS - 1}").exists)
+        dist.barrier()
+        resumed = train(run, kind, enable=False, resume=True)
+        pairs = zip(_weights(whole[name]), _weights(resumed), strict=True)
+        ended[kind] = {
+            "type": resumed.accelerator.distributed_type.name,
+            "losses": [each.recorder.losses for each in (whole[name], died, resumed)],
+            "same": all(one.equal(other) for one, other in pairs),
+            "saved": died.recorder.saved,
+        }
+    return ended
