@@ -119,7 +119,12 @@ def test_there_are_no_cycles() -> None:
 
 
 def test_integrations_know_each_other_only_where_one_stands_on_another() -> None:
-    stands_on = {"wrap": {"dcp", "torch_file", "megatron", "nvrx"}, "megatron": {"nvrx"}, "nvrx": {"torch_file"}}
+    stands_on = {
+        "wrap": {"dcp", "torch_file", "megatron", "nvrx"},
+        "megatron": {"nvrx"},
+        "nvrx": {"torch_file"},
+        "lightning": {"torch_file"},
+    }
     for module, tree in TREES.items():
         if _room(module) == "integrations":
             own = module.split(".")[2]
@@ -174,6 +179,7 @@ OTHERS_PRIVATE = frozenset(
         *("_save_checkpoint", "_finalize_training", "_get_output_dir", "_push_from_checkpoint"),  # of a Trainer
         "_register_atexit",  # of threading: called before it is waited for threads
         "_option_string_actions",  # of an ArgumentParser: what it knows
+        *("_link_checkpoint", "_save_distributed_checkpoint", "_state_dict_type"),  # of Lightning
         *("_cdata", "_untyped_storage", "_size", "_pickle_storage_type"),  # of storages
     }
 )

@@ -87,6 +87,10 @@ def _ranks(args: argparse.Namespace) -> Iterator[Job]:
         yield jobs.simulated(simulated, args.items, args.rounds)
 
 
+def _frameworks(args: argparse.Namespace) -> Iterator[Job]:
+    yield jobs.train_by_frameworks(args.gib, Pace(rounds=args.rounds, pause=args.pause))
+
+
 def _weights(args: argparse.Namespace) -> Iterator[Job]:
     pace = Pace(rounds=args.rounds, pause=args.pause)
     for tensors in args.tensors:
@@ -169,6 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     train = command("loop", "what a save costs the training loop", _loop, [what])
     train.add_argument("--train-threads", type=int, nargs="+", help="of the trainer (default: 1, then all cores)")
     command("load", "what a load costs, from memory and from storage", _load, [what])
+    trainers = command("frameworks", "what a save costs in trainers of Hugging Face and Lightning", _frameworks, [where])
+    trainers.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
+    trainers.set_defaults(gib=0.5)
     scale = command("scale", "a save against the number of tensors, and against bytes", _scale, [who])
     scale.add_argument("--tensors", type=int, nargs="+", default=jobs.SCALE_TENSORS)
     scale.add_argument("--bytes", action=argparse.BooleanOptionalAction, default=True, help="also against bytes")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncckpt.shm.segment import PAGE
-from bench import broadcasts, loads, loop, memory, publications, ranks, saves, scale, simulation
+from bench import broadcasts, frameworks, loads, loop, memory, publications, ranks, saves, scale, simulation
 from bench.contestants import ENTRIES
 from bench.models import ARCHITECTURES
 from bench.states import GIB, Request
@@ -68,6 +68,13 @@ def load(request: Request, choices: Choices) -> Job:
         return loads.measure(request, list(loads.PEERS), choices.pace, folder)
 
     return Job("load", _label(request), measure, choices.settings())
+
+
+def train_by_frameworks(gib: float, pace: Pace) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return frameworks.measure(gib, pace, folder)
+
+    return Job("frameworks", f"{gib:g}GiB", measure, {"rounds": pace.rounds, "pause_s": pace.pause})
 
 
 def take_memory(request: Request, choices: Choices) -> Job:

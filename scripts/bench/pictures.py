@@ -171,6 +171,15 @@ def _ways(found: Result) -> Figure:
     return figure
 
 
+def _frameworks(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    axes = figure.subplots()
+    rows = [(name, median(each["lost"] for each in turns[1:])) for name, turns in found["results"].items()]
+    _bars(axes, rows, "lost by the training, ms", copy_limit(found))
+    figure.suptitle(f"{found['title']}\ndashed: one copy", fontsize=10)
+    return figure
+
+
 def _ranks(found: Result) -> Figure:
     rows = found["rows"]
     keys = list(rows[0])
@@ -193,6 +202,7 @@ _DRAWN = {
     "save": _save,
     "loop": _loop,
     "load": _load,
+    "frameworks": _frameworks,
     "scale": _scale,
     "memory": _memory,
     "ranks": _ranks,

@@ -14,6 +14,7 @@ HEADINGS = {
     "save": "What a save blocks, and when it is durable",
     "loop": "What a save costs the training loop",
     "load": "What a load costs",
+    "frameworks": "What a save costs in a framework's trainer",
     "scale": "How a save grows",
     "memory": "What memory it takes",
     "ranks": "Many ranks on this machine",
@@ -43,6 +44,12 @@ EXPLANATIONS = {
     "load": (
         "Into a state that is there, files out of the page cache before. asyncckpt checks every byte, its "
         "peers none. *Memory* is that of the worker of a trainer that was killed."
+    ),
+    "frameworks": (
+        "Short trainings of a stack of linear layers by AdamW, with one save in the middle, in turns. *Blocked* is the "
+        "call that saves. *Lost* is what the steps from the save on took more than as many before it, until well after "
+        "the checkpoint was there. *Durable* is from the call until it is on storage; the suite syncs what the framework "
+        "leaves in the page cache, after the training, and that counts."
     ),
     "scale": ("In each cell the call, and until when it is durable."),
     "memory": (

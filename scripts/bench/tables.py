@@ -137,10 +137,25 @@ def columns(found: Result) -> str:
     return _table([keys[0], *(f"{row[keys[0]]:,}" for row in rows)], shown)
 
 
+def frameworks(found: Result) -> str:
+    copy = copy_limit(found)
+    write = copy + median(found["limits"]["direct write"][1:])
+    rows: list[Sequence[object]] = [("the limits", seconds(copy), "1x", "", "", seconds(write), "1x", "", "")]
+    for name, turns in found["results"].items():
+        blocked, lost, durable, step = (
+            median(each[key] for each in turns[1:]) for key in ("blocked", "lost", "durable", "step")
+        )
+        cells = seconds(blocked), times(blocked / copy), seconds(lost), times(lost / copy)
+        rows.append((name, *cells, seconds(durable), times(durable / write), seconds(step), len(turns) - 1))
+    headers = ["", "blocked", "/ copy", "lost", "/ copy", "durable after", "/ (copy + write)", "a step", "turns"]
+    return _table(headers, rows)
+
+
 TABLES = {
     "save": save,
     "loop": loop,
     "load": load,
+    "frameworks": frameworks,
     "scale": scale,
     "memory": memory,
     "ranks": columns,

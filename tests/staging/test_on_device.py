@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.accelerators import busy, module
 from support.states import same, zeros_like
 
@@ -13,6 +14,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices import pinners
 from asyncckpt.devices.pinned import PinnedMemory
+from asyncckpt.file_set import FileSet
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.staging import coalesce, device_copy
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
@@ -49,6 +51,39 @@ def test_saved_as_of_the_call(device_type: str, root: Path, overlap: bool) -> No
             into = zeros_like(state)
             checkpointer.load(into, step)
             assert all((tensor == step).all() for tensor in into.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_set_of_files_is_saved_as_of_the_call(device_type: str, root: Path, overlap: bool) -> None:
+    state = _state(device_type)
+    contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
+    tensors = [*state.values(), *contiguous.values()]
+
+    def files() -> FileSet:
+        added = FileSet()
+        added.add_safetensors("it.safetensors", contiguous)
+        added.add_torch_file("it.pt", state)
+        added.add_torch_file("small.pt", state["half"])
+        return added
+
+    with Checkpointer(root, Config(overlap=overlap)) as checkpointer:
+        checkpointer.prepare(files())
+        for step in range(1, 4):
+            busy(0.03)
+            for tensor in tensors:
+                tensor.fill_(step)
+            save = checkpointer.save(step, files())
+            save.wait_staged(60)
+            for tensor in tensors:
+                tensor.fill_(-1)
+        checkpointer.wait(60)
+    for step in range(1, 4):
+        path = root / f"step-{step:08d}"
+        loaded = torch.load(path / "it.pt", map_location="cpu")
+        loaded["small"] = torch.load(path / "small.pt", map_location="cpu")
+        assert all(
+            (tensor == step).all() for tensor in [*loaded.values(), *load_file(path / "it.safetensors").values()]
+        )
 
 
 def test_memory_for_the_host_s_tensors_alone_is_not_pinned(device_type: str, root: Path) -> None:

@@ -99,6 +99,26 @@ class StorageContract(ABC):
             opened.create(DATA, large=large)
         opened.discard()
 
+    def test_names_with_parts(self, storage: Storage, root: str, final: str) -> None:
+        """Two ranks write into the same folders; the second gives up, and the first goes on."""
+        one, other = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
+        put(one, "deep/in/one", b"1")
+        put(other, "deep/in/two", b"2")
+        put(other, "deep/else/three", b"3")
+        put_checkpoint(one, "a-1")
+        own = {DATA, METADATA_NAME, MANIFEST_NAME, "deep/in/one"}
+        assert one.names() == own | {"deep/in/two", "deep/else/three"}
+        other.discard(["deep/in/two", "deep/else/three"])
+        assert one.names() == own
+        one.finalize("refuse")
+        one.release()
+        last = storage.begin_checkpoint(f"{root}/deeper/final", "a-2", 0)
+        put(last, "a/b", b"")
+        last.discard(["a/b", "c/d"])
+        assert storage.exists(f"{root}/deeper") and not storage.names_in(f"{root}/deeper")
+        assert storage.read(f"{final}/deep/in/one") == b"1" and storage.names_in(f"{final}/deep") == ["in"]
+        assert not storage.may_put(final, "replace")  # its manifest knows no such file: it is somebody's
+
     def read_in_ranges(self, storage: Storage, path: str, expected: memoryview) -> None:
         """The file has the first two pages of ``expected``, and a byte."""
         with contextlib.closing(storage.open(path)) as file:

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Sequence
+from pathlib import PurePath
 
 import xxhash
 
@@ -179,10 +180,11 @@ class PartialFolder(_Partial):
                 for name in names or ():
                     with contextlib.suppress(OSError):
                         os.unlink(os.path.join(self.path, name))
-                for folder in {os.path.dirname(name) for name in names or ()} - {""}:
-                    with contextlib.suppress(OSError):
-                        os.removedirs(os.path.join(self.path, folder))
-                os.rmdir(self.path)
+                folders = {folder for name in names or () for folder in PurePath(self.path, name).parents}
+                below = [folder for folder in folders if folder.is_relative_to(self.path)]
+                for folder in [*sorted(below, key=lambda folder: -len(folder.parts)), PurePath(self.path)]:
+                    with contextlib.suppress(OSError):  # others have files there
+                        os.rmdir(folder)
         self.release()
 
     def _is_ours(self) -> bool:

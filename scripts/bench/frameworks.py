@@ -1,0 +1,214 @@
+"""What a save costs a training by the trainers of Hugging Face and Lightning: with their own saves, and with ours.
+
+Each turn is a short training with one save in it. *Blocked* is the call that saves. *Lost* is what the steps from the
+save on took more than as many before it, until well after the checkpoint was there: all that a save takes from the
+training. *Durable* is from the call until the checkpoint is on storage; where nobody syncs it, this does.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench import files
+from bench.limits import Limits
+from bench.states import GIB
+from bench.turns import Pace, take
+
+WIDTH = 1024
+BEFORE, AFTER = 5, 14
+"""Steps before the save, the first of which is not counted, and after it."""
+_STATES = 3  # of AdamW's: the parameters and two moments
+
+
+class Stack(torch.nn.Module):
+    """Linear layers with so many bytes of state that a step of AdamW is most of the work."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        count = max(1, nbytes // (4 * _STATES * WIDTH * WIDTH))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.square().mean(), "logits": x}
+
+
+@dataclass
+class Clock:
+    """When each step began, when the call that saves began and returned, when the checkpoint was there: seconds."""
+
+    steps: list[float] = field(default_factory=list)
+    called: float = 0.0
+    returned: float = 0.0
+    there: float = 0.0
+
+    def step(self) -> None:
+        """A step begins."""
+        self.steps.append(time.perf_counter())
+
+    def figures(self, synced_s: float) -> dict[str, float]:
+        """What came of it; ``synced_s``: what the sync took that nobody had done."""
+        lengths = [end - begin for begin, end in zip(self.steps[:-1], self.steps[1:], strict=True)]
+        usual = statistics.median(lengths[1 : BEFORE - 1])
+        since = lengths[BEFORE - 1 :]
+        lost = sum(since) - len(since) * usual
+        durable = max(self.there, self.returned) - self.called + synced_s
+        return {"blocked": self.returned - self.called, "lost": lost, "durable": durable, "step": usual}
+
+
+def _watched(call: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
+    """``call``, which saves."""
+
+    def watched(*args: Any, **options: Any) -> Any:
+        clock.called = time.perf_counter()
+        try:
+            return call(*args, **options)
+        finally:
+            clock.returned = time.perf_counter()
+
+    return watched
+
+
+def _train_hugging_face(nbytes: int, folder: str, clock: Clock, *, ours: bool) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.step()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = state.global_step == BEFORE
+            if ours and clock.returned and not clock.there and os.path.isdir(_checkpoint(folder)):
+                clock.there = time.perf_counter()
+
+    data = [{"x": torch.randn(WIDTH), "labels": torch.zeros(1)} for _ in range(8)]
+    options: dict[str, Any] = {"max_steps": BEFORE + AFTER, "save_strategy": "no", "logging_strategy": "no"}
+    options |= {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    trainer = Trainer(
+        Stack(nbytes), TrainingArguments(folder, **options), train_dataset=data, callbacks=[Steps()]  # type: ignore[arg-type]
+    )
+    if ours:
+        from asyncckpt.integrations.huggingface import enable
+
+        enable(trainer)
+    trainer._save_checkpoint = _watched(trainer._save_checkpoint, clock)  # type: ignore[method-assign]
+    trainer.train()
+
+
+def _checkpoint(folder: str) -> str:
+    return f"{folder}/checkpoint-{BEFORE}"
+
+
+def _train_lightning(nbytes: int, folder: str, clock: Clock, *, way: str) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = Stack(nbytes)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return self.stack(batch)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    class Steps(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            clock.step()
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == BEFORE:
+                _watched(trainer.save_checkpoint, clock)(_checkpoint(folder))
+            elif way == "ours" and clock.returned and not clock.there and os.path.exists(_checkpoint(folder)):
+                clock.there = time.perf_counter()
+
+    class Timed(TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **options: Any) -> None:
+            super().save_checkpoint(*args, **options)
+            clock.there = time.perf_counter()
+
+    if way == "ours":
+        from asyncckpt.integrations.lightning import AsyncckptIO
+
+        plugin: Any = AsyncckptIO()
+    else:
+        plugin = AsyncCheckpointIO(Timed()) if way == "async" else Timed()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=BEFORE + AFTER,
+        default_root_dir=folder,
+        plugins=[plugin],
+        callbacks=[Steps()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(2 * (BEFORE + AFTER), WIDTH), batch_size=2))
+
+
+WAYS: Mapping[str, tuple[Callable[..., None], bool]] = {
+    "Hugging Face": (partial(_train_hugging_face, ours=False), False),
+    "Hugging Face, asyncckpt": (partial(_train_hugging_face, ours=True), True),
+    "Lightning": (partial(_train_lightning, way="stock"), False),
+    "Lightning, AsyncCheckpointIO": (partial(_train_lightning, way="async"), False),
+    "Lightning, asyncckpt": (partial(_train_lightning, way="ours"), True),
+}
+"""What trains and saves once, and whether that syncs its files."""
+
+
+def _turn(train: Callable[..., None], syncs: bool, nbytes: int, folder: str) -> dict[str, float]:
+    with files.working_folder(folder) as within:
+        clock = Clock()
+        train(nbytes, within, clock)
+        begun = time.perf_counter()
+        if not syncs:
+            files.sync(within)
+        return clock.figures(time.perf_counter() - begun)
+
+
+def measure(gib: float, pace: Pace, folder: str) -> dict[str, Any]:
+    """By all there are, and the limits."""
+    nbytes = int(gib * GIB)
+    with suppress(ImportError):
+        import lightning.pytorch.utilities.rank_zero  # noqa: F401  # it sets up its loggers when it is imported
+    _be_quiet()
+    limits = Limits(nbytes, folder)
+    turns: dict[str, Callable[[], dict[str, float]]] = {
+        name: partial(_turn, train, syncs, nbytes, folder) for name, (train, syncs) in WAYS.items()
+    }
+    turns |= {name: partial(_limit, call) for name, call in limits.of_saves().items()}
+    taken = take(turns, pace, "training")
+    results = {name: found for name, found in taken.found.items() if name in WAYS}
+    of_limits = {name: [each["durable"] for each in taken.found[name]] for name in limits.of_saves()}
+    return {
+        "title": f"A model and AdamW of {gib:g} GiB",
+        "limits": of_limits,
+        "results": results,
+        "left_out": taken.left_out,
+    }
+
+
+def _limit(call: Callable[[], float]) -> dict[str, float]:
+    return {"durable": call()}
+
+
+def _be_quiet() -> None:
+    import logging
+
+    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "asyncckpt"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
