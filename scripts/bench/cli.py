@@ -173,7 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     train = command("loop", "what a save costs the training loop", _loop, [what])
     train.add_argument("--train-threads", type=int, nargs="+", help="of the trainer (default: 1, then all cores)")
     command("load", "what a load costs, from memory and from storage", _load, [what])
-    trainers = command("frameworks", "what a save costs in trainers of Hugging Face and Lightning", _frameworks, [where])
+    trainers = command(
+        "frameworks", "what a save costs in trainers of Hugging Face and Lightning", _frameworks, [where]
+    )
     trainers.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
     trainers.set_defaults(gib=0.5)
     scale = command("scale", "a save against the number of tensors, and against bytes", _scale, [who])

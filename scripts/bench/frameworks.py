@@ -80,9 +80,9 @@ def _watched(call: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
 
 
 def _train_hugging_face(nbytes: int, folder: str, clock: Clock, *, ours: bool) -> None:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    class Steps(TrainerCallback):
+    class Steps(TrainerCallback):  # type: ignore[misc]  # whose type is not known where it is not installed
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             clock.step()
 
@@ -95,13 +95,17 @@ def _train_hugging_face(nbytes: int, folder: str, clock: Clock, *, ours: bool) -
     options: dict[str, Any] = {"max_steps": BEFORE + AFTER, "save_strategy": "no", "logging_strategy": "no"}
     options |= {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
     trainer = Trainer(
-        Stack(nbytes), TrainingArguments(folder, **options), train_dataset=data, callbacks=[Steps()]  # type: ignore[arg-type]
+        Stack(nbytes),
+        TrainingArguments(folder, **options),
+        train_dataset=data,
+        callbacks=[Steps()],
     )
     if ours:
         from asyncckpt.integrations.huggingface import enable
 
         enable(trainer)
-    trainer._save_checkpoint = _watched(trainer._save_checkpoint, clock)  # type: ignore[method-assign]
+    trainer.remove_callback(PrinterCallback)
+    trainer._save_checkpoint = _watched(trainer._save_checkpoint, clock)
     trainer.train()
 
 
@@ -119,7 +123,8 @@ def _train_lightning(nbytes: int, folder: str, clock: Clock, *, way: str) -> Non
             self.stack = Stack(nbytes)
 
         def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-            return self.stack(batch)["loss"]
+            loss: torch.Tensor = self.stack(batch)["loss"]
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
@@ -157,7 +162,8 @@ def _train_lightning(nbytes: int, folder: str, clock: Clock, *, way: str) -> Non
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(2 * (BEFORE + AFTER), WIDTH), batch_size=2))
+    batches: Any = torch.utils.data.DataLoader(list(torch.randn(2 * (BEFORE + AFTER), WIDTH)), batch_size=2)  # type: ignore[arg-type]
+    trainer.fit(Module(), batches)
 
 
 WAYS: Mapping[str, tuple[Callable[..., None], bool]] = {
@@ -211,4 +217,3 @@ def _be_quiet() -> None:
 
     for name in ("lightning.pytorch", "lightning.fabric", "transformers", "asyncckpt"):
         logging.getLogger(name).setLevel(logging.ERROR)
-

@@ -48,8 +48,8 @@ EXPLANATIONS = {
     "frameworks": (
         "Short trainings of a stack of linear layers by AdamW, with one save in the middle, in turns. *Blocked* is the "
         "call that saves. *Lost* is what the steps from the save on took more than as many before it, until well after "
-        "the checkpoint was there. *Durable* is from the call until it is on storage; the suite syncs what the framework "
-        "leaves in the page cache, after the training, and that counts."
+        "the checkpoint was there. *Durable* is from the call until it is on storage; the suite syncs what the "
+        "framework leaves in the page cache, after the training, and that counts."
     ),
     "scale": ("In each cell the call, and until when it is durable."),
     "memory": (
