@@ -17,6 +17,7 @@ from support.workers import Faulty
 from transformers.trainer_utils import get_last_checkpoint
 
 from asyncckpt.config import Config
+from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
 
 # What transformers itself has to say while it trains and resumes.
@@ -91,7 +92,12 @@ def test_a_failed_save_removes_nothing(tmp_path: Path, faulty_worker: Faulty) ->
     run = tmp_path / "run"
     hf_training.trainer(run, enable=False, max_steps=2, save_steps=2).train()
     faulty_worker("write:enospc")
-    trainer = hf_training.trainer(run, save_total_limit=1)
+
+    def at_step(step: int) -> None:
+        if step == 5:  # or the next save would begin, and be good, before this one's failure is known
+            wait_for(lambda: engines.shared.get().failures == 1)
+
+    trainer = hf_training.trainer(run, save_total_limit=1, at_step=at_step)
     with pytest.raises(StorageError):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 6
