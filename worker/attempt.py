@@ -33,6 +33,7 @@ from asyncckpt.worker.manifest import (
     spans,
     storage_meta,
 )
+from asyncckpt.worker.messages import ANY_PLAN
 from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.segment_layout import (
     ArchiveData,
@@ -186,6 +187,8 @@ class FolderAttempt(Attempt):
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The image is written as it arrives."""
+        if not self.layout.data_bytes:  # there is nothing to wait for, but the trainer's word
+            self.staged_image.wait_beyond(-1, 0)
         checksums, is_direct = array("Q"), []
         for each in self._large:
             nbytes, its, direct = self._write_large(each, pool)
@@ -216,7 +219,8 @@ class FolderAttempt(Attempt):
         for number, (each, tail) in enumerate(zip(self._large, self._tails, strict=True)):
             self._write_small(self._index_name(number), self._region(each.index_head), tail)
         for folder, region in self._metadata if self.request.rank == 0 else ():
-            tail = storage_meta(os.path.join(self.request.path, folder), self.request.attempt)
+            path = os.path.join(self.request.path, folder) if folder else self.request.path
+            tail = storage_meta(path, self.request.attempt)
             self._write_small(os.path.join(folder, METADATA_NAME), self._region(region)[:-1], tail)
         call = Call.of_save(self.request.step, self.request.path)
         report = {
@@ -278,8 +282,10 @@ class FolderAttempt(Attempt):
 
     def _check_plans(self, reports: Sequence[dict[str, Any]]) -> None:
         """That the parts of all ranks are of one structure: with constant structure no rank has asked another."""
-        for rank, report in enumerate(reports):
-            if report["plan"] != self.request.plan:
+        plans = [report["plan"] for report in reports]
+        known = next((plan for plan in plans if plan != ANY_PLAN), ANY_PLAN)
+        for rank, plan in enumerate(plans):
+            if plan not in (known, ANY_PLAN):
                 raise StructureChangedError(
                     f"rank {rank} has saved a state of another structure (other names, for one) than rank 0, and"
                     " assume_constant_structure was promised; save the same on all ranks, or do not promise that",
@@ -336,10 +342,7 @@ class FileSetAttempt(FolderAttempt):
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The first index is there from the beginning: by it the folder is known for ours, whatever else is in it."""
-        if self._large:
-            self._first_index = self.opened.create(self._index_name(0), large=False)
-        else:
-            self._wait_beyond(-1)  # until the trainer says that this is to be saved
+        self._first_index = super()._create(self._index_name(0)) if self._large else None
         return super().write(pool)
 
     def _write_large(self, file: LargeFile, pool: ThreadPoolExecutor) -> tuple[int, array[int], bool]:
@@ -360,7 +363,8 @@ class FileSetAttempt(FolderAttempt):
 
     def discard(self) -> None:
         if self._first_index is not None:
-            self._first_index.close()
+            with contextlib.suppress(StorageError):
+                self._first_index.close()
         super().discard()
 
     def _create(self, name: str) -> OutputFile:

@@ -214,7 +214,10 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
     if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError(f"{name!r} is no name of a file here")
     nbytes, digest, index = facts["bytes"], facts.get("xxh3"), facts.get("index")
-    is_told = isinstance(digest, str) if index is None else digest is None and is_index(index)
+    if "index" in facts:
+        is_told = digest is None and isinstance(index, str) and is_index(index)
+    else:
+        is_told = isinstance(digest, str)
     if type(nbytes) is not int or nbytes < 0 or not is_told:
         raise ValueError(f"what it says of {name!r}")
 

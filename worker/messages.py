@@ -80,6 +80,10 @@ Existing = Literal["refuse", "replace", "join", "set aside"]
 its files are put beside those of others, DCP's ``.metadata`` after all it names; or what is there gets another name."""
 
 
+ANY_PLAN = -1
+"""The number of the plan of a rank that has nothing to stage."""
+
+
 @dataclass(frozen=True)
 class WriteRequest:
     """What the worker is to write from one slot: this rank's part of the checkpoint at ``path`` (absolute), or a file.

@@ -33,6 +33,7 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.staging.buffer import BufferPool, StagingBuffer
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.messages import ANY_PLAN
 from asyncckpt.worker.rounds import Call, check_same_call
 
 logger = logging.getLogger(__name__)
@@ -150,9 +151,10 @@ class PlanSelection:
             plans, calls, digests = zip(*said, strict=True)
             check_same_call(calls)
             warn_differing(digests, [array("Q", each.values()) for each in digests], self.differing)
-            return [plans[0] > 0 and plans.count(plans[0]) == len(plans)] * len(plans)
+            return [0 not in plans and len({*plans} - {ANY_PLAN}) <= 1] * len(plans)
 
-        if wanted.group.alone or (self.config.assume_constant_structure and self.buffers.known):
+        is_constant = self.config.assume_constant_structure and not wanted.asks
+        if wanted.group.alone or (is_constant and self.buffers.known):
             find()
             if found is None and not wanted.group.alone:
                 self._check_new(wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.publication import VersionState
 from asyncckpt.ranks.group import Group
 from asyncckpt.shm.slots import PublishedVersion
@@ -22,6 +23,8 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion) -> 
     """Let readers see ``version`` in that slot. Returns whether they do."""
     if image is not None:
         buffer, slot = image
+        if not isinstance(buffer.plan, CheckpointPlan):
+            raise CheckpointError("files cannot be published, only state dicts; a WeightPublisher publishes tensors")
         if not buffer.client.has_endpoint:
             raise CheckpointError("readers cannot find the worker, which has no endpoint: see the log")
         if buffer.publish(slot, version):

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.file_set import DcpFolder, FileSet
@@ -58,6 +57,9 @@ class SaveInput(ABC):
         """Of values that may be replicas: all ranks that have one are to have the same."""
         return {}
 
+    asks = True
+    """Whether the ranks ask each other which plan to take, also where constant structure is promised."""
+
     @property
     def pickle_bytes(self) -> tuple[int, ...]:
         """As of ``WriteRequest``."""
@@ -80,14 +82,11 @@ class StateToSave(SaveInput):
     state: StateDict
     planner: SavePlanner | None
     separate: str = ""
+    asks = False
 
     @property
     def key(self) -> Any:
-        if self.planner is None or type(self.planner) is DefaultSavePlanner:
-            its = self.planner or DefaultSavePlanner()
-            plans = its.flatten_state_dict, its.flatten_sharded_tensors, its.dedup_save_to_lowest_rank
-            return *plans, self.separate
-        return type(self.planner), self.separate
+        return DraftInput(self.state, self.planner, self.separate).key
 
     @property
     def names(self) -> frozenset[str]:

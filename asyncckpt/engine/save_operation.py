@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -173,6 +174,7 @@ class SaveOperation(SaveState):
     def _begin(self) -> None:
         # Of the worker whose memory this is: should it have died since, this says so, and nothing has begun.
         self.buffer.client.begin(self)
+        self.request = replace(self.request, small_files=())  # a handle may be kept for long
         with self._beginning:
             self.is_begun, early = True, self._early
         if early is not None:

@@ -53,6 +53,15 @@ class DraftInput(NamedTuple):
     separate: str = ""
     folder: str = ""
 
+    @property
+    def key(self) -> Any:
+        """Equal where the same values are planned alike."""
+        if self.planner is None or type(self.planner) is DefaultSavePlanner:
+            its = self.planner or DefaultSavePlanner()
+            plans = its.flatten_state_dict, its.flatten_sharded_tensors, its.dedup_save_to_lowest_rank
+            return *plans, self.separate
+        return type(self.planner), self.separate
+
 
 def make_plans(
     inputs: Sequence[DraftInput], group: Group, number: int, differing: set[str] | None

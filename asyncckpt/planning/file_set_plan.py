@@ -20,6 +20,7 @@ from asyncckpt.planning.safetensors_plan import SafetensorsPlan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
+from asyncckpt.worker.messages import ANY_PLAN
 from asyncckpt.worker.segment_layout import ArchiveData, FileSetLayout, LargeFile, Region, SafetensorsData
 
 # A smaller file of torch's is made here and now: its pickle alone may be more than its tensors, and may grow.
@@ -58,7 +59,10 @@ class FileSetContents:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for sets that may fit the same plan."""
-        return tuple((name, type(content)) for name, content in self.large.items())
+        return tuple(
+            (name, content.key if isinstance(content, DraftInput) else type(content))
+            for name, content in self.large.items()
+        )
 
     @property
     def pickle_bytes(self) -> tuple[int, ...]:
@@ -82,12 +86,17 @@ def make_file_set_plan(contents: FileSetContents, group: Group, number: int, dif
                 parts[name] = SafetensorsPlan.of(tensors, metadata)
             case TorchFileContents():
                 parts[name] = TorchFilePlan.of(content, number)
-    return FileSetPlan(number, parts, DataLayout.joined([each.layout for each in parts.values()]))
+    return FileSetPlan(
+        number if parts else ANY_PLAN, parts, DataLayout.joined([each.layout for each in parts.values()])
+    )
 
 
 @dataclass
 class FileSetPlan:
-    """How sets of one structure are laid out: ``parts`` are the plans of their large files, by name, in that order."""
+    """How sets of one structure are laid out: ``parts`` are the plans of their large files, by name, in that order.
+
+    Where there are none, its ``number`` is ``ANY_PLAN``: it goes with every plan of the other ranks.
+    """
 
     number: int
     parts: Mapping[str, _PartPlan]

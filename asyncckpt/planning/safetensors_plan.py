@@ -24,7 +24,8 @@ from asyncckpt.planning.structure import PLAIN, Fingerprint, StructureChanged, h
 from asyncckpt.shm.segment import round_up
 from asyncckpt.worker.manifest import Index, Item, spans
 
-_ALIGNMENT = PREFIX_BYTES = 8
+PREFIX_BYTES = 8
+_ALIGNMENT = 8
 METADATA = "__metadata__"
 
 # The types of the format and of torch, in the order in which they stand in a file. The last torch does not have all.
@@ -42,12 +43,15 @@ _ORDER = {dtype: number for number, dtype in enumerate(_NAMES)}
 Form = tuple[torch.dtype, tuple[int, ...]]
 
 
-def lay_out(forms: Mapping[str, Form], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+def lay_out(
+    forms: Mapping[str, Form], metadata: Mapping[str, str] | None = None, alignment: int = _ALIGNMENT
+) -> tuple[bytes, dict[str, int]]:
     """Place tensors one after the other.
 
     Args:
         forms: The dtype and the shape of each, by its name, those of wider types before those of others.
         metadata: Text for the header.
+        alignment: The data begins at a multiple of it, in bytes.
 
     Returns:
         The header, and where each tensor begins, in bytes from the start of the file.
@@ -66,7 +70,7 @@ def lay_out(forms: Mapping[str, Form], metadata: Mapping[str, str] | None = None
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begins[name], end]}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    length = round_up(PREFIX_BYTES + len(text), _ALIGNMENT) - PREFIX_BYTES
+    length = round_up(PREFIX_BYTES + len(text), alignment) - PREFIX_BYTES
     header = length.to_bytes(PREFIX_BYTES, "little") + text.ljust(length)
     return header, {name: len(header) + begin for name, begin in begins.items()}
 
@@ -85,6 +89,8 @@ class SafetensorsPlan:
     def of(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> SafetensorsPlan:
         """The plan for ``tensors``. Raises ``UnsavableStateError`` where ``save_file`` would refuse them."""
         _check(tensors)
+        if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+            raise UnsavableStateError(f"the metadata of a safetensors file is text, and not {dict(metadata)!r}")
         names = sorted(tensors, key=lambda name: (_ORDER.get(tensors[name].dtype, 0), str(name).encode()))
         header, begins = lay_out({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}, metadata)
         specs = [TensorSpec(tensors[name].dtype, tuple(tensors[name].shape), name=name) for name in begins]
@@ -95,7 +101,7 @@ class SafetensorsPlan:
             layout=DataLayout(specs, places, [], round_up(length), [(0, header)]),
             length=length,
             names=list(begins),
-            metadata=metadata,
+            metadata=None if metadata is None else dict(metadata),
             fingerprint=Fingerprint([tensors[name] for name in begins], []),
         )
 

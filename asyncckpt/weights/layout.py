@@ -18,6 +18,8 @@ from asyncckpt.worker.segment_layout import CheckpointLayout
 
 # The offsets and the whole shapes of parts of sharded tensors stand under this name in the format's metadata.
 _PARTS = "asyncckpt.parts"
+# The data of a slot begins there: readers may map it, and pin it, as a whole.
+_ALIGNMENT = 64
 
 
 class TensorEntry(NamedTuple):
@@ -44,7 +46,8 @@ def lay_out(entries: Sequence[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:
     """
     parts = {entry.name: [entry.offsets, entry.whole] for entry in entries if entry.shape != entry.whole}
     metadata = {_PARTS: json.dumps(parts)} if parts else None
-    header, begins = safetensors_plan.lay_out({entry.name: (entry.dtype, entry.shape) for entry in entries}, metadata)
+    forms = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+    header, begins = safetensors_plan.lay_out(forms, metadata, _ALIGNMENT)
     return header, [entry._replace(begin=begins[entry.name]) for entry in entries]
 
 

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import itertools
 import os
+import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -247,6 +248,17 @@ def holds_only_a_checkpoint(path: str, *, is_attempt: bool = False) -> bool:
             return names <= {MANIFEST_NAME, *Manifest.parse(file.read(), path).files}
     except (FileNotFoundError, DamagedCheckpointError):
         return False
+
+
+def remove_folder(path: str) -> None:
+    """Remove the folder of a checkpoint. What it is known by goes last: what is left of it when this is killed, a later
+    save removes.
+    """
+    with os.scandir(path) as entries:
+        others = [entry for entry in entries if entry.name != MANIFEST_NAME and not is_index(entry.name)]
+    for entry in others:
+        shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+    shutil.rmtree(path)
 
 
 def rename(one: str, other: str) -> None:

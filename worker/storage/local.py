@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from asyncckpt.worker.storage.file_system import (
     make_folder,
     open_regular,
     opened,
+    remove_folder,
     rename,
     set_aside,
     sync_folder,
@@ -126,7 +126,8 @@ class LocalStorage(Storage):
         if leftover is not None:
             with contextlib.suppress(OSError):
                 os.unlink(leftover)
-            shutil.rmtree(leftover, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_folder(leftover)
 
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
         manifest = os.path.join(final, MANIFEST_NAME)
@@ -233,7 +234,7 @@ class LocalStorage(Storage):
             if not os.path.samestat(os.fstat(fd), os.stat(trash)):  # another has taken its place meanwhile
                 rename(trash, path)
                 return False
-            shutil.rmtree(trash)
+            remove_folder(trash)
         return True
 
     def set_aside(self, path: str, why: str) -> None:
@@ -289,7 +290,7 @@ def _sweep(path: str, before: float, final: str | None, *, is_file: bool = False
             rename(path, final)
             return
         logger.warning("removing %s, which a worker left that was killed", path)
-        os.unlink(path) if is_file else shutil.rmtree(path)
+        os.unlink(path) if is_file else remove_folder(path)
     except OSError as error:
         logger.info("%s stays: %s", path, error)
 

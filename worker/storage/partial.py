@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -28,6 +27,7 @@ from asyncckpt.worker.storage.file_system import (
     files_under,
     holds_only_a_checkpoint,
     lock_shared,
+    remove_folder,
     rename,
     set_aside,
     sync_folder,
@@ -142,8 +142,7 @@ class PartialFolder(_Partial):
         with translated("flushing a folder", self.path):
             if not self._is_in_place():
                 raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
-            sync_folder(self.path)
-            for folder in {os.path.dirname(name) for name in files_under(self._fd)} - {""}:
+            for folder in {str(above) for name in files_under(self._fd) for above in PurePath(name).parents}:
                 sync_folder(os.path.join(self.path, folder))
         is_taken = existing == "join" and os.path.isdir(final)
         with translated("finalizing the checkpoint", final):
@@ -175,7 +174,7 @@ class PartialFolder(_Partial):
         """The folder goes with its last file."""
         with contextlib.suppress(OSError):
             if self._is_in_place() and names is None:
-                shutil.rmtree(self.path, ignore_errors=True)
+                remove_folder(self.path)
             elif self._is_in_place():
                 for name in names or ():
                     with contextlib.suppress(OSError):
@@ -247,7 +246,8 @@ class PartialFolder(_Partial):
                 rename(final, self.path)
                 rename(old, final)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_folder(old)
 
 
 class PartialFile(_Partial):
