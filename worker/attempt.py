@@ -135,7 +135,7 @@ class Attempt(ABC):
         return arrived
 
     def _end_writing(self) -> None:
-        self.timings["write_s"] = 0.0 if self._begun is None else time.perf_counter() - self._begun
+        self.timings["write_s"] = time.perf_counter() - (self._begun or time.perf_counter())
 
     def _complete(
         self, image: memoryview, begin: int, sizes: Region, pickle_bytes: int, file: ImageFile
@@ -187,9 +187,9 @@ class FolderAttempt(Attempt):
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The image is written as it arrives."""
-        if not self.layout.data_bytes:  # there is nothing to wait for, but the trainer's word
-            self.staged_image.wait_beyond(-1, 0)
         checksums, is_direct = array("Q"), []
+        if not self.layout.data_bytes:
+            self.staged_image.wait_beyond(-1, 0)  # for the trainer's word
         for each in self._large:
             nbytes, its, direct = self._write_large(each, pool)
             self._files[each.name(self.request.rank)] = {"bytes": nbytes, "index": self._index_name(len(self._tails))}
@@ -219,8 +219,7 @@ class FolderAttempt(Attempt):
         for number, (each, tail) in enumerate(zip(self._large, self._tails, strict=True)):
             self._write_small(self._index_name(number), self._region(each.index_head), tail)
         for folder, region in self._metadata if self.request.rank == 0 else ():
-            path = os.path.join(self.request.path, folder) if folder else self.request.path
-            tail = storage_meta(path, self.request.attempt)
+            tail = storage_meta(os.path.join(self.request.path, folder).rstrip("/"), self.request.attempt)
             self._write_small(os.path.join(folder, METADATA_NAME), self._region(region)[:-1], tail)
         call = Call.of_save(self.request.step, self.request.path)
         report = {
@@ -255,8 +254,8 @@ class FolderAttempt(Attempt):
     def discard(self) -> None:
         """All of it on the first rank, else this rank's files.
 
-        Only the first rank finalizes, so only it can be sure that what it removes has not been finalized meanwhile. The
-        others' files are named by the path of the attempt, where nothing stands any more once it is finalized.
+        Only the first finalizes, and is sure that what it removes is not finalized meanwhile. The others name their
+        files by the path of the attempt, where nothing stands once it is finalized.
         """
         self.opened.discard(None if self.request.rank == 0 else self._names())
 
@@ -341,7 +340,7 @@ class FileSetAttempt(FolderAttempt):
         return self.layout.metadata
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """The first index is there from the beginning: by it the folder is known for ours, whatever else is in it."""
+        """The first index is there at once: by it the folder is known for ours, whatever else is in it."""
         self._first_index = super()._create(self._index_name(0)) if self._large else None
         return super().write(pool)
 

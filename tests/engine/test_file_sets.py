@@ -14,16 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from support.segments import mapped_segments
 from support.states import same, stock_load, zeros_like
 from support.workers import Faulty
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from asyncckpt import Checkpointer, FileSet
 from asyncckpt.cli import main
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import (
+    CheckpointError,
     CheckpointExistsError,
     MismatchError,
     StorageError,
@@ -33,6 +37,7 @@ from asyncckpt.errors import (
 from asyncckpt.file_set import SafetensorsFile
 from asyncckpt.loading.source import verify
 from asyncckpt.planning.safetensors_plan import DTYPES
+from asyncckpt.worker.storage import storage_for
 
 LARGE = 300_000  # elements: a file of torch's of fewer than a MiB is not staged
 
@@ -153,6 +158,33 @@ def test_structures_that_change(tmp_path: Path) -> None:
             for name in files.contents:
                 assert (path / name).exists()
     assert torch.load(tmp_path / "2/more.pt").sum() == LARGE * 2
+
+
+class _Renaming(DefaultSavePlanner):
+    """A planner of a user's own."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **options: Any) -> None:
+        super().set_up_planner({f"own {name}": value for name, value in state_dict.items()}, *args, **options)
+
+
+def test_a_plan_is_for_its_planner_and_for_its_header(tmp_path: Path) -> None:
+    header = {"format": "pt"}
+    with Engine() as engine:
+        for number, planner in enumerate([None, _Renaming(), None]):
+            files = FileSet()
+            files.add_dcp_folder("dcp", {"w": torch.ones(3)}, planner)
+            header["step"] = str(number)
+            files.add_safetensors("w.safetensors", {"w": torch.ones(3)}, header)
+            path = engine.save(tmp_path / str(number), files).result(60)
+            metadata = FileSystemReader(path / "dcp").read_metadata()
+            assert [*metadata.state_dict_metadata] == ["own w" if planner else "w"]
+            with safe_open(path / "w.safetensors", "pt") as file:
+                assert file.metadata() == header
+        files.add_safetensors("v.safetensors", {}, {"step": 5})  # type: ignore[dict-item]
+        with pytest.raises(UnsavableStateError, match="is text"):
+            engine.save(tmp_path / "text", files)
+        with pytest.raises(CheckpointError, match="cannot be published"):
+            engine.publish(engine.save(tmp_path / "published", make(1)), 1)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +318,7 @@ def test_a_failure_harms_nothing(tmp_path: Path, faulty_worker: Faulty, point: s
         faulty_worker(f"{point}:{fault}")
         with pytest.raises(StorageError if fault == "enospc" else WorkerDiedError):
             engine.save(path, make(1)).result(60)
+        engine.wait(60)  # an error in the call comes before what was written is removed
         assert not os.listdir(tmp_path)
         faulty_worker("")
         engine.save(path, make(2)).result(60)
@@ -307,6 +340,29 @@ def test_what_a_killed_worker_has_left_is_removed(tmp_path: Path) -> None:
             os.utime(each, (0, 0))
         engine.save(tmp_path / "it", make(2)).result(60)
     assert sorted(os.listdir(tmp_path)) == [foreign.name, "it"]
+
+
+def test_what_is_left_of_a_removal_is_removed_later(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever removes it is killed half-way."""
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(1, make(1)).result(60)
+        real = os.unlink
+
+        def unlink(name: Any, **options: Any) -> None:
+            if "optimizer" in str(name):
+                raise KeyboardInterrupt
+            real(name, **options)
+
+        monkeypatch.setattr(os, "unlink", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            storage_for(str(root)).remove_checkpoint(str(path))
+        monkeypatch.undo()
+        (left,) = root.glob(".step*")
+        assert (left / "optimizer.pt").exists()
+        for each in [*left.rglob("*"), left]:
+            os.utime(each, (0, 0))
+        checkpointer.save(2, make(2)).result(60)
+        assert not left.exists()
 
 
 DIES = """

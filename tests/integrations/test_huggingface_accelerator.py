@@ -85,3 +85,22 @@ def test_accelerate_hears_of_a_failure(tmp_path: Path, faulty_worker: Faulty) ->
     with pytest.raises(StorageError):
         loop.accelerator.end_training()
     assert os.listdir(tmp_path) == []
+
+
+def test_the_newest_stays_whatever_its_number(tmp_path: Path) -> None:
+    """As after a restart, where accelerate counts from the beginning."""
+    for number in (8, 9):
+        (tmp_path / f"checkpoints/checkpoint_{number}").mkdir(parents=True)
+    loop = Loop(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    loop.accelerator.save_state()
+    loop.accelerator.end_training()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_9"]
+
+
+def test_a_folder_with_other_files_is_left_to_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.txt").touch()
+    loop.accelerator.save_state(str(tmp_path / "run"))
+    assert "has other files" in caplog.text
+    assert {"log.txt", "optimizer.bin"} <= {*os.listdir(tmp_path / "run")} and os.listdir(tmp_path) == ["run"]

@@ -20,6 +20,7 @@ from support.hf_ranks import wait_for
 from support.hf_states import checkpoints, same_files
 from transformers import PreTrainedTokenizerFast, Trainer, modeling_utils
 
+from asyncckpt.errors import UnsavableStateError
 from asyncckpt.integrations import huggingface
 
 pytestmark = [
@@ -222,3 +223,20 @@ def test_deepspeed_saves_itself(
 def test_only_trainers_are_taken() -> None:
     with pytest.raises(TypeError, match="no Trainer of transformers 5"):
         huggingface.enable(object())
+
+
+class Averages(Trainer):  # type: ignore[misc]
+    """Saves other weights, and puts its own back before the checkpoint is whole."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        weight, average = next(model.parameters()), 3.0
+        before = weight.detach().clone()
+        weight.data.fill_(average)
+        super()._save_checkpoint(model, trial)
+        weight.data.copy_(before)
+
+
+def test_what_is_changed_while_it_is_saved_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsavableStateError, match=r"model\.safetensors was changed"):
+        hf_training.trainer(tmp_path, of=Averages).train()
+    assert checkpoints(tmp_path) == []

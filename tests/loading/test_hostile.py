@@ -141,7 +141,12 @@ def test_a_manifest_names_files_of_its_folder_alone(step: Path, capsys: pytest.C
     "facts",
     [
         *(None, [], {}, {"bytes": 1}, {"bytes": 1, "xxh3": 7}, {"bytes": "1", "index": "__0_0.index.json"}),
-        *({"bytes": -1, "index": "__0_0.index.json"}, {"bytes": 1, "index": 7}, {"bytes": 1, "index": "../secret"}),
+        *(
+            {"bytes": -1, "index": "__0_0.index.json"},
+            {"bytes": 1, "index": 7},
+            {"bytes": 1, "index": None, "xxh3": "0"},
+            {"bytes": 1, "index": "../secret"},
+        ),
     ],
 )
 def test_what_a_manifest_says_of_a_file(step: Path, capsys: pytest.CaptureFixture[str], facts: Any) -> None:

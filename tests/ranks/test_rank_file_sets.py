@@ -118,6 +118,22 @@ def _nothing(root: str) -> None:
             engine.save(os.path.join(root, str(step)), files).result(60)
 
 
+def _alternate(root: str) -> int:
+    """How many plans this rank has made for two kinds of sets, of which it has small files alone on all ranks but 0."""
+    with Engine(CONSTANT) as engine:
+        for step in range(6):
+            files, rank = FileSet(), dist.get_rank()
+            if rank == 0:
+                files.add_safetensors(f"kind_{step % 2}.safetensors", {"w": torch.full((5,), float(step))})
+            files.add_bytes(f"{rank}.txt", b"")
+            engine.save(os.path.join(root, str(step)), files).result(60)
+        return len({known.plan.number for known in engine._buffers.known})
+
+
+def test_kinds_of_sets_alternate(tmp_path: Path) -> None:
+    assert run(2, _alternate, str(tmp_path / "root"), folder=tmp_path) == [2, 1]
+
+
 def test_a_rank_may_have_no_file(tmp_path: Path) -> None:
     run(2, _nothing, str(tmp_path / "root"), folder=tmp_path)
     assert torch.load(tmp_path / "root/1/it.pt").sum() == LARGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -15,8 +16,10 @@ from accelerate import Accelerator, DistributedType
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
-from asyncckpt.integrations.huggingface.capture import begin_save, capturing, finish_callbacks, replaced
+from asyncckpt.errors import StorageError
+from asyncckpt.integrations.huggingface.capture import begin_save, capturing, finish_callbacks, replaced, told_to_all
 from asyncckpt.save_handle import Save
+from asyncckpt.worker.storage import storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +70,19 @@ class _AcceleratorSaves:
             if os.path.exists(output_dir):
                 raise ValueError(f"{output_dir} is there already; set project_configuration.iteration")
         place = os.path.abspath(output_dir)
+        if not _is_ours_to_take(place):
+            logger.warning("%s has other files: accelerate saves there itself, and the training waits", place)
+            return self._stock_save(output_dir, safe_serialization, **options)
         os.makedirs(os.path.dirname(place), exist_ok=True)
         with (
+            told_to_all(place, None, self._config),
             capturing(os.path.basename(place)) as capture,
             replaced(project, "automatic_checkpoint_naming", False),  # it takes the folder that it is given
         ):
             self._stock_save(str(capture.folder), safe_serialization, **options)
         save = self._last = begin_save(place, capture, None, self._config)
         if root is not None and project.total_limit is not None and accelerator.is_main_process:
-            save.future.add_done_callback(partial(_rotate, os.path.abspath(root), project.total_limit))
+            save.future.add_done_callback(partial(_rotate, place, project.total_limit))
         return Path(output_dir)
 
     def load_state(self, input_dir: Any = None, *args: Any, **options: Any) -> Any:
@@ -99,13 +106,20 @@ class _AcceleratorSaves:
             finish_callbacks(self._last)
 
 
-def _rotate(root: str, limit: int, outcome: Future[Any]) -> None:
-    """Remove the oldest checkpoints, now that a newer one is durable."""
+def _rotate(newest: str, limit: int, outcome: Future[Any]) -> None:
+    """Remove the oldest checkpoints beside the ``newest``, whatever its number, now that it is durable."""
     if outcome.exception() is not None:
         return
-    found = _numbered(root)
-    for number in sorted(found)[: max(0, len(found) - max(limit, 1))]:
-        shutil.rmtree(found[number], ignore_errors=True)
+    others = {number: path for number, path in _numbered(os.path.dirname(newest)).items() if path != newest}
+    for number in sorted(others)[: max(0, len(others) - max(limit, 1) + 1)]:
+        shutil.rmtree(others[number], ignore_errors=True)
+
+
+def _is_ours_to_take(place: str) -> bool:
+    """Whether nothing is there, or a checkpoint of ours alone, so that a folder can take its place in one step."""
+    with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
+        return storage_for(place).may_put(place, "replace")
+    return True
 
 
 def _numbered(root: str) -> dict[int, str]:

@@ -25,7 +25,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
+from asyncckpt.errors import CheckpointError, StorageError, UnsavableStateError
 from asyncckpt.file_set import FileSet
+from asyncckpt.integrations.huggingface.seen_tensors import SeenTensors, Unsavable
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import absolute, storage_for
@@ -55,6 +57,7 @@ class Capture:
         """
         self.folder = folder
         self.files = FileSet()
+        self._seen = SeenTensors()
         self._thread = threading.get_ident()
 
     def name_of(self, place: object) -> str | None:
@@ -77,6 +80,7 @@ class Capture:
             else:
                 self.files.contents.pop(name, None)  # who saves twice means the second
                 self.files.add_torch_file(name, obj, pickle_protocol)
+                self._seen.add(name, obj)
 
         return save
 
@@ -90,6 +94,7 @@ class Capture:
             else:
                 self.files.contents.pop(name, None)
                 self.files.add_safetensors(name, dict(tensors), metadata)
+                self._seen.add(name, dict(tensors))
 
         return save
 
@@ -104,12 +109,18 @@ class Capture:
             if name is None or args or set(options) - {"storage_writer", "planner"}:
                 return stock(state_dict, *args, **options)
             self.files.add_dcp_folder(name, state_dict, options.get("planner"))
+            self._seen.add(name, state_dict)
             return None
 
         return save
 
     def take_written(self) -> None:
         """Add what the frameworks have written themselves."""
+        if changed := self._seen.changed():
+            raise UnsavableStateError(
+                f"what was given to be saved as {', '.join(changed)} was changed before all of the checkpoint was made;"
+                " save copies of tensors that you change or move meanwhile"
+            )
         for file in sorted(self.folder.rglob("*")):
             if file.is_file():
                 name, data = file.relative_to(self.folder).as_posix(), file.read_bytes()
@@ -140,6 +151,14 @@ def capturing(name: str) -> Iterator[Capture]:
                     replacements.enter_context(replaced(owner, attribute, new(getattr(owner, attribute))))
             yield capture
         capture.take_written()
+        _warn_of_others(capture.folder)
+
+
+def _warn_of_others(folder: Path) -> None:
+    """Say what was written beside the scratch folder, which is lost."""
+    beside = [each for each in folder.parent.iterdir() if each != folder]
+    if others := [each.name for each in beside if each.is_file() or any(each.rglob("*"))]:
+        logger.warning("not saved, as it was written beside the folder of the checkpoint: %s", ", ".join(others))
 
 
 def begin_save(place: str, capture: Capture, step: int | None, config: Config | None) -> Save:
@@ -156,10 +175,29 @@ def begin_save(place: str, capture: Capture, step: int | None, config: Config | 
         CheckpointError: As ``Engine.save`` raises.
     """
     engine, place = engines.shared.get(config=config), absolute(place)
-    existing: Existing = "replace" if storage_for(place).may_put(place, "replace") else "set aside"
+    existing: Existing = "replace"
+    with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
+        existing = "replace" if storage_for(place).may_put(place, "replace") else "set aside"
     save = engine.save(place, capture.files, step=step, existing=existing)
     save.synchronize_staging(engine.config.timeout)
     return save
+
+
+@contextlib.contextmanager
+def told_to_all(place: str, step: int | None, config: Config | None) -> Iterator[None]:
+    """What is raised in here, where a save is prepared, has the save of the other ranks fail, who would wait for it.
+
+    Args: as those of ``begin_save``.
+    """
+    try:
+        yield
+    except Exception as error:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            files = FileSet()
+            files.add_torch_file("of another rank", Unsavable(f"{type(error).__name__}: {error}"))
+            with contextlib.suppress(CheckpointError):
+                engines.shared.get(config=config).save(absolute(place), files, step=step, existing="set aside")
+        raise
 
 
 def finish_callbacks(save: Save) -> None:

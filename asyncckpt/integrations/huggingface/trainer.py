@@ -28,7 +28,14 @@ from transformers import Trainer, TrainerCallback
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
-from asyncckpt.integrations.huggingface.capture import Capture, begin_save, capturing, finish_callbacks, replaced
+from asyncckpt.integrations.huggingface.capture import (
+    Capture,
+    begin_save,
+    capturing,
+    finish_callbacks,
+    replaced,
+    told_to_all,
+)
 from asyncckpt.save_handle import Save
 
 logger = logging.getLogger(__name__)
@@ -95,18 +102,23 @@ class _TrainerSaves:
             self._warned = True
             self._stock_save(model, trial)
             return
-        # All ranks have to call their callbacks at the same place, as these may talk to each other.
-        self._settle(wait=trainer.args.world_size > 1 and any(each.calls for each in self._unsettled))
         run_dir = trainer._get_output_dir(trial)
         place = os.path.join(run_dir, f"{_PREFIX}{trainer.state.global_step}")
         os.makedirs(run_dir, exist_ok=True)
-        is_urgent = _is_urgent(place)
+        is_urgent = _is_urgent(place)  # first: a save of this step that is under way needs that place
+        # All ranks have to call their callbacks at the same place, as these may talk to each other.
+        self._settle(wait=trainer.args.world_size > 1 and any(each.calls for each in self._unsettled))
         best_before = trainer.state.best_model_checkpoint
         rotations: list[dict[str, Any]] = []
         pushes: list[str] = []
-        with capturing(os.path.basename(place)) as capture, self._redirected(capture, run_dir, rotations, pushes):
+        of_save = trainer.state.global_step, self._config
+        with (
+            told_to_all(place, *of_save),
+            capturing(os.path.basename(place)) as capture,
+            self._redirected(capture, run_dir, rotations, pushes),
+        ):
             self._stock_save(model, trial)
-        save = begin_save(place, capture, trainer.state.global_step, self._config)
+        save = begin_save(place, capture, *of_save)
         new = _Unsettled(save, copy.copy(trainer.state), best_before, trainer.state.best_model_checkpoint)
         new.calls += [partial(self._push, new.state, place) for _ in pushes]
         for options in rotations:
