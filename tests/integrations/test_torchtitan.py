@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.peers import TORCHTITAN, python
+from support.ranks import faulty
+from support.workers import wait_reached
+from torch.distributed.checkpoint import FileSystemReader
+
+from asyncckpt.errors import StorageError, UnsavableStateError
+from asyncckpt.staging.slot_copy import SlotStager
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    ["ours_and_stocks", "killed_while_writing"],
-)
+@pytest.mark.parametrize("scenario", ["both_managers", "killed_while_writing", "one_rank"])
 def test_as_the_trainer_does(scenario: str, tmp_path: Path) -> None:
     code = f"import sys; sys.path[:0] = {HERE!r}; import test_torchtitan; test_torchtitan.main()"
     python(code, *TORCHTITAN, arguments=(scenario, str(tmp_path)))
@@ -33,29 +38,24 @@ def main() -> None:
     globals()[sys.argv[1]](Path(sys.argv[2]))
 
 
-# Each of these runs there.
+# All that follows runs there.
 
 
-def ours_and_stocks(folder: Path) -> None:
+def both_managers(folder: Path) -> None:
     """Two ranks, sharded by FSDP2: each manager goes on from the other's, to the bit."""
     from support import torchtitan_training as titan
 
     def train() -> None:
         whole = titan.Training(titan.ours(enable=False), folder)
-        losses = whole.run(8)
-        for mode in ("disabled", "async", "async_with_pinned_mem"):
-            place, found = folder / mode, {}
-            for config, steps in ((titan.ours, 4), (titan.stock, 5), (titan.ours, 8)):
-                training = titan.Training(config(async_mode=mode), place)
-                found |= training.run(steps)
-            assert found == losses, (mode, found, losses)
-            assert titan.steps_in(place) == [2, 4, 5, 6, 8]
-            # All of its state, and not only what the losses show; also by stock.
-            for config in (titan.ours, titan.stock):
-                loaded = titan.Training(config(), place)
-                assert loaded.checkpointer.load()
-                assert same(loaded.values(), whole.values())
-                loaded.checkpointer.close()
+        losses, found = whole.run(8), {}
+        for config, steps in ((titan.ours, 4), (titan.stock, 5), (titan.ours, 8)):
+            found |= titan.Training(config(), folder).run(steps)
+        assert found == losses
+        assert titan.steps_in(folder) == [2, 4, 5, 6, 8]
+        for config in (titan.ours, titan.stock):  # all of the state, and not only what the losses show
+            loaded = titan.Training(config(), folder)
+            assert loaded.checkpointer.load()
+            assert same(loaded.values(), whole.values())
 
     titan.on_ranks(2, train, folder=folder)
 
@@ -63,8 +63,6 @@ def ours_and_stocks(folder: Path) -> None:
 def killed_while_writing(folder: Path) -> None:
     """Both ranks are killed while step 4 is written: it comes from memory, and stock finds it when it is durable."""
     from support import torchtitan_training as titan
-    from support.ranks import faulty
-    from support.workers import wait_reached
 
     gate = folder / "gate"
     os.environ["ASYNCCKPT_TEST_GATE"] = str(gate)
@@ -78,26 +76,203 @@ def killed_while_writing(folder: Path) -> None:
 
     def go_on() -> None:
         losses = titan.Training(titan.ours(enable=False), folder).run(8)
-        assert titan.steps_in(folder) == [2]
         training = titan.Training(titan.ours(), folder)
         with titan.heard("asyncckpt") as heard:
             found = training.train(5, last=False)
-        assert found == {5: losses[5]} and "loaded step 4 from memory" in heard.getvalue()
+        assert found == {5: losses[5]}
+        assert "loaded step 4 from memory" in heard.getvalue()
         assert titan.steps_in(folder) == [2]
         titan.dist.barrier()
         gate.touch()
-        assert training.train(6, last=False) == {6: losses[6]}
+        assert training.go_on(6, last=False) == {6: losses[6]}
         training.checkpointer.close()
-        assert titan.Training(titan.stock(), folder).train(8, last=False) == {7: losses[7], 8: losses[8]}
-        assert titan.steps_in(folder) == [2, 4, 6, 8]
+        assert titan.steps_in(folder) == [2, 4, 6]
+        assert titan.Training(titan.stock(), folder).train(7, last=False) == {7: losses[7]}
 
     titan.on_ranks(2, begin, folder=folder, codes={-signal.SIGKILL})
     titan.on_ranks(2, go_on, folder=folder)
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    import torch
+def one_rank(folder: Path) -> None:
+    from support import torchtitan_training as titan
 
+    parts: list[Callable[[Any, Path], None]] = [
+        modes,
+        old_ones_go,
+        a_failing_one_keeps_the_older,
+        staging_is_waited_for,
+        last_ones,
+        what_is_loaded,
+        is_refused,
+        registry,
+    ]
+
+    def run() -> None:
+        for part in parts:
+            print(part.__name__, flush=True)
+            (own := folder / part.__name__).mkdir()
+            part(titan, own)
+
+    titan.on_ranks(1, run, folder=folder)
+
+
+def modes(titan: Any, folder: Path) -> None:
+    """What is durable, and what is copied, when a save returns."""
+    training = titan.Training(titan.ours(async_mode="disabled"), folder)
+    training.train(2, last=False)
+    assert titan.steps_in(folder) == [2]
+    assert training.checkpointer.save_future is None
+    training.checkpointer.close()
+    training = titan.Training(titan.ours(async_mode="async"), folder)
+    training.train(4, last=False)
+    assert training.checkpointer._saves[-1].staged()
+    training.checkpointer.maybe_wait_for_saving()
+    assert training.checkpointer.save_future is None
+    assert titan.steps_in(folder) == [2, 4]
+    training.checkpointer.close()
+    training.checkpointer.close()
+
+
+def old_ones_go(titan: Any, folder: Path) -> None:
+    options = {"interval": 1, "keep_latest_k": 2, "enable_first_step_checkpoint": True}
+    titan.Training(titan.stock(interval=3), folder).train(3, last=False)
+    (folder / "checkpoint" / "step-1").mkdir()  # what has been left of something
+    training = titan.Training(titan.ours(**options), folder)
+    assert list(training.train(6, last=False)) == [4, 5, 6]
+    training.checkpointer.close()
+    assert titan.steps_in(folder) == [5, 6]
+    # Going back: what is saved anew takes the place of the old, and no later one is touched.
+    training = titan.Training(titan.ours(load_step=5, **options), folder)
+    training.train(6, last=False)
+    training.checkpointer.close()
+    assert titan.steps_in(folder) == [5, 6]
+
+
+def a_failing_one_keeps_the_older(titan: Any, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncckpt.worker.process.command", worker_command())
+        faulty("finalize:eio:3")
+        training = titan.Training(titan.ours(interval=1, keep_latest_k=2), folder)
+        with pytest.raises(StorageError, match="step-3"):
+            training.train(3, last=False)
+            training.checkpointer.close()
+        assert titan.steps_in(folder) == [1, 2]
+        training.checkpointer.close()
+    training = titan.Training(titan.ours(interval=1, keep_latest_k=2), folder)
+    assert list(training.train(4, last=False)) == [3, 4]
+    training.checkpointer.close()
+    assert titan.steps_in(folder) == [3, 4]
+
+
+def worker_command() -> Any:
+    from asyncckpt.worker import process
+
+    return process.command
+
+
+def staging_is_waited_for(titan: Any, folder: Path) -> None:
+    """The save returns before the tensors are copied; the optimizer, which changes them, comes after that."""
+    training = titan.Training(titan.ours(), folder)
+    training.train(1, last=False)
+    may_copy, real = threading.Event(), SlotStager.copy
+
+    def copy(*args: Any, **options: Any) -> Any:
+        may_copy.wait(20)
+        return real(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlotStager, "copy", copy)
+        training.go_on(2, last=False)
+        before = training.values()
+        assert not training.checkpointer._saves[-1].staged()
+        threading.Timer(0.3, may_copy.set).start()
+        begun = time.monotonic()
+        training.go_on(3, last=False)
+        assert time.monotonic() - begun > 0.2
+        assert training.checkpointer._saves[-1].staged()
+    training.checkpointer.close()
+    loaded = titan.Training(titan.stock(), folder)
+    loaded.checkpointer.load()
+    assert same(loaded.values(), before)
+
+
+def last_ones(titan: Any, folder: Path) -> None:
+    training = titan.Training(titan.ours(last_save_model_only=True, export_dtype="bfloat16"), folder)
+    training.train(3)
+    saved = FileSystemReader(folder / "checkpoint" / "step-3").read_metadata().state_dict_metadata  # it is durable
+    assert set(saved) == titan.MODEL_KEYS
+    assert {each.properties.dtype for each in saved.values()} == {torch.bfloat16}
+    training.checkpointer.close()
+    # For Hugging Face torchtitan itself writes it.
+    adapter = types.SimpleNamespace(to_hf=lambda state: state, fqn_to_index_mapping=None)
+    options = {"last_save_model_only": True, "last_save_in_hf": True}
+    training = titan.Training(titan.ours(folder="hf", **options), folder, adapter)
+    with titan.heard("asyncckpt") as heard:
+        training.train(3)
+    training.checkpointer.close()
+    assert "torchtitan itself writes" in heard.getvalue()
+    assert list((folder / "hf" / "step-3").glob("*.safetensors"))
+
+
+def what_is_loaded(titan: Any, folder: Path) -> None:
+    first = titan.Training(titan.ours(enable_first_step_checkpoint=True), folder)
+    first.run(4)
+    assert titan.steps_in(folder) == [1, 2, 4]
+    begun = titan.Training(titan.ours(load_step=2), folder)
+    assert begun.checkpointer.load(2)
+    assert begun.step == 2
+    # Of another folder, the model alone.
+    initial = str(folder / "checkpoint" / "step-4")
+    fresh = titan.Training(titan.ours(folder="other", initial_load_path=initial), folder)
+    assert fresh.checkpointer.load()
+    assert fresh.step == 0
+    assert same(fresh.model.state_dict(), first.model.state_dict())
+    fresh.checkpointer.close()
+    part = titan.Training(titan.ours(exclude_from_loading=["lr_scheduler", "dataloader"], load_only=True), folder)
+    part.run(6)  # which saves nothing
+    assert part.loader.state_dict() != first.loader.state_dict()
+    assert titan.steps_in(folder) == [1, 2, 4]
+    with pytest.raises(FileNotFoundError, match="load_step=3"):
+        titan.Training(titan.ours(), folder).checkpointer.load(3)
+
+
+def is_refused(titan: Any, folder: Path) -> None:
+    with pytest.raises(StorageError, match="mount it"):
+        titan.Training(titan.ours(folder="s3://bucket/run"), folder)
+    training = titan.Training(titan.ours(), folder)
+    training.checkpointer.states["odd"] = threading.Lock()
+    with pytest.raises(UnsavableStateError):
+        training.train(2, last=False)
+    training.checkpointer.close()
+    assert titan.steps_in(folder) == []
+    assert not titan.Training(titan.ours(enable=False), folder).checkpointer.save(2)
+
+
+def registry(titan: Any, folder: Path) -> None:
+    """As ``--module`` and ``--config`` have it found."""
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.config import ConfigManager
+
+    from asyncckpt.integrations.torchtitan import AsyncckptManager, switch
+
+    module = types.ModuleType("of_the_user")
+    module.debug = lambda: types.SimpleNamespace(  # type: ignore[attr-defined]
+        checkpoint=CheckpointManager.Config(interval=7, keep_latest_k=3)
+    )
+    sys.modules["of_the_user"] = module
+    arguments = ["--module", "asyncckpt.integrations.torchtitan", "--config", "of_the_user.debug", "--training.steps=3"]
+    config, rest = ConfigManager()._load_config(arguments)
+    assert type(config.checkpoint) is AsyncckptManager.Config
+    assert (config.checkpoint.interval, config.checkpoint.keep_latest_k) == (7, 3)
+    assert config.checkpoint.async_mode == "async_with_pinned_mem"
+    assert rest == ["--training.steps=3"]
+    with pytest.raises(TypeError, match=r"AsyncckptManager\.Config"):
+        switch(config)
+    with pytest.raises(ValueError, match="not found"):
+        ConfigManager()._load_config([*arguments[:3], "debug"])
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
         for name, value in one.items()

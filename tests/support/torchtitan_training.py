@@ -1,5 +1,5 @@
-"""A training as torchtitan's ``Trainer`` makes it, of torchtitan's own parts: its optimizers, schedulers, data loader and
-managers of checkpoints, around a small model, which is sharded where there are several ranks.
+"""A training as torchtitan's ``Trainer`` makes it, of its own parts: optimizers, schedulers, data loader, and managers
+of checkpoints, around a small model, which is sharded where there are several ranks.
 
 The ``Trainer`` itself wants a CUDA device. What it does with its manager is here in the same order.
 """
@@ -78,9 +78,13 @@ class Training:
         )
 
     def train(self, steps: int, last: bool = True) -> dict[int, float]:
-        """Load, and train up to ``steps``; what is saved there is the last checkpoint, if it is that. The losses."""
-        losses = {}
+        """As ``Trainer.train``: load, and go on up to ``steps``."""
         self.checkpointer.load(step=self.load_step)
+        return self.go_on(steps, last)
+
+    def go_on(self, steps: int, last: bool = True) -> dict[int, float]:
+        """The losses of each step up to ``steps``; if that is the ``last`` one, it is saved as such."""
+        losses = {}
         batches = iter(self.loader)
         while self.step < steps:
             self.step += 1
