@@ -30,3 +30,4 @@ asyncckpt_peer torchdata-0.11.0 3.11 any torchdata==0.11.0
 asyncckpt_peer spmd-types-0.2.3 3.11 any spmd_types==0.2.3
 asyncckpt_peer tyro-1.0.17 3.11 any tyro==1.0.17
 asyncckpt_peer docstring-parser-0.18.0 3.11 any docstring_parser==0.18.0
+asyncckpt_peer typeguard-4.6.0 3.11 any typeguard==4.6.0

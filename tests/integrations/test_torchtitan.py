@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -22,7 +23,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from asyncckpt.errors import StorageError, UnsavableStateError
 from asyncckpt.staging.slot_copy import SlotStager
 
-pytestmark = pytest.mark.usefixtures("forkserver")
+pytestmark = [
+    pytest.mark.usefixtures("forkserver"),
+    pytest.mark.skipif(
+        sys.version_info < (3, 11) or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+        reason="torchtitan 0.3 is for Python 3.11, and a torch of its time",
+    ),
+]
 
 HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -103,6 +110,7 @@ def one_rank(folder: Path) -> None:
         staging_is_waited_for,
         last_ones,
         what_is_loaded,
+        an_error_ends_it,
         is_refused,
         registry,
     ]
@@ -232,8 +240,30 @@ def what_is_loaded(titan: Any, folder: Path) -> None:
     part.run(6)  # which saves nothing
     assert part.loader.state_dict() != first.loader.state_dict()
     assert titan.steps_in(folder) == [1, 2, 4]
+    seed = titan.Training(titan.ours(folder="seed"), folder)  # as with create_seed_checkpoint
+    assert seed.checkpointer.save(0, last_step=True)
+    begun.checkpointer.folder = seed.checkpointer.folder
+    assert begun.checkpointer.load()
+    assert begun.step == 2  # of step 0 it is the model alone
+    assert same(begun.model.state_dict(), seed.model.state_dict())
     with pytest.raises(FileNotFoundError, match="load_step=3"):
         titan.Training(titan.ours(), folder).checkpointer.load(3)
+
+
+def an_error_ends_it(titan: Any, folder: Path) -> None:
+    """As torchtitan's ``main`` goes about it: the state stays in memory for whoever is started again."""
+    training = titan.Training(titan.ours(), folder)
+    try:
+        training.train(2, last=False)
+        raise ValueError("the loss is not finite")
+    except ValueError:
+        training.checkpointer.close()
+    again = titan.Training(titan.ours(), folder)
+    with titan.heard("asyncckpt") as heard:
+        assert again.checkpointer.load()
+    assert "loaded step 2 from memory" in heard.getvalue()
+    assert same(again.values(), training.values())
+    again.checkpointer.close()
 
 
 def is_refused(titan: Any, folder: Path) -> None:
@@ -249,27 +279,28 @@ def is_refused(titan: Any, folder: Path) -> None:
 
 
 def registry(titan: Any, folder: Path) -> None:
-    """As ``--module`` and ``--config`` have it found."""
-    from torchtitan.components.checkpointer import CheckpointManager
+    """As ``--module`` and ``--config`` have it found, and options of the command line change it."""
+    from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
     from torchtitan.config import ConfigManager
 
     from asyncckpt.integrations.torchtitan import AsyncckptManager, switch
 
-    module = types.ModuleType("of_the_user")
-    module.debug = lambda: types.SimpleNamespace(  # type: ignore[attr-defined]
-        checkpoint=CheckpointManager.Config(interval=7, keep_latest_k=3)
-    )
+    fields = [("checkpoint", BaseCheckpointManager.Config), ("hf_assets_path", str)]
+    of_trainer = dataclasses.make_dataclass("OfTrainer", fields)
+    module: Any = types.ModuleType("of_the_user")
+    module.debug = lambda: of_trainer(CheckpointManager.Config(interval=7, keep_latest_k=3), str(folder))
     sys.modules["of_the_user"] = module
-    arguments = ["--module", "asyncckpt.integrations.torchtitan", "--config", "of_the_user.debug", "--training.steps=3"]
-    config, rest = ConfigManager()._load_config(arguments)
+    named = ["--module", "asyncckpt.integrations.torchtitan", "--config", "of_the_user.debug"]
+    config = ConfigManager().parse_args([*named, "--checkpoint.enable", "--checkpoint.keep_latest_k=4"])
     assert type(config.checkpoint) is AsyncckptManager.Config
-    assert (config.checkpoint.interval, config.checkpoint.keep_latest_k) == (7, 3)
+    assert config.checkpoint.enable
+    assert (config.checkpoint.interval, config.checkpoint.keep_latest_k) == (7, 4)
     assert config.checkpoint.async_mode == "async_with_pinned_mem"
-    assert rest == ["--training.steps=3"]
+    assert ConfigManager().parse_args([*named, "--checkpoint.async_mode=disabled"]).checkpoint.async_mode == "disabled"
     with pytest.raises(TypeError, match=r"AsyncckptManager\.Config"):
         switch(config)
     with pytest.raises(ValueError, match="not found"):
-        ConfigManager()._load_config([*arguments[:3], "debug"])
+        ConfigManager().parse_args([*named[:3], "debug"])
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

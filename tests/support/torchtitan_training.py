@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # here, or each rank imports it by itself at its first step
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset

@@ -77,6 +77,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         job, claim = job_of_checkpoints(self.folder, own.job_id), Claim(self.folder, own.job_id)
         self._engine = Engine(own, job=job, claim=claim)
         self.save_future: futures.Future[Any] | None = None
+        self._is_first = is_first(None)  # the process group may be gone by the time that this is closed
         self._saves: list[Save] = []  # that had not ended when the newest began, and that
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -125,7 +126,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         existing: Existing = "replace" if storage_for(checkpoint_id).may_put(checkpoint_id, "replace") else "set aside"
         save = self._engine.save(checkpoint_id, state_dict, step=step, existing=existing)
         self._saves = [*(each for each in self._saves if not each.done()), save]
-        if self.keep_latest_k > 0 and is_first(None):
+        if self.keep_latest_k > 0 and self._is_first:
             save.future.add_done_callback(partial(self._remove_older_than, save))
         if async_mode is not AsyncMode.DISABLED:
             self.save_future = save.future
@@ -212,6 +213,6 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
         finally:
             saves, self._saves = self._saves, []
-            if self.keep_latest_k > 0 and is_first(None):
+            if self.keep_latest_k > 0 and self._is_first:
                 for save in saves:
                     self._remove_older_than(save)
