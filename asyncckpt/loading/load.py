@@ -39,6 +39,7 @@ def load(
     no_dist: bool = False,
     source: Source | None = None,
     progress: bool = False,
+    warns: bool = True,
 ) -> None:
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
@@ -55,6 +56,7 @@ def load(
         no_dist: This process loads alone.
         source: Where to read from; None: the folder ``path``.
         progress: Show a bar on the terminal, see ``Config.progress``.
+        warns: Of values beside those asked for: they may be a fresh optimizer's.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -73,10 +75,11 @@ def load(
         states = _states(state_dict, per_rank, open_reader, held, ranks)
         direct = None if planner is not None else _drafted_by_all(states, source, path, held, ranks)
         if direct is not None:
-            on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
+            on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns), ranks)
         else:
             dcps = {"storage_reader": on_all(open_reader, ranks), "process_group": process_group, "no_dist": no_dist}
-            load_by_dcp(states, planner=planner or CheckingPlanner(path, weights_only=weights_only), **dcps)
+            own = CheckingPlanner(path, weights_only=weights_only, warns=warns)
+            load_by_dcp(states, planner=planner or own, **dcps)
     give_states(state_dict, states)
 
 

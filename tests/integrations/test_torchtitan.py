@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.peers import TORCHTITAN, python
 from support.ranks import faulty
 from support.workers import wait_reached
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from asyncckpt.errors import StorageError, UnsavableStateError
 from asyncckpt.staging.slot_copy import SlotStager
@@ -54,7 +55,7 @@ def both_managers(folder: Path) -> None:
 
     def train() -> None:
         whole = titan.Training(titan.ours(enable=False), folder)
-        losses, found = whole.run(8), {}
+        losses, found = whole.run(8), dict[int, float]()
         for config, steps in ((titan.ours, 4), (titan.stock, 5), (titan.ours, 8)):
             found |= titan.Training(config(), folder).run(steps)
         assert found == losses
@@ -78,7 +79,7 @@ def killed_while_writing(folder: Path) -> None:
         faulty("finalize:hold:2")
         titan.Training(titan.ours(), folder).train(4, last=False)
         wait_reached(gate)
-        titan.dist.barrier()
+        dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def go_on() -> None:
@@ -88,8 +89,9 @@ def killed_while_writing(folder: Path) -> None:
             found = training.train(5, last=False)
         assert found == {5: losses[5]}
         assert "loaded step 4 from memory" in heard.getvalue()
+        assert "not asked for" not in heard.getvalue()  # the states of the other ranks' data loaders
         assert titan.steps_in(folder) == [2]
-        titan.dist.barrier()
+        dist.barrier()
         gate.touch()
         assert training.go_on(6, last=False) == {6: losses[6]}
         training.checkpointer.close()
@@ -207,8 +209,8 @@ def staging_is_waited_for(titan: Any, folder: Path) -> None:
 def last_ones(titan: Any, folder: Path) -> None:
     training = titan.Training(titan.ours(last_save_model_only=True, export_dtype="bfloat16"), folder)
     training.train(3)
-    saved = FileSystemReader(folder / "checkpoint" / "step-3").read_metadata().state_dict_metadata  # it is durable
-    assert set(saved) == titan.MODEL_KEYS
+    saved: dict[str, Any] = FileSystemReader(folder / "checkpoint" / "step-3").read_metadata().state_dict_metadata
+    assert set(saved) == titan.MODEL_KEYS  # and it is durable
     assert {each.properties.dtype for each in saved.values()} == {torch.bfloat16}
     training.checkpointer.close()
     # For Hugging Face torchtitan itself writes it.

@@ -168,8 +168,12 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         if from_hf or filesystem.is_remote(checkpoint_id) or from_first(partial(is_stock, checkpoint_id)):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        load(state_dict, checkpoint_id, progress=self._config.progress)
-        self.states[MODEL].load_state_dict(state_dict)
+        self._fill(state_dict, checkpoint_id)
+
+    def _fill(self, states: dict[str, Any], path: str, source: MemorySource | None = None) -> None:
+        # Each rank asks for the state of its own data loader, and leaves those of the others.
+        load(states, path, source=source, progress=self._config.progress, warns=False)
+        self.states[MODEL].load_state_dict(states)
 
     def _find_load_step(self, folder: str = "") -> int:
         complete = from_first(lambda: complete_steps(folder or self.folder))
@@ -185,14 +189,13 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         states = self._states_to_load(model_only=held.request.step == 0)
         try:
             source = MemorySource(memory, held, from_first(lambda: memory.metadata(held)))
-            load(states, path, source=source, progress=self._config.progress)
+            self._fill(states, path, source)
         except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
             logger.warning("not loaded from memory: %s", str(error))
             return False
         finally:
             if source is not None:
                 source.close()
-        self.states[MODEL].load_state_dict(states)
         logger.info("loaded step %s from memory", held.request.step)
         return True
 
