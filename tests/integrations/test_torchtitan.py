@@ -151,11 +151,19 @@ def old_ones_go(titan: Any, folder: Path) -> None:
     assert list(training.train(6, last=False)) == [4, 5, 6]
     training.checkpointer.close()
     assert titan.steps_in(folder) == [5, 6]
-    # Going back: what is saved anew takes the place of the old, and no later one is touched.
-    training = titan.Training(titan.ours(load_step=5, **options), folder)
-    training.train(6, last=False)
+    # Going back: what is saved anew takes the place of the old, but for files of others, and no later one is touched.
+    titan.Training(titan.ours(**options), folder).run(9, last=False)
+    (notes := folder / "checkpoint" / "step-8" / "notes.txt").write_text("of somebody")
+    training = titan.Training(titan.ours(load_step=8, **options | {"interval": 4}), folder)
+    before = (folder / "checkpoint" / "step-9").stat().st_ino
+    training.train(8, last=False)
+    assert training.checkpointer.save(8)
+    assert training.checkpointer.save(9, last_step=True)
     training.checkpointer.close()
-    assert titan.steps_in(folder) == [5, 6]
+    assert titan.steps_in(folder) == [8, 9]
+    assert before != (folder / "checkpoint" / "step-9").stat().st_ino
+    assert not notes.exists()
+    assert (folder / "checkpoint" / "step-8.abandoned-1" / "notes.txt").read_text() == "of somebody"
 
 
 def a_failing_one_keeps_the_older(titan: Any, folder: Path) -> None:

@@ -141,7 +141,8 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
 
 def steps_in(folder: Path) -> list[int]:
     """Of the checkpoints there with their final names."""
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*"))
+    names = [path.name.removeprefix("step-") for path in (folder / "checkpoint").glob("step-*")]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 @contextlib.contextmanager

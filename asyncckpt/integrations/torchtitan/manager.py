@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -123,8 +124,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             logger.warning("torchtitan itself writes %s for Hugging Face; it is not made in one step", checkpoint_id)
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         step = int(os.path.basename(checkpoint_id).removeprefix("step-"))
-        existing: Existing = "replace" if storage_for(checkpoint_id).may_put(checkpoint_id, "replace") else "set aside"
-        save = self._engine.save(checkpoint_id, state_dict, step=step, existing=existing)
+        save = self._engine.save(checkpoint_id, state_dict, step=step, existing=_existing(checkpoint_id))
         self._saves = [*(each for each in self._saves if not each.done()), save]
         if self.keep_latest_k > 0 and self._is_first:
             save.future.add_done_callback(partial(self._remove_older_than, save))
@@ -219,3 +219,11 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             if self.keep_latest_k > 0 and self._is_first:
                 for save in saves:
                     self._remove_older_than(save)
+
+
+def _existing(path: str) -> Existing:
+    """What becomes of what is there: a checkpoint goes, what has files of others in it, too, stays."""
+    with contextlib.suppress(StorageError):  # the first rank says it, to all
+        if not storage_for(path).may_put(path, "replace"):
+            return "set aside"
+    return "replace"
