@@ -1,10 +1,11 @@
-"""The manager for torchtitan, driven as its ``Trainer`` drives it, beside torchtitan's own manager."""
+"""The manager for torchtitan, in its own ``Trainer`` and driven as that does, beside torchtitan's own manager."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 from support.peers import TORCHTITAN, python
 from support.ranks import faulty
+from support.torchtitan_ranks import on_ranks
 from support.workers import wait_reached
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from asyncckpt.errors import StorageError, UnsavableStateError
 from asyncckpt.staging.slot_copy import SlotStager
@@ -35,7 +38,7 @@ pytestmark = [
 HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
-@pytest.mark.parametrize("scenario", ["both_managers", "killed_while_writing", "one_rank"])
+@pytest.mark.parametrize("scenario", ["the_trainer", "killed_while_writing", "one_rank"])
 def test_as_the_trainer_does(scenario: str, tmp_path: Path) -> None:
     code = f"import sys; sys.path[:0] = {HERE!r}; import test_torchtitan; test_torchtitan.main()"
     python(code, *TORCHTITAN, arguments=(scenario, str(tmp_path)))
@@ -49,23 +52,40 @@ def main() -> None:
 # All that follows runs there.
 
 
-def both_managers(folder: Path) -> None:
-    """Two ranks, sharded by FSDP2: each manager goes on from the other's, to the bit."""
-    from support import torchtitan_training as titan
+def the_trainer(folder: Path) -> None:
+    """torchtitan's own ``Trainer`` and command line, on two ranks with FSDP2: ours goes on from stock's, and back."""
+    from support import torchtitan_trainer as titan
 
-    def train() -> None:
-        whole = titan.Training(titan.ours(enable=False), folder)
-        losses, found = whole.run(8), dict[int, float]()
-        for config, steps in ((titan.ours, 4), (titan.stock, 5), (titan.ours, 8)):
-            found |= titan.Training(config(), folder).run(steps)
-        assert found == losses
-        assert titan.steps_in(folder) == [2, 4, 5, 6, 8]
-        for config in (titan.ours, titan.stock):  # all of the state, and not only what the losses show
-            loaded = titan.Training(config(), folder)
-            assert loaded.checkpointer.load()
-            assert same(loaded.values(), whole.values())
+    stock, ours = (
+        ("support.torchtitan_trainer", "debug"),
+        ("asyncckpt.integrations.torchtitan", f"{titan.__name__}.debug"),
+    )
+    checkpoints = folder / "mixed" / "checkpoint"
 
-    titan.on_ranks(2, train, folder=folder)
+    def train(place: str, manager: tuple[str, str], steps: int) -> None:
+        os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        dist.destroy_process_group()  # it makes its own, and ends it
+        module, config = manager
+        there = f"--dump_folder={folder / place}"
+        titan.main(f"--module={module}", f"--config={config}", there, f"--training.steps={steps}")
+
+    def free_port() -> int:
+        port = torch.zeros((), dtype=torch.int64)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port += free.getsockname()[1]
+        dist.broadcast(port, 0)
+        return int(port)
+
+    runs = [("whole", stock, 6), ("mixed", ours, 4), ("mixed", stock, 5), ("mixed", ours, 6)]
+    for run in runs:
+        on_ranks(2, train, *run, folder=folder)
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-5", "step-6"]
+    for place in ("whole", "mixed"):
+        dcp_to_torch_save(folder / place / "checkpoint" / "step-6", folder / f"{place}.pt")
+    whole, mixed = (torch.load(folder / f"{place}.pt", weights_only=True) for place in ("whole", "mixed"))
+    assert same(flat(mixed), flat(whole))
 
 
 def killed_while_writing(folder: Path) -> None:
@@ -98,8 +118,8 @@ def killed_while_writing(folder: Path) -> None:
         assert titan.steps_in(folder) == [2, 4, 6]
         assert titan.Training(titan.stock(), folder).train(7, last=False) == {7: losses[7]}
 
-    titan.on_ranks(2, begin, folder=folder, codes={-signal.SIGKILL})
-    titan.on_ranks(2, go_on, folder=folder)
+    on_ranks(2, begin, folder=folder, codes={-signal.SIGKILL})
+    on_ranks(2, go_on, folder=folder)
 
 
 def one_rank(folder: Path) -> None:
@@ -123,7 +143,7 @@ def one_rank(folder: Path) -> None:
             (own := folder / part.__name__).mkdir()
             part(titan, own)
 
-    titan.on_ranks(1, run, folder=folder)
+    on_ranks(1, run, folder=folder)
 
 
 def modes(titan: Any, folder: Path) -> None:
@@ -311,6 +331,14 @@ def registry(titan: Any, folder: Path) -> None:
         switch(config)
     with pytest.raises(ValueError, match="not found"):
         ConfigManager().parse_args([*named[:3], "debug"])
+
+
+def flat(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{name}.{inner}": value
+        for name, part in state.items()
+        for inner, value in (part.items() if isinstance(part, dict) else [("", part)])
+    }
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

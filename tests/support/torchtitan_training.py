@@ -1,7 +1,8 @@
 """A training as torchtitan's ``Trainer`` makes it, of its own parts: optimizers, schedulers, data loader, and managers
 of checkpoints, around a small model, which is sharded where there are several ranks.
 
-The ``Trainer`` itself wants a CUDA device. What it does with its manager is here in the same order.
+What ``Trainer`` does with its manager is here in the same order, so that a test can look between. The ``Trainer``
+itself, which wants a CUDA device, is in ``torchtitan_trainer.py``, with stand-ins for that.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ import dataclasses
 import io
 import logging
 import os
-import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing import get_context
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,28 +154,3 @@ def heard(name: str) -> Iterator[io.StringIO]:
     yield said
     logger.removeHandler(handler)
     logger.setLevel(level)
-
-
-def rank_main(rank: int, world: int, meeting: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        function(*args)
-        dist.destroy_process_group()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
-def on_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path, codes: set[int] | None = None) -> None:
-    """Run it on the ranks of a job, each in a process of its own, which has to end with one of ``codes``, or with 0."""
-    fork = get_context("fork")
-    meeting = str(folder / f"meeting-{os.urandom(4).hex()}")
-    ranks = [fork.Process(target=rank_main, args=(rank, world, meeting, function, args)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-        if rank.exitcode is None:
-            rank.kill()
-    found = [rank.exitcode for rank in ranks]
-    assert set(found) <= (codes or {0}), found
