@@ -24,3 +24,10 @@ asyncckpt_peer megatron-core-0.16.1 3.11 manylinux_2_28_x86_64 megatron-core==0.
 # Its own classes alone: what it needs to run (Ray, and a torch of its choice) the tests do without.
 asyncckpt_peer verl-0.8.0 3.11 any verl==0.8.0
 asyncckpt_peer verl-0.9.1 3.11 any verl==0.9.1
+# torchtitan's own classes, with what those import that is not here for something else.
+asyncckpt_peer torchtitan-0.3.0 3.11 any torchtitan==0.3.0
+asyncckpt_peer torchdata-0.11.0 3.11 any torchdata==0.11.0
+asyncckpt_peer spmd-types-0.2.3 3.11 any spmd_types==0.2.3
+asyncckpt_peer tyro-1.0.17 3.11 any tyro==1.0.17
+asyncckpt_peer docstring-parser-0.18.0 3.11 any docstring_parser==0.18.0
+asyncckpt_peer typeguard-4.6.0 3.11 any typeguard==4.6.0

@@ -162,7 +162,7 @@ def test_no_private_attribute_of_another_file_is_touched() -> None:
     assert not reaches
 
 
-# Private names of torch, nvrx, Megatron-LM, transformers and the standard library, where there is no public way.
+# Private names of torch, nvrx, Megatron-LM, transformers, torchtitan and the standard library, with no public way.
 OTHERS_PRIVATE = frozenset(
     {
         *("_asdict", "_replace"),  # of a NamedTuple, where they are public
@@ -180,6 +180,8 @@ OTHERS_PRIVATE = frozenset(
         "_register_atexit",  # of threading: called before it is waited for threads
         "_option_string_actions",  # of an ArgumentParser: what it knows
         *("_link_checkpoint", "_save_distributed_checkpoint", "_state_dict_type"),  # of Lightning
+        *("_create_checkpoint_id", "_flattened_model_states_sd", "_load_config"),  # of torchtitan
+        *("_save_last_step", "_should_save", "_states_to_load"),
         *("_cdata", "_untyped_storage", "_size", "_pickle_storage_type"),  # of storages
     }
 )

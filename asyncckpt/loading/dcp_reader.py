@@ -231,10 +231,11 @@ def _same(
 class CheckingPlanner(DefaultLoadPlanner):
     """DCP's default planner, but what does not fit is said in our errors, and of all keys at once."""
 
-    def __init__(self, path: str, *, weights_only: bool) -> None:
+    def __init__(self, path: str, *, weights_only: bool, warns: bool = True) -> None:
         super().__init__()
         self._path = path
         self._weights_only = weights_only
+        self._warns = warns
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -259,7 +260,8 @@ class CheckingPlanner(DefaultLoadPlanner):
                 f"the checkpoint has no {some(missing)}; leave them out of the state dict to load the others",
                 path=self._path,
             )
-        warn_left_out(left_out(self.state_dict, known), self._path)
+        if self._warns:
+            warn_left_out(left_out(self.state_dict, known), self._path)
         wrong = [
             f"{name!r} {why}"
             for name, value in self.state_dict.items()

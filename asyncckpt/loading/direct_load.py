@@ -52,19 +52,21 @@ class DirectLoad:
     requests: Mapping[ChecksummedFile, ReadRequests]
     left_out: Sequence[str]
 
-    def read(self, progress: Progress, *, verify: bool, weights_only: bool) -> None:
+    def read(self, progress: Progress, *, verify: bool, weights_only: bool, warns: bool) -> None:
         """Fill the state dict.
 
         Args:
             progress: Told of the bytes that are read.
             verify: Whether the checksums are compared.
             weights_only: No value may run code while it is unpickled.
+            warns: Of values that were not asked for.
 
         Raises:
             DamagedCheckpointError, UntrustedValueError: Bytes are damaged, or a value could run code.
             StorageError: Storage cannot be read.
         """
-        warn_left_out(self.left_out, self.path)
+        if warns:
+            warn_left_out(self.left_out, self.path)
         if progress.shown:
             progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
         with DeviceBuffers() as buffers, read_pool() as pool:

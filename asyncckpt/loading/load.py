@@ -39,6 +39,7 @@ def load(
     no_dist: bool = False,
     source: Source | None = None,
     progress: bool = False,
+    warns: bool = True,
 ) -> None:
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
@@ -47,21 +48,19 @@ def load(
 
     Args:
         state_dict: What to load; its tensors have the shapes to fill.
-        path: The folder of the checkpoint; with ``source`` it is for errors.
+        path, source: The folder of the checkpoint, to read from; with a ``source`` in its place it is for errors.
         planner: DCP's planner to use; None: the default one, where a plan is needed at all.
         verify: Check all bytes while they are copied. After an error part of ``state_dict`` may have bad bytes.
         weights_only: No value may run code while it is unpickled, see ``unpickle.py``.
         process_group: The ranks that load together; None: all of the job. What goes wrong on one is raised on all.
         no_dist: This process loads alone.
-        source: Where to read from; None: the folder ``path``.
-        progress: Show a bar on the terminal, see ``Config.progress``.
+        progress, warns: Show a bar on the terminal; say that values were not asked for, as of a fresh optimizer.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint.
+        CheckpointNotFoundError, StorageError: There is no checkpoint, or it cannot be read.
         DamagedCheckpointError: Bytes are missing, or are not those that were written.
         MismatchError: The checkpoint lacks a key, or has another shape, or a dtype that the tensor's cannot hold.
         UntrustedValueError: A value could run code, and ``weights_only`` forbids that.
-        StorageError: Storage cannot be read.
         CheckpointError: A value fails to unpickle, or ``planner`` raises.
     """
     path, ranks = absolute(path), False if no_dist else process_group
@@ -73,10 +72,11 @@ def load(
         states = _states(state_dict, per_rank, open_reader, held, ranks)
         direct = None if planner is not None else _drafted_by_all(states, source, path, held, ranks)
         if direct is not None:
-            on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only), ranks)
+            on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns), ranks)
         else:
             dcps = {"storage_reader": on_all(open_reader, ranks), "process_group": process_group, "no_dist": no_dist}
-            load_by_dcp(states, planner=planner or CheckingPlanner(path, weights_only=weights_only), **dcps)
+            own = CheckingPlanner(path, weights_only=weights_only, warns=warns)
+            load_by_dcp(states, planner=planner or own, **dcps)
     give_states(state_dict, states)
 
 

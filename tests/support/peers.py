@@ -16,6 +16,14 @@ from support.ranks import alone
 FOLDER = Path(sys.prefix) / "peers"
 NVRX = ("nvrx-0.4.1", "nvrx-0.6.0", "nvrx-0.7.0")
 MEGATRON = "megatron-core-0.16.1"
+TORCHTITAN = (
+    "torchtitan-0.3.0",
+    "torchdata-0.11.0",
+    "spmd-types-0.2.3",
+    "tyro-1.0.17",
+    "docstring-parser-0.18.0",
+    "typeguard-4.6.0",
+)
 VERL = ("verl-0.8.0", "verl-0.9.1")
 
 
