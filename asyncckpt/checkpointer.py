@@ -26,11 +26,11 @@ from asyncckpt.errors import (
 )
 from asyncckpt.file_set import FileSet
 from asyncckpt.loading.load import load
-from asyncckpt.loading.memory_source import HeldImages, MemorySource, choose_in_memory
+from asyncckpt.loading.memory_source import HeldImages, MemorySource, agreed_image, choose_in_memory
 from asyncckpt.loading.source import find_step, read_manifest, settled_step
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
-from asyncckpt.ranks.collectives import check_same, from_first, gather, is_first
+from asyncckpt.ranks.collectives import check_same, from_first, is_first
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import HeldImage
 from asyncckpt.worker.root_claim import Claim
@@ -254,13 +254,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def _in_memory(self, step: int | None) -> tuple[HeldImages, HeldImage] | None:
         """This rank's part of the checkpoint to load from memory, the same one on all ranks."""
-        memory = self._held()
-        staged = [] if memory is None else sorted(memory.images, key=lambda each: each.staged_at)
-        images = {each.request.attempt: each for each in staged}
-        offers = gather([each.request for each in images.values()], self._process_group)
-        committed = {each.request.attempt for each in images.values() if each.committed}
-        attempt = from_first(lambda: choose_in_memory(self.root, step, offers, committed), self._process_group)
-        return None if attempt is None or memory is None else (memory, images[attempt])
+        return agreed_image(self._held(), partial(choose_in_memory, self.root, step), self._process_group)
 
     def _held(self) -> HeldImages | None:
         try:

@@ -64,9 +64,8 @@ def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
             file = storage.begin_file(request.path, request.attempt, layout.data_bytes, _ORPHAN_S)
             return FileAttempt(file, staged_image, layout)
         case CheckpointLayout() | FileSetLayout():
-            beside = sum(region.nbytes for region in layout.constants()) + sum(
-                map(len, dict(request.small_files).values())
-            )
+            beside = sum(region.nbytes for region in layout.constants())
+            beside += sum(len(data) for _, data in request.small_files)
             # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
             orphan_s = None if request.rank > 0 else request.timeout if request.world_size > 1 else _ORPHAN_S
             folder = storage.begin_checkpoint(request.path, request.attempt, layout.data_bytes + beside, orphan_s)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
 from asyncckpt.loading.source import StorageSource
+from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.manifest import Index, checksum
@@ -20,6 +22,9 @@ from asyncckpt.worker.segment_layout import Region
 from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.storage.history import StoredStep, history
 from asyncckpt.worker.takeover import Takeover
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # How often to look again at what is in storage, which changes with each commit of a worker that finishes.
 _MOST_LOOKS = 100
@@ -68,6 +73,27 @@ class HeldImages:
 
     def _region(self, held: HeldImage, region: Region) -> memoryview:
         return self.segments[held.request.segment].view[region.offset : region.offset + region.nbytes]
+
+
+def agreed_image(
+    memory: HeldImages | None,
+    choose: Callable[[Sequence[Sequence[WriteRequest]], Set[str]], str | None],
+    ranks: ProcessGroup | None = None,
+) -> tuple[HeldImages, HeldImage] | None:
+    """This rank's part of the checkpoint to load from memory, the same one on all ranks; None: none.
+
+    Args:
+        memory: What is held for this rank; None: nothing.
+        choose: First rank: the attempt to take, of what each rank offers, the oldest first, and of those the attempts
+            that are known to be committed.
+        ranks: That load together; None: the whole job.
+    """
+    staged = [] if memory is None else sorted(memory.images, key=lambda each: each.staged_at)
+    images = {each.request.attempt: each for each in staged}
+    offers = gather([each.request for each in images.values()], ranks)
+    committed = {each.request.attempt for each in images.values() if each.committed}
+    attempt = from_first(lambda: choose(offers, committed), ranks)
+    return None if attempt is None or memory is None else (memory, images[attempt])
 
 
 def choose_in_memory(

@@ -27,7 +27,7 @@ from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointError, StorageError, UnsavableStateError
 from asyncckpt.file_set import FileSet
-from asyncckpt.integrations.huggingface.seen_tensors import SeenTensors, Unsavable
+from asyncckpt.integrations.huggingface.seen_tensors import SeenTensors
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import absolute, storage_for
@@ -44,6 +44,16 @@ _SAFETENSORS = (
 _LARGE = 64 << 20  # bytes from which on it is said that a file was not staged
 
 _turn = threading.RLock()  # the functions below are those of the whole process: one capture at a time replaces them
+
+
+class _Unsavable:
+    """Stands for what one rank cannot save, so that all ranks hear of it: to pickle it raises its ``text``."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(self._text)
 
 
 class Capture:
@@ -194,7 +204,7 @@ def told_to_all(place: str, step: int | None, config: Config | None) -> Iterator
     except Exception as error:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             files = FileSet()
-            files.add_torch_file("of another rank", Unsavable(f"{type(error).__name__}: {error}"))
+            files.add_torch_file("of another rank", _Unsavable(f"{type(error).__name__}: {error}"))
             with contextlib.suppress(CheckpointError):
                 engines.shared.get(config=config).save(absolute(place), files, step=step, existing="set aside")
         raise

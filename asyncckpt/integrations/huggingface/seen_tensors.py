@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.utils import _pytree as pytree
 
@@ -32,16 +30,6 @@ class SeenTensors:
         names = [name for name, tensor, form in self._seen if _form(tensor) != form]
         names += [name for name, tensor, first in self._samples if not _is_same(_first(tensor), first)]
         return list(dict.fromkeys(names))
-
-
-class Unsavable:
-    """Stands for what one rank cannot save, so that all ranks hear of it: to pickle it raises its ``text``."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(self._text)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

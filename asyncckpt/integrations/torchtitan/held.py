@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence, Set
+from functools import partial
 
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations.torchtitan.steps import complete_steps
-from asyncckpt.loading.memory_source import HeldImages
-from asyncckpt.ranks.collectives import from_first, gather
+from asyncckpt.loading.memory_source import HeldImages, agreed_image
 from asyncckpt.worker.messages import HeldImage, WriteRequest
 from asyncckpt.worker.storage import storage_for
 
@@ -32,12 +32,7 @@ def newest_held(engine: Engine, folder: str) -> tuple[HeldImages, HeldImage] | N
     except CheckpointError as error:
         logger.warning("not loaded from memory: %s", error)
         memory = None
-    staged = [] if memory is None else sorted(memory.images, key=lambda each: each.staged_at)
-    images = {each.request.attempt: each for each in staged}
-    offers = gather([each.request for each in images.values()])
-    committed = {each.request.attempt for each in images.values() if each.committed}
-    attempt = from_first(lambda: _choose(folder, offers, committed))
-    return None if attempt is None or memory is None else (memory, images[attempt])
+    return agreed_image(memory, partial(_choose, folder))
 
 
 def _choose(folder: str, offers: Sequence[Sequence[WriteRequest]], committed: Set[str]) -> str | None:
