@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from asyncckpt.errors import VersionError as VersionError
     from asyncckpt.errors import WeightsTimeoutError as WeightsTimeoutError
     from asyncckpt.errors import WorkerDiedError as WorkerDiedError
-    from asyncckpt.file_set import FileSet as FileSet
     from asyncckpt.integrations.dcp import async_save as async_save
     from asyncckpt.integrations.dcp import load as load
     from asyncckpt.integrations.dcp import save as save
     from asyncckpt.integrations.torch_file import torch_save as torch_save
     from asyncckpt.integrations.wrap import wrap_save as wrap_save
+    from asyncckpt.planning.file_set import FileSet as FileSet
     from asyncckpt.planning.per_rank import PerRank as PerRank
     from asyncckpt.publication import Publication as Publication
     from asyncckpt.save_handle import Save as Save
@@ -55,7 +55,7 @@ _MODULES = {
     "CheckpointError": "errors",
     "Checkpointer": "checkpointer",
     "Config": "config",
-    "FileSet": "file_set",
+    "FileSet": "planning.file_set",
     "Loaded": "checkpointer",
     "PerRank": "planning.per_rank",
     "Publication": "publication",

@@ -24,10 +24,10 @@ from asyncckpt.errors import (
     DamagedCheckpointError,
     StorageError,
 )
-from asyncckpt.file_set import FileSet
 from asyncckpt.loading.load import load
 from asyncckpt.loading.memory_source import HeldImages, MemorySource, agreed_image, choose_in_memory
 from asyncckpt.loading.source import find_step, read_manifest, settled_step
+from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, is_first

@@ -31,6 +31,7 @@ class _Calls:
         self._lock = threading.RLock()
         self._waiting: deque[Callable[[], object]] = deque()
         self._runs = False
+        self._runner = 0
 
     def add(self, call: Callable[[], object]) -> bool:
         """Have it called after all that were added before. Returns whether that will be soon."""
@@ -48,11 +49,27 @@ class _Calls:
             # None can be started; as the interpreter ends, all is called when everything is closed.
         return self._runs
 
+    def wait(self, timeout: float) -> bool:
+        """Wait until all that was added before has been called; one of these calls does not wait for itself.
+
+        Returns whether that is so after ``timeout`` seconds.
+        """
+        called = threading.Event()
+        with self._lock:
+            if not self._runs and not self._waiting:
+                return True
+        if threading.get_ident() == self._runner:
+            return True
+        if not self.add(called.set):
+            self.run()
+        return called.wait(timeout)
+
     def run(self) -> None:
         """Call what waits."""
         while True:
             with self._lock:
                 self._runs = bool(self._waiting)
+                self._runner = threading.get_ident() if self._runs else 0
                 if not self._runs:
                     return
                 call = self._waiting.popleft()
@@ -62,25 +79,39 @@ class _Calls:
                 logger.exception("a callback at the end of a save has failed")
 
 
-def _new_calls() -> tuple[_Calls, _Calls]:
-    """To complete futures, and to call their callbacks, which may wait for other futures. Nobody waits for the first at
-    the end of the process: it stops at a future that was left locked.
+def _new_calls() -> tuple[_Calls, _Calls, _Calls]:
+    """To complete futures, to call their callbacks, which may wait for other futures, and to act on durable saves.
+    Nobody waits for the first at the end of the process: it stops at a future that was left locked.
     """
-    return _Calls("asyncckpt-futures", daemon=True), _Calls("asyncckpt-callbacks", daemon=False)
+    return (
+        _Calls("asyncckpt-futures", daemon=True),
+        _Calls("asyncckpt-callbacks", daemon=False),
+        _Calls("asyncckpt-actions", daemon=False),
+    )
 
 
-_completions, _callbacks = _new_calls()
+_completions, _callbacks, _actions = _new_calls()
+
+
+def wait_for_actions(timeout: float) -> None:
+    """Wait until all is done that ``Save.when_durable`` was given for saves that have ended.
+
+    Raises ``SaveTimeoutError`` after ``timeout`` seconds.
+    """
+    if not _actions.wait(timeout):
+        raise SaveTimeoutError(f"what was to follow saves that are durable is not done after {timeout:g} s")
 
 
 @atexit.register  # before the supervisor's, which so comes first
 def _call_what_is_left() -> None:
     _completions.run()
+    _actions.run()
     _callbacks.run()
 
 
 def _after_fork_in_child() -> None:
-    global _completions, _callbacks  # the threads of the other process are not here
-    _completions, _callbacks = _new_calls()
+    global _completions, _callbacks, _actions  # the threads of the other process are not here
+    _completions, _callbacks, _actions = _new_calls()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -110,7 +141,8 @@ class SaveState:
         self.queued, self.staged, self.done = Flag(), Flag(), Flag()
         self.fences: Sequence[Callable[[], None]] = ()
         self._future: Future[Path] | None = None
-        self._making_future = threading.Lock()
+        self._following: list[Callable[[], None]] | None = []  # what its end is followed by; None: that has begun
+        self._lock = threading.Lock()
 
     def copies_queued(self, fences: Sequence[Callable[[], None]]) -> None:
         """The host's tensors are copied; those of devices are, beyond ``fences``."""
@@ -124,6 +156,10 @@ class SaveState:
             self.timings["durable_s"] = time.perf_counter() - self.begun
         if not self.done.is_set():  # it may fail in the call and, a moment later, in the worker
             self.failure = error
+        with self._lock:
+            following, self._following = self._following or [], None
+        for call in following:  # before anybody sees that it has ended, and may wait for these
+            _actions.add(call)
         for flag in (self.queued, self.staged, self.done):
             flag.set()
         # Not here: whoever waits for the future may have been interrupted, and have left it locked.
@@ -136,11 +172,36 @@ class SaveState:
         if self._future is None:
             future = _SaveFuture()
             future.set_running_or_notify_cancel()  # nobody can cancel it
-            with self._making_future:
+            with self._lock:
                 self._future = self._future or future
         if self.done.is_set() and not self._future.done():
             self._complete(self._future)
         return self._future
+
+    def when_durable(self, action: Callable[[], object], what: str) -> Future[None]:
+        """As of ``Save``."""
+        outcome: Future[None] = Future()
+        act = partial(self._act, action, what, outcome)
+        with self._lock:
+            if self._following is not None:
+                self._following.append(act)
+                return outcome
+        _actions.add(act)
+        return outcome
+
+    def _act(self, action: Callable[[], object], what: str, outcome: Future[None]) -> None:
+        self.done.wait()  # what is added while it ends comes a moment before
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            if self.failure is None:
+                action()
+            else:
+                logger.warning("not done: %s, as %s is not saved", what, self.path)
+            outcome.set_result(None)
+        except Exception as error:
+            logger.error("%s failed: %s", what, error)
+            outcome.set_exception(error)
 
     def _complete(self, future: Future[Path]) -> None:
         with contextlib.suppress(InvalidStateError):  # two have seen that it has ended
@@ -207,6 +268,20 @@ class Save:
             finally:
                 del self  # or the error would hold on to this, and so to itself
         return self.path
+
+    def when_durable(self, action: Callable[[], object], what: str) -> Future[None]:
+        """Have something done when this is durable, such as the removal of older checkpoints; not if it fails.
+
+        Args:
+            action: Is called on a thread for such calls alone, one after the other in the order in which saves end.
+                ``wait`` and ``close`` of an engine or a checkpointer wait for it.
+            what: In words, for the log: "removing older checkpoints".
+
+        Returns:
+            When it is done, or is not to be done; with what it raised, which is also logged. Until it is begun it can
+            be cancelled.
+        """
+        return self._state.when_durable(action, what)
 
     def done(self) -> bool:
         """Whether it has ended: committed or failed."""

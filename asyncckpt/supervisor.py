@@ -21,6 +21,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name, take_log
+from asyncckpt.worker.open_saves import longest
 from asyncckpt.worker.process import WorkerOptions, detached_workers
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import take_root
@@ -175,7 +176,7 @@ class Supervisor:
             # First the memory: until this one has it, the worker before it must stay.
             self._hand_over(client, predecessor)
             if predecessor is not None:
-                predecessor.retire(config.timeout)
+                predecessor.retire(config.timeout, longest(config.commit_timeout))
                 self._predecessor = None
             self._take_endpoint(client, endpoint)
             if rank == 0 and self._claim is not None:
@@ -221,7 +222,7 @@ class Supervisor:
                     raise
             if (left := Takeover.find(endpoint, timeout, detached_workers())) is not None:
                 with left:
-                    left.retire(timeout)
+                    left.retire(timeout, longest(self._config.commit_timeout))
 
 
 @atexit.register

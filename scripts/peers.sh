@@ -17,6 +17,20 @@ asyncckpt_peer() {
     fi
 }
 
+# The same of one that there is as source alone. What it would compile it does without.
+asyncckpt_peer_from_source() {
+    local folder="$VENV/peers/$1" what=$2
+    if [ -d "$folder" ]; then
+        return
+    fi
+    echo "Building $what into $folder" >&2
+    rm -rf "$folder.partial"
+    if DS_BUILD_OPS=0 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+        --no-build-isolation --target "$folder.partial" "$what"; then
+        mv "$folder.partial" "$folder"
+    fi
+}
+
 asyncckpt_peer nvrx-0.4.1 3.11 manylinux_2_31_x86_64 nvidia-resiliency-ext==0.4.1
 asyncckpt_peer nvrx-0.6.0 3.12 manylinux_2_39_x86_64 nvidia-resiliency-ext==0.6.0
 asyncckpt_peer nvrx-0.7.0 3.12 manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0
@@ -31,3 +45,9 @@ asyncckpt_peer spmd-types-0.2.3 3.11 any spmd_types==0.2.3
 asyncckpt_peer tyro-1.0.17 3.11 any tyro==1.0.17
 asyncckpt_peer docstring-parser-0.18.0 3.11 any docstring_parser==0.18.0
 asyncckpt_peer typeguard-4.6.0 3.11 any typeguard==4.6.0
+# DeepSpeed, with what it imports that is not here for something else.
+asyncckpt_peer_from_source deepspeed-0.19.8 deepspeed==0.19.8
+asyncckpt_peer hjson-3.1.0 3.11 any hjson==3.1.0
+asyncckpt_peer py-cpuinfo-9.0.0 3.11 any py-cpuinfo==9.0.0
+asyncckpt_peer einops-0.8.2 3.11 any einops==0.8.2
+asyncckpt_peer msgpack-1.2.4 3.11 manylinux_2_28_x86_64 msgpack==1.2.4

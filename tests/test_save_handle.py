@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import pytest
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
-from asyncckpt.save_handle import Save, SaveState
+from asyncckpt.save_handle import Save, SaveState, wait_for_actions
 
 
 def test_the_step_waits_and_not_the_host() -> None:
@@ -62,10 +62,36 @@ def test_callbacks_keep_nobody() -> None:
     assert called.get(timeout=60) == "at once"
 
 
+def test_what_follows_a_save_is_done_when_it_is_durable(caplog: pytest.LogCaptureFixture) -> None:
+    """In the order in which saves end, not after a failure, and before ``wait_for_actions`` returns."""
+    one, other, failed = (SaveState(name, 1) for name in ("one", "other", "failed"))
+    go, done = threading.Event(), list[str]()
+    one.when_durable(lambda: done.append("slow") if go.wait(60) else None, "waiting")
+    one.when_durable(lambda: wait_for_actions(60), "waiting for itself")
+    late = one.when_durable(lambda: done.append("cancelled"), "being late")
+    broken = other.when_durable(lambda: 1 // 0, "dividing")
+    undone = failed.when_durable(lambda: done.append("failed"), "removing")
+    one.end(None)
+    failed.end(CheckpointError("the disk is full"))
+    other.end(None)
+    with pytest.raises(SaveTimeoutError, match=r"not done after 0.01 s"):
+        wait_for_actions(0.01)
+    assert late.cancel() and not done
+    go.set()
+    wait_for_actions(60)
+    assert done == ["slow"] and undone.result(60) is None
+    assert isinstance(broken.exception(60), ZeroDivisionError)
+    assert "not done: removing, as failed is not saved" in caplog.text and "dividing failed" in caplog.text
+    other.when_durable(lambda: done.append("at once"), "")
+    wait_for_actions(60)
+    assert done == ["slow", "at once"]
+    wait_for_actions(0)  # nothing is under way
+
+
 def test_a_future_is_done_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the interpreter ends, or the process has all that it may have."""
-    state = SaveState("somewhere", 1)
-    future = state.future
+    state, other = SaveState("somewhere", 1), SaveState("else", 1)
+    future, followed = state.future, other.when_durable(list, "nothing")
 
     def refuses(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -73,7 +99,10 @@ def test_a_future_is_done_where_no_thread_can_be_started(monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuses)
         state.end(CheckpointError("the disk is full"))
+        other.end(None)
+        wait_for_actions(0)
     assert isinstance(future.exception(1), CheckpointError) and state.future is future
+    assert followed.done()
 
 
 def test_who_is_interrupted_while_it_waits_for_the_future_keeps_no_save(monkeypatch: pytest.MonkeyPatch) -> None:

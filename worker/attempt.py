@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import xxhash
@@ -28,7 +27,6 @@ from asyncckpt.worker.manifest import (
     METADATA_NAME,
     Index,
     Manifest,
-    checksum,
     index_name,
     spans,
     storage_meta,
@@ -44,7 +42,7 @@ from asyncckpt.worker.segment_layout import (
     SpannedFile,
     TorchFileLayout,
 )
-from asyncckpt.worker.staged_image import ImageFile, StagedImage, write_image
+from asyncckpt.worker.staged_image import ImageFile, StagedImage
 from asyncckpt.worker.storage.history import time_of_creation
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, Storage
 
@@ -189,27 +187,31 @@ class FolderAttempt(Attempt):
         checksums, is_direct = array("Q"), []
         if not self.layout.data_bytes:
             self.staged_image.wait_beyond(-1, 0)  # for the trainer's word
-        for each in self._large:
-            nbytes, its, direct = self._write_large(each, pool)
-            self._files[each.name(self.request.rank)] = {"bytes": nbytes, "index": self._index_name(len(self._tails))}
-            self._tails.append(Index.tail(nbytes, its))
-            checksums += its
-            is_direct.append(direct)
+        with contextlib.ExitStack() as opened:
+            written: list[tuple[str, ImageFile, Sequence[int]]] = []
+            for each in self._large:
+                name, image = each.name(self.request.rank), self._image(each.begin, each.nbytes)
+                output = opened.enter_context(ImageFile(self.opened.create(name, large=True), pool, image))
+                bounds = self._follow(each, output)
+                output.write_rest(bounds[-1])
+                written.append((name, output, bounds))
+            # Not while the trainer copies: it needs the memory and the cores for that. The disk is ten times as slow.
+            for name, output, bounds in written:
+                its, nbytes = output.checksums(bounds), bounds[-1]
+                is_direct.append(output.finish(nbytes))
+                self._files[name] = {"bytes": nbytes, "index": self._index_name(len(self._tails))}
+                self._tails.append(Index.tail(nbytes, its))
+                checksums += its
         self.direct = bool(is_direct) and all(is_direct)
         self._end_writing()
         return checksums
 
-    def _write_large(self, file: LargeFile, pool: ThreadPoolExecutor) -> tuple[int, array[int], bool]:
-        """Returns the file's length, the checksums of its spans, and whether the page cache was bypassed."""
+    def _follow(self, file: LargeFile, output: ImageFile) -> Sequence[int]:
+        """Write a file as it arrives, until all of it has. Returns the boundaries of its spans, the last its length."""
         if not isinstance(file, SpannedFile):
             raise NotImplementedError(type(file))
-
-        def wait_beyond(nbytes: int, whole: int) -> int:
-            return min(self._wait_beyond(file.begin + nbytes) - file.begin, whole)
-
-        output = self.opened.create(file.name(self.request.rank), large=True)
-        image, bounds = self._image(file.begin, file.nbytes), self._region(file.spans).cast("Q")
-        return file.length, *write_image(output, pool, image, bounds, wait_beyond)
+        output.follow(lambda nbytes, whole: min(self._wait_beyond(file.begin + nbytes) - file.begin, whole))
+        return self._region(file.spans).cast("Q")
 
     def _index_name(self, number: int) -> str:
         return index_name(self.request.rank, number)
@@ -343,16 +345,13 @@ class FileSetAttempt(FolderAttempt):
         self._first_index = super()._create(self._index_name(0)) if self._large else None
         return super().write(pool)
 
-    def _write_large(self, file: LargeFile, pool: ThreadPoolExecutor) -> tuple[int, array[int], bool]:
+    def _follow(self, file: LargeFile, output: ImageFile) -> Sequence[int]:
         """An archive is completed in the slot."""
         if not isinstance(file, ArchiveData):
-            return super()._write_large(file, pool)
+            return super()._follow(file, output)
         image = self._image(file.begin, file.nbytes)
-        with ImageFile(self.opened.create(file.path, large=True), pool, image) as output:
-            end, starts = self._complete(image, file.begin, file.sizes, next(self._pickle_bytes), output)
-            bounds = spans(starts, end)
-            sums = array("Q", (checksum(image[begin:stop]) for begin, stop in pairwise(bounds)))
-            return end, sums, output.finish(end)
+        end, starts = self._complete(image, file.begin, file.sizes, next(self._pickle_bytes), output)
+        return spans(starts, end)
 
     def seal(self) -> bytes:
         for name, data in self.request.small_files:

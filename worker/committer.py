@@ -118,7 +118,7 @@ class Committer:
         self._patience = Patience(_PATIENCE_S)
         self._lock = threading.Lock()
         self._open: dict[int, Attempt | None] = {}
-        self._paths: dict[int, str] = {}  # of those that are open, or just being ended
+        self._unended: dict[int, WriteRequest] = {}  # those that are open, or just being ended
         self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
         # Storage may take its time to remove, and no commit waits for that.
         self._last_step: int | None = None
@@ -143,7 +143,7 @@ class Committer:
         self._patience.renew()
         with self._lock:
             self._open[request.save_id] = None
-            self._paths[request.save_id] = request.path
+            self._unended[request.save_id] = request
         self._queue.put((request, time.monotonic() + request.timeout))
 
     def can_succeed(self, request: WriteRequest) -> bool:
@@ -156,10 +156,10 @@ class Committer:
         with self._lock:
             return not self._open
 
-    def paths(self) -> tuple[str, ...]:
-        """Where the saves go that have not ended."""
+    def unended(self) -> tuple[WriteRequest, ...]:
+        """The saves that have not ended."""
         with self._lock:
-            return tuple(self._paths.values())
+            return tuple(self._unended.values())
 
     def written(self, attempt: Attempt, report: bytes) -> None:
         """This rank's part of a save is durable."""
@@ -261,7 +261,7 @@ class Committer:
 
     def _tell(self, outcome: Committed | Failed) -> None:
         with self._lock:  # before: who was told may look what is still being written
-            del self._paths[outcome.save_id]
+            del self._unended[outcome.save_id]
         self._send(outcome)
 
     def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:

@@ -53,8 +53,8 @@ class EndpointService:
         self._lingers_for = 0.0
         # A plain flag, because a signal handler may set it.
         self._retired = False
-        self.paths_of_saves: Callable[[], tuple[str, ...]] = tuple
-        """Says where the saves go that have not ended."""
+        self.unended_saves: Callable[[], tuple[messages.WriteRequest, ...]] = tuple
+        """Says which saves have not ended."""
 
     def open(self) -> None:
         """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` where there cannot be one."""
@@ -147,7 +147,8 @@ class EndpointService:
     def _status(self) -> messages.WorkerStatus:
         has_trainer = self._segment_store.has_trainer()
         lingers = None if self._lingers_since is None or self._retired else max(0.0, self._lingers())
-        return messages.WorkerStatus(os.getpid(), has_trainer, self.paths_of_saves(), lingers, self._retired)
+        paths = tuple(each.path for each in self.unended_saves())
+        return messages.WorkerStatus(os.getpid(), has_trainer, paths, lingers, self._retired)
 
     def _show(self, peer: Connection) -> tuple[int, ...]:
         """Tell what is held. Returns the numbers of the segments it is in."""
@@ -162,7 +163,8 @@ class EndpointService:
                 published.append(each)
                 numbers.update((each.segment, *each.layout.slots))
         held = tuple(sorted(numbers))
-        send(peer, messages.Inventory(os.getpid(), self._retired, held, images, tuple(published)))
+        saves = tuple(each.path for each in self.unended_saves() if each.world_size == 1)
+        send(peer, messages.Inventory(os.getpid(), self._retired, held, images, tuple(published), saves))
         return held
 
     def _send_read_only(self, peer: Connection, number: int) -> None:

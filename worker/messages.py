@@ -77,7 +77,8 @@ class Rendezvous:
 
 Existing = Literal["refuse", "replace", "join", "set aside"]
 """What a save does where its path exists: it is refused; a checkpoint that is there is replaced, whole, in one step;
-its files are put beside those of others, DCP's ``.metadata`` after all it names; or what is there gets another name."""
+its files are put beside those of others, DCP's ``.metadata`` after all it names; or what is there gets another name,
+but for a link, which goes. Whoever replaces, or joins, follows a link."""
 
 
 ANY_PLAN = -1
@@ -318,13 +319,16 @@ class PublishedSegment:
 
 @dataclass(frozen=True)
 class Inventory:
-    """``leaving``: it was told to retire, and is finishing. ``published``: segments of weights, of no checkpoint."""
+    """``leaving``: it was told to retire, and is finishing. ``published``: segments of weights, of no checkpoint.
+    ``saves``: the paths of those that no other rank takes part in, and have not ended.
+    """
 
     worker: int
     leaving: bool
     segments: tuple[int, ...]
     images: tuple[HeldImage, ...]
     published: tuple[PublishedSegment, ...]
+    saves: tuple[str, ...] = ()
 
 
 class TakeSegments:

@@ -61,7 +61,7 @@ class Server:
         self._endpoint_service = endpoint_service
         self._sending = threading.Lock()
         self._committer = Committer(self._end)
-        endpoint_service.paths_of_saves = self._committer.paths
+        endpoint_service.unended_saves = self._committer.unended
         self._writer = Writer(storage_for, segment_store, self._committer, self._send, io_threads)
         self._store: Store | None = None
 

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.huge import only_private, own_buffer
@@ -135,19 +136,41 @@ class ImageFile:
         while self._begin + PIECE_BYTES <= end:
             self._submit(self._begin + PIECE_BYTES)
 
-    def finish(self, nbytes: int | None = None) -> bool:
-        """Write what is left of the image, or of its first ``nbytes``, and sync it. Raises ``StorageError``.
+    def follow(self, wait_beyond: Callable[[int, int], int]) -> None:
+        """Write what arrives of the image, until all of it is there.
 
-        Returns whether the page cache was bypassed.
+        Args:
+            wait_beyond: That of its ``StagedImage``. What has arrived stays as it is.
+
+        Raises:
+            StorageError: A write failed. What ``wait_beyond`` raises is raised too.
         """
-        end = len(self._image) if nbytes is None else round_up(nbytes)
+        there = 0
+        while there < len(self._image):
+            there = wait_beyond(there, len(self._image))
+            self.advance(there)
+
+    def checksums(self, bounds: Sequence[int]) -> array[int]:
+        """Those of the spans between the ``bounds``, in bytes; meanwhile the threads go on writing."""
+        return array("Q", (checksum(self._image[begin:end]) for begin, end in pairwise(bounds)))
+
+    def write_rest(self, nbytes: int) -> None:
+        """Have the threads write what is left of the first ``nbytes`` of the image. Raises as ``advance``."""
+        end = round_up(nbytes)
         self.advance(end)
         if self._begin < end:
             self._submit(end)
+
+    def finish(self, nbytes: int) -> bool:
+        """Write what is left of the first ``nbytes`` of the image, and sync it. Raises ``StorageError``.
+
+        Returns whether the page cache was bypassed.
+        """
+        self.write_rest(nbytes)
         done, _ = wait(self._pieces, return_when=FIRST_EXCEPTION)
         for piece in done:
             piece.result()
-        if nbytes is not None:
+        if nbytes < round_up(nbytes):
             self._file.truncate(nbytes)
         self._file.sync()
         return self._file.direct
@@ -175,39 +198,3 @@ class ImageFile:
             nbytes = min(BUFFER_BYTES, end - at)
             memcpy(address_of(buffer), address_of(self._image[at:end]), nbytes)
             self._file.write(buffer[:nbytes], at)
-
-
-def write_image(
-    file: OutputFile,
-    pool: ThreadPoolExecutor,
-    image: memoryview,
-    bounds: Sequence[int],
-    wait_beyond: Callable[[int, int], int],
-) -> tuple[array[int], bool]:
-    """Write an image to a new file as it arrives, sync and close it.
-
-    Args:
-        file: The file, created for large writes.
-        pool: The threads that write.
-        image: As ``ImageFile`` takes it.
-        bounds: The boundaries of its spans, from 0 to the length of the file, in bytes.
-        wait_beyond: That of its ``StagedImage``. What has arrived stays as it is until this function returns.
-
-    Returns:
-        The checksums of the spans, and whether the page cache was bypassed.
-
-    Raises:
-        StorageError: A write failed. What ``wait_beyond`` raises is raised too.
-    """
-    checksums = array("Q", bytes(8 * (len(bounds) - 1)))
-    with ImageFile(file, pool, image) as output:
-        there = 0
-        while there < len(image):
-            there = wait_beyond(there, len(image))
-            output.advance(there)
-        # Meanwhile, on this thread: checksums are ten times as fast as the disk. Not while the trainer copies: it needs
-        # the memory and the cores for that.
-        for span, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            checksums[span] = checksum(image[begin:end])
-        direct = output.finish(None if bounds[-1] == len(image) else bounds[-1])
-    return checksums, direct

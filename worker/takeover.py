@@ -63,6 +63,7 @@ class Takeover:
         self.segments = segments
         self.images = list(inventory.images)
         self.published = list(inventory.published)
+        self._not_held = set(inventory.saves) - {image.request.path for image in self.images}
 
     @classmethod
     def find(cls, endpoint: str, timeout: float, left: Collection[int] = ()) -> Takeover | None:
@@ -115,12 +116,21 @@ class Takeover:
             table.close()
         return found
 
-    def retire(self, timeout: float) -> None:
+    def retire(self, timeout: float, longest: float = 0.0) -> None:
         """Have the worker leave once all is written, and wait for that. What is mapped here stays.
 
-        One that has not left after ``timeout`` seconds (storage may be stalled, or a host of the job be lost) is
-        killed: what it was writing is held here. Raises ``SaveTimeoutError`` if not even that ends it.
+        Args:
+            timeout: Seconds after which one that has not left (storage may be stalled, or a host of the job be lost) is
+                killed: what it was writing is held here.
+            longest: The same, if it is more, for one that was writing what is not held, such as sets of files. Not with
+                other ranks: one of them may be lost, and those that are there would wait for this one.
+
+        Raises:
+            SaveTimeoutError: Not even that ends it.
         """
+        if self._not_held:
+            timeout = max(timeout, longest)
+            logger.info("waiting for the worker %d, which writes %s", self.worker, ", ".join(sorted(self._not_held)))
         try:
             send(self._connection, Retire())
             if not self._connection.poll(timeout):  # nothing comes but the end of file

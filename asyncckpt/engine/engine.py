@@ -28,20 +28,20 @@ from asyncckpt.engine.save_operation import Copier, SaveOperation
 from asyncckpt.engine.saves import Saves
 from asyncckpt.engine.turn import Turn
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
-from asyncckpt.file_set import FileSet
 from asyncckpt.loading.memory_source import HeldImages
+from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
 from asyncckpt.publication import Publication, Versions
 from asyncckpt.ranks.group import Group
-from asyncckpt.save_handle import Save
+from asyncckpt.save_handle import Save, wait_for_actions
 from asyncckpt.staging.buffer import BufferPool
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.rounds import Call
-from asyncckpt.worker.storage import absolute, storage_for
+from asyncckpt.worker.storage import absolute, place_to_put, storage_for
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -159,21 +159,20 @@ class Engine(AbstractContextManager["Engine"]):
             given = save.group, save.number, state_dict, planner, separate
             return self._plans.for_all(save_input(*given, call=call, check=check))
 
-        return self._carry_out(absolute(path), step, retention, capture)
+        return self._carry_out(place_to_put(path, retention.existing), step, retention, capture)
 
-    def save_file(self, path: str | os.PathLike[str], obj: object, *, pickle_protocol: int = 2) -> Save:
-        """Save an object as a file that ``torch.load`` reads. Returns, and raises, as ``save`` does.
+    def save_file(
+        self, path: str | os.PathLike[str], obj: object, *, pickle_protocol: int = 2, follow_link: bool = True
+    ) -> Save:
+        """Save an object as a file that ``torch.load`` reads. Returns, and raises, as ``save`` does; also
+        ``ValueError`` where this is an engine for more than this process.
 
         Args:
             path: The file, in a folder that is there. One that is there already is replaced, in one step.
-            obj: What ``torch.save`` takes.
-            pickle_protocol: As ``torch.save`` has it.
-
-        Raises:
-            ValueError: This is an engine for more than this process.
+            obj, pickle_protocol: As ``torch.save`` has them.
+            follow_link: Save to what a link at ``path`` leads to; else the link is replaced.
         """
-        # Through a link to what it leads to, as whoever opens the file for writing does.
-        final = os.path.realpath(os.fspath(path))
+        final = os.path.realpath(os.fspath(path)) if follow_link else absolute(path)
 
         def capture(save: SaveOperation) -> Captured:
             if not save.group.alone:
@@ -238,9 +237,10 @@ class Engine(AbstractContextManager["Engine"]):
             return self._memory
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""
+        """Wait until all saves have ended, and what follows those of any engine. Raises as ``close``."""
         self._turn.take()
         self._saves.wait(timeout)
+        wait_for_actions(self.config.timeout if timeout is None else timeout)
         self._saves.raise_failure()
 
     def close(self, *, linger: bool = False) -> None:
@@ -251,6 +251,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         with self._turn.take():
             self._close(linger=linger)
+        wait_for_actions(self.config.timeout)
         self._saves.raise_failure()
 
     def abort(self) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from asyncckpt.file_set import DcpFolder, FileSet
 from asyncckpt.planning.draft import DraftInput, flat_names, make_plans
+from asyncckpt.planning.file_set import DcpFolder, FileSet
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.structure import stateful_to_dict
@@ -118,7 +118,9 @@ class FilesToSave(SaveInput):
 
     @cached_property
     def contents(self) -> FileSetContents:
-        """The set, taken apart. Raises ``UnsavableStateError``."""
+        """The set, taken apart. Raises what this rank's part failed with."""
+        if self.files.error is not None:
+            raise self.files.error
         return FileSetContents(self.files)
 
     @property
@@ -127,7 +129,7 @@ class FilesToSave(SaveInput):
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self.contents.large)
+        return self.contents.names
 
     def capture(self, plan: Any) -> Sequence[torch.Tensor]:
         tensors: Sequence[torch.Tensor] = plan.capture(self.contents)

@@ -24,6 +24,7 @@ class Engines:
         self._engines: dict[dist.ProcessGroup | None | bool, Engine] = {}
         self._owner = os.getpid()
         self._of_others: list[object] = []
+        self._unused: list[Config] = []
 
     def get(
         self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False, config: Config | None = None
@@ -33,7 +34,8 @@ class Engines:
         Args:
             process_group: The ranks; None: the whole job.
             alone: This process, whatever the job.
-            config: For an engine that has to be made; None: what the environment says.
+            config: For an engine that has to be made; None: what the environment says. Another one than that of an
+                engine that is there is not used, with a warning.
         """
         if self._owner != os.getpid():  # a fork has none yet: the engines are those of the process it was forked from
             self._of_others.append(self._engines)
@@ -41,7 +43,15 @@ class Engines:
         key = False if alone else process_group
         if key not in self._engines:
             self._engines[key] = Engine(config, process_group, alone=alone)
-        return self._engines[key]
+        engine = self._engines[key]
+        if config is not None and config not in (engine.config, *self._unused):
+            self._unused.append(config)
+            differing = {name for name, value in vars(config).items() if value != getattr(engine.config, name)}
+            logger.warning(
+                "these ranks save by a configuration of an earlier call, which stays; of a later one is not used: %s",
+                ", ".join(sorted(differing)),
+            )
+        return engine
 
     def has_worker(self) -> bool:
         """Whether any of them has a worker that lives."""

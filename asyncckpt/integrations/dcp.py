@@ -328,7 +328,7 @@ def _folder(checkpoint_id: CheckpointId | None, storage: Any = None) -> str:
 
 def _existing(folder: str, *, overwrite: bool = True) -> Existing:
     """What becomes of what is in ``folder``: as DCP has it, but a checkpoint that is alone there goes in one step."""
-    storage = storage_for(folder)
+    folder, storage = os.path.realpath(folder), storage_for(folder)  # DCP follows links
     with contextlib.suppress(StorageError):  # the first rank says it, to all
         if not overwrite and (storage.exists(os.path.join(folder, METADATA_NAME)) or storage.may_put(folder, "refuse")):
             return "refuse"  # also where the place is free yet: what is there by the rename stays

@@ -125,6 +125,10 @@ class _NvrxSave(Save):
         self.done()
         return super().result(timeout)
 
+    def when_durable(self, action: Callable[[], object], what: str) -> Future[None]:
+        self.done()
+        return super().when_durable(action, what)
+
     @property
     def future(self) -> Future[Path]:
         self.done()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UnsavableStateError
-from asyncckpt.file_set import DcpFolder, FileSet, SafetensorsFile, TorchFile
 from asyncckpt.planning.draft import DraftInput, make_plans
+from asyncckpt.planning.file_set import DcpFolder, FileSet, SafetensorsFile
 from asyncckpt.planning.layout import DataLayout, Place
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.safetensors_plan import SafetensorsPlan
@@ -23,9 +21,6 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.worker.messages import ANY_PLAN
 from asyncckpt.worker.segment_layout import ArchiveData, FileSetLayout, LargeFile, Region, SafetensorsData
 
-# A smaller file of torch's is made here and now: its pickle alone may be more than its tensors, and may grow.
-_LARGE_BYTES = 1 << 20
-
 _Contents = DraftInput | SafetensorsFile | TorchFileContents
 _PartPlan = CheckpointPlan | SafetensorsPlan | TorchFilePlan
 
@@ -34,7 +29,8 @@ class FileSetContents:
     """A set taken apart: its ``large`` files, those first whose bytes are all known before, and its ``small`` ones."""
 
     def __init__(self, files: FileSet) -> None:
-        """Ask states for their values, and pickle what torch would. Raises ``UnsavableStateError``."""
+        """Ask states for their values."""
+        self.kind = files.kind
         folders: dict[str, _Contents] = {}
         tensors: dict[str, _Contents] = {}
         archives: dict[str, _Contents] = {}
@@ -45,12 +41,8 @@ class FileSetContents:
                     folders[name] = DraftInput(stateful_to_dict(state_dict), planner, folder=name)
                 case SafetensorsFile():
                     tensors[name] = content
-                case TorchFile(obj, protocol):
-                    contents = TorchFileContents(obj, protocol)
-                    if sum(contents.sizes) < _LARGE_BYTES:
-                        self.small[name] = _saved(name, content)
-                    else:
-                        archives[name] = contents
+                case TorchFileContents():
+                    archives[name] = content
                 case bytes():
                     self.small[name] = content
         self.folders = list(folders)
@@ -59,10 +51,16 @@ class FileSetContents:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for sets that may fit the same plan."""
-        return tuple(
+        large = (
             (name, content.key if isinstance(content, DraftInput) else type(content))
             for name, content in self.large.items()
         )
+        return self.kind, *large
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Those of large files, in this kind of sets."""
+        return frozenset(f"{self.kind}\0{name}" for name in self.large)
 
     @property
     def pickle_bytes(self) -> tuple[int, ...]:
@@ -86,9 +84,8 @@ def make_file_set_plan(contents: FileSetContents, group: Group, number: int, dif
                 parts[name] = SafetensorsPlan.of(tensors, metadata)
             case TorchFileContents():
                 parts[name] = TorchFilePlan.of(content, number)
-    return FileSetPlan(
-        number if parts else ANY_PLAN, parts, DataLayout.joined([each.layout for each in parts.values()])
-    )
+    layout = DataLayout.joined([each.layout for each in parts.values()])
+    return FileSetPlan(number if parts else ANY_PLAN, parts, layout, contents.names)
 
 
 @dataclass
@@ -101,11 +98,7 @@ class FileSetPlan:
     number: int
     parts: Mapping[str, _PartPlan]
     layout: DataLayout
-
-    @property
-    def names(self) -> frozenset[str]:
-        """A new plan takes the place of one with the same."""
-        return frozenset(self.parts)
+    names: frozenset[str]  # a new plan takes the place of one with the same
 
     @cached_property
     def objects(self) -> _SetObjects:
@@ -196,12 +189,3 @@ def _constants(file: str, plan: _PartPlan) -> dict[str, bytes | memoryview]:
 
 def _cast(numbers: array[int]) -> memoryview:
     return memoryview(numbers).cast("B")
-
-
-def _saved(name: str, content: TorchFile) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        torch.save(content.obj, buffer, pickle_protocol=content.pickle_protocol)
-    except Exception as error:  # whatever the object's own code raises
-        raise UnsavableStateError(f"{name!r} cannot be saved: {type(error).__name__}: {error}") from error
-    return buffer.getvalue()

@@ -55,7 +55,8 @@ class TorchFileContents:
         pickler = _Pickler(buffer, protocol)
         try:
             pickler.dump(obj)
-            self.tensors = [_flat(storage) for storage in pickler.storages.values()]
+            with torch.no_grad():  # once: to enter it takes longer than what is done there
+                self.tensors = [_flat(storage) for storage in pickler.storages.values()]
         except Exception as error:  # whatever the object's own code raises
             raise UnsavableStateError(
                 f"the object, a {type(obj).__qualname__}, cannot be saved: {type(error).__name__}: {error}"
@@ -180,8 +181,7 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage's bytes, on its device: ``storage.cpu()`` would copy them in the same way, but now."""
     if storage.device.type == "meta":
         raise ValueError("a storage on the meta device has no bytes")
-    with torch.no_grad():
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _storage_alignment() -> int:

@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--train-threads", type=int, nargs="+", help="of the trainer (default: 1, then all cores)")
     command("load", "what a load costs, from memory and from storage", _load, [what])
     trainers = command(
-        "frameworks", "what a save costs in trainers of Hugging Face and Lightning", _frameworks, [where]
+        "frameworks", "what a save costs in trainers of Hugging Face, Lightning and torchtitan", _frameworks, [where]
     )
     trainers.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
     trainers.set_defaults(gib=0.5)

@@ -1,4 +1,5 @@
-"""What a save costs a training by the trainers of Hugging Face and Lightning: with their own saves, and with ours.
+"""What a save costs a training by Hugging Face's Trainer, by Lightning's, and in torchtitan's loop: with their own
+saves, and with ours.
 
 Each turn is a short training with one save in it. *Blocked* is the call that saves. *Lost* is what the steps from the
 save on took more than as many before it, until well after the checkpoint was there: all that a save takes from the
@@ -9,14 +10,17 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bench import files
 from bench.limits import Limits
@@ -166,12 +170,82 @@ def _train_lightning(nbytes: int, folder: str, clock: Clock, *, way: str) -> Non
     trainer.fit(Module(), batches)
 
 
+def _train_torchtitan(nbytes: int, folder: str, clock: Clock, *, ours: bool, mode: Any) -> None:
+    """The loop of its ``Trainer``, which itself wants a CUDA device, with its own optimizers and manager."""
+    _find_torchtitan()
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
+
+    from asyncckpt.integrations.torchtitan import AsyncckptManager
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    try:
+        model = Stack(nbytes)
+        adamw = replace(default_adamw(lr=1e-3), implementation="for-loop")
+        optimizers = OptimizersContainer(adamw, model_parts=[model])
+        schedulers = LRSchedulersContainer.Config(warmup_steps=1).build(
+            optimizers=optimizers, training_steps=BEFORE + AFTER
+        )
+        data: Any = list(torch.randn(2 * (BEFORE + AFTER), WIDTH))
+        loader = ParallelAwareDataloader(data, 0, 1, batch_size=2)
+        manager = (AsyncckptManager if ours else CheckpointManager).Config(
+            enable=True,
+            enable_first_step_checkpoint=True,
+            interval=BEFORE,
+            last_save_model_only=False,
+            keep_latest_k=0,
+            async_mode=mode,
+        )
+        checkpointer = manager.build(
+            dataloader=loader,
+            model_parts=[model],
+            optimizers=optimizers,
+            lr_schedulers=schedulers,
+            states={},
+            sd_adapter=None,
+            base_folder=folder,
+        )
+        save = _watched(checkpointer.save, clock)
+        there = Path(folder, checkpointer.folder, f"step-{BEFORE}", ".metadata")
+        for step, batch in enumerate(loader, 1):
+            clock.step()
+            model(batch)["loss"].backward()
+            checkpointer.maybe_wait_for_staging()
+            optimizers.step()
+            schedulers.step()
+            optimizers.zero_grad()
+            if step == 1:  # each manager begins with no memory
+                checkpointer.save(step)
+                checkpointer.maybe_wait_for_saving()
+            if step == BEFORE:
+                save(step)
+            if not clock.there and there.exists():
+                clock.there = time.perf_counter()
+        checkpointer.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def _find_torchtitan() -> None:
+    """``scripts/peers.sh`` has unpacked it, and what it needs, each into a folder of its own."""
+    for name in ("torchtitan", "torchdata", "spmd-types", "tyro", "docstring-parser", "typeguard"):
+        sys.path.extend(str(each) for each in Path(sys.prefix, "peers").glob(f"{name}-*") if str(each) not in sys.path)
+
+
 WAYS: Mapping[str, tuple[Callable[..., None], bool]] = {
     "Hugging Face": (partial(_train_hugging_face, ours=False), False),
     "Hugging Face, asyncckpt": (partial(_train_hugging_face, ours=True), True),
     "Lightning": (partial(_train_lightning, way="stock"), False),
     "Lightning, AsyncCheckpointIO": (partial(_train_lightning, way="async"), False),
     "Lightning, asyncckpt": (partial(_train_lightning, way="ours"), True),
+    "torchtitan": (partial(_train_torchtitan, ours=False, mode="disabled"), True),
+    "torchtitan, async": (partial(_train_torchtitan, ours=False, mode="async"), True),
+    "torchtitan, async_with_pinned_mem": (
+        partial(_train_torchtitan, ours=False, mode="async_with_pinned_mem"),
+        True,
+    ),
+    "torchtitan, asyncckpt": (partial(_train_torchtitan, ours=True, mode="async"), True),
 }
 """What trains and saves once, and whether that syncs its files."""
 
@@ -215,5 +289,5 @@ def _limit(call: Callable[[], float]) -> dict[str, float]:
 def _be_quiet() -> None:
     import logging
 
-    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "asyncckpt"):
+    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "torchtitan", "asyncckpt"):
         logging.getLogger(name).setLevel(logging.ERROR)

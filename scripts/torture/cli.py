@@ -15,6 +15,7 @@ from tabulate import tabulate
 
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 from torture import damages, disks, forks, interruptions, kills, leftovers, restarts, system_calls
+from torture.frameworks import trials
 from torture.jobs import MARK
 from torture.tally import Tally
 
@@ -24,8 +25,8 @@ def main() -> int:
         prog="scripts/torture",
         description="Everything that can happen to a job, at random and by the hundreds: is anything ever lost?",
         epilog="The same seed makes the same choices; what comes of them is up to the machine. Each wait has a limit of"
-        " 30 seconds, and running into it is a hang. Exits with 1 if anything was lost, hung, published half, loaded"
-        " wrong, or left over.",
+        " 30 seconds, of 180 for a framework's training, and running into it is a hang. Exits with 1 if anything was"
+        " lost, hung, published half, loaded wrong, or left over.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=300, help="of trainers, and as many of workers")
@@ -35,6 +36,14 @@ def main() -> int:
     parser.add_argument("--damages", type=int, default=1000)
     parser.add_argument("--exchanges", type=int, default=300, help="of one checkpoint for another")
     parser.add_argument("--full", type=int, default=50, help="times that space runs out")
+    parser.add_argument("--framework-kills", type=int, default=20, help="of trainings of each kind in --frameworks")
+    parser.add_argument(
+        "--frameworks",
+        nargs="*",
+        choices=trials.FRAMEWORKS,
+        default=trials.FRAMEWORKS,
+        help="those that are not installed are left out, and the tally says so",
+    )
     parser.add_argument("--restart-mib", type=int, default=1024, help="of a state that is restarted; 0: none is")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to write; by default the folder for temporary files")
@@ -91,4 +100,6 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         damages.exchange(tally, folder, args.exchanges, choice("exchanges"))
     if args.full:
         disks.fill_disks(tally, folder, args.full, choice("disks"))
+    for name in args.frameworks if args.framework_kills else ():
+        trials.kill_trainings(tally, folder, args.framework_kills, choice(name), name)
     return restarts.time_restarts(folder, 5, args.restart_mib << 20) if args.restart_mib else {}

@@ -34,8 +34,8 @@ from asyncckpt.errors import (
     UnsavableStateError,
     WorkerDiedError,
 )
-from asyncckpt.file_set import SafetensorsFile
 from asyncckpt.loading.source import verify
+from asyncckpt.planning.file_set import SafetensorsFile
 from asyncckpt.planning.safetensors_plan import DTYPES
 from asyncckpt.worker.storage import storage_for
 
@@ -263,6 +263,18 @@ def test_what_stands_there_already(tmp_path: Path, where: Any) -> None:
         with pytest.raises(CheckpointExistsError, match="not only one"):
             engine.save(path, make(3), existing=where)
     assert (path / "tokenizer" / "of somebody else").exists()
+
+
+def test_a_dict_that_is_used_again(tmp_path: Path) -> None:
+    """``torch.save`` writes what it is given; so does a set, whatever becomes of it until that is saved."""
+    files, state = FileSet(), {"loss": 1.0, "m": torch.ones(LARGE), "names": ["a"]}
+    files.add_torch_file("one.pt", state)
+    state["loss"], state["names"] = 2.0, ["b"]
+    files.add_torch_file("two.pt", state)
+    with Engine() as engine:
+        engine.save(tmp_path / "it", files).result(60)
+    one, two = (torch.load(tmp_path / "it" / f"{name}.pt") for name in ("one", "two"))
+    assert (one["loss"], one["names"], two["loss"], two["names"]) == (1.0, ["a"], 2.0, ["b"])
 
 
 def test_steps_of_a_checkpointer(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
 from asyncckpt.loading import memory_source
+from asyncckpt.loading.source import verify
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name
-from asyncckpt.worker.storage import complete_steps
+from asyncckpt.worker.storage import complete_steps, step_folder
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.takeover import Takeover
 
@@ -159,11 +161,32 @@ def test_while_the_worker_still_writes_nobody_waits(
         assert source(checkpointer) == "memory" and checkpointer.steps() == []
         # Nor is that worker waited for without end: what it holds is safe.
         with monkeypatch.context() as patch:
-            patch.setattr(Takeover, "retire", lambda takeover, _: retire(takeover, 0.5))
+            patch.setattr(Takeover, "retire", lambda takeover, *_: retire(takeover, 0.5, 60))
             checkpointer.prepare(state)
         assert "is killed" in caplog.text and checkpointer.steps() == []
         checkpointer.save(1, state).result(60)
         assert checkpointer.load(state, memory=False) == 1 and is_of(state, 1)
+
+
+def test_a_set_of_files_that_the_worker_still_writes_is_waited_for(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else holds it."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+    train(root, 1, "staged", "write:hold", as_files=True)
+    retire = Takeover.retire
+
+    def retire_soon(takeover: Takeover, _: float, longest: float) -> None:
+        opening = Timer(1.0, (tmp_path / "gate").touch)
+        opening.start()
+        retire(takeover, 0.1, longest)
+        opening.join()
+
+    monkeypatch.setattr(Takeover, "retire", retire_soon)
+    with Checkpointer(root, Config(commit_timeout=60)) as checkpointer:
+        checkpointer.save(2, empty()).result(60)
+        assert checkpointer.steps() == [1, 2]
+    assert not verify(str(step_folder(str(root), 1))).damages
 
 
 def test_what_was_removed_is_not_loaded(root: Path) -> None:

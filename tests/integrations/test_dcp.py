@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.states import same, small_state, zeros_like
+from support.states import same, small_state, stock_load, zeros_like
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 import asyncckpt
 from asyncckpt.engine import shared as engines
+from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.worker.manifest import MANIFEST_NAME
 
@@ -123,6 +124,22 @@ def test_nor_is_what_is_being_saved_overwritten(tmp_path: Path) -> None:
 class _FaultyWriter(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         raise ValueError("the metadata cannot be written")
+
+
+def test_a_link_leads_to_what_is_overwritten(tmp_path: Path) -> None:
+    """As with DCP; what it leads to is whole before and after, and the link stays."""
+    (tmp_path / "last").symlink_to("step-1")
+    for number in (1, 2, 3):
+        state = {"w": torch.full((5,), float(number))}
+        if number < 3:
+            asyncckpt.async_save(state, checkpoint_id=tmp_path / "last").result(60)
+        else:
+            with Engine(alone=True) as engine:
+                engine.save(tmp_path / "last", state, existing="replace").result(60)
+        stock = {"w": torch.zeros(5)}
+        stock_load(stock, tmp_path / "step-1")
+        assert stock["w"][0] == number and (tmp_path / "last").is_symlink()
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["last", "step-1"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")

@@ -11,14 +11,16 @@ import torch
 pytest.importorskip("transformers")
 
 from support import hf_training
-from support.hf_ranks import Died, dies_at, wait_for
+from support.hf_ranks import Died, dies_at
 from support.hf_states import checkpoints, same_files
-from support.workers import Faulty
+from support.workers import Faulty, wait_for
 from transformers.trainer_utils import get_last_checkpoint
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
+from asyncckpt.integrations.huggingface.rotation import rotate
+from asyncckpt.worker.storage import local
 
 # What transformers itself has to say while it trains and resumes.
 pytestmark = [
@@ -86,6 +88,23 @@ def test_older_ones_are_removed_when_the_newer_is_durable(tmp_path: Path, gate: 
     hf_training.trainer(run, at_step=at_step, save_total_limit=1).train(resume_from_checkpoint=True)
     assert seen == [[2]] * 4
     assert checkpoints(run) == [6]
+
+
+def test_an_older_one_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is killed while it is removed leaves no ``checkpoint-N`` with half of its files."""
+    monkeypatch.setattr(local, "remove_folder", lambda _: None)
+    hf_training.trainer(run := tmp_path / "run", save_total_limit=1).train()
+    assert checkpoints(run) == [6]
+    left = sorted(each.name.split(".")[1] for each in run.glob(".checkpoint-*.asyncckpt-trash"))
+    assert left == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_what_was_set_aside_goes_first(tmp_path: Path) -> None:
+    for name in ("checkpoint-4", "checkpoint-6", "checkpoint-6.abandoned-1"):
+        (tmp_path / name).mkdir()
+    for limit, left in ((2, ["checkpoint-4", "checkpoint-6"]), (1, ["checkpoint-6"])):
+        rotate(str(tmp_path), None, limit)
+        assert sorted(each.name for each in tmp_path.iterdir()) == left
 
 
 def test_a_failed_save_removes_nothing(tmp_path: Path, faulty_worker: Faulty) -> None:

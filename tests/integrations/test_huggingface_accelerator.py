@@ -15,6 +15,7 @@ from support.workers import Faulty
 
 from asyncckpt.errors import StorageError
 from asyncckpt.integrations import huggingface
+from asyncckpt.loading.source import verify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,3 +105,18 @@ def test_a_folder_with_other_files_is_left_to_accelerate(tmp_path: Path, caplog:
     loop.accelerator.save_state(str(tmp_path / "run"))
     assert "has other files" in caplog.text
     assert {"log.txt", "optimizer.bin"} <= {*os.listdir(tmp_path / "run")} and os.listdir(tmp_path) == ["run"]
+
+
+def test_a_link_leads_to_what_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In one step, as without a link: accelerate itself would write beside our manifest."""
+    loop = Loop(tmp_path)
+    loop.accelerator.save_state(str(tmp_path / "first"))
+    (tmp_path / "last").symlink_to("first")
+    loop.step()
+    loop.accelerator.save_state(str(tmp_path / "last"))
+    loop.accelerator.end_training()
+    assert "has other files" not in caplog.text and (tmp_path / "last").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["first", "last"] and not verify(str(tmp_path / "first")).damages
+    resumed = Loop(tmp_path, enable=False)
+    resumed.accelerator.load_state(str(tmp_path / "first"))
+    assert torch.equal(resumed.model.weight, loop.model.weight)

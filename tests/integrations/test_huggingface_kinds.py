@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 import safetensors.torch
 import transformers.trainer
 from support import hf_training
-from support.hf_ranks import wait_for
 from support.hf_states import checkpoints, same_files
+from support.workers import wait_for
 from transformers import PreTrainedTokenizerFast, Trainer, modeling_utils
 
 from asyncckpt.errors import UnsavableStateError

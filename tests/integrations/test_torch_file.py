@@ -257,6 +257,20 @@ def test_one_file_again_and_again(path: Path) -> None:
     assert torch.load(path)[0] == 7 and [each.name for each in path.parent.iterdir()] == ["model.pt"]
 
 
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with Engine(alone=True) as engine, pytest.raises(StorageError, match="a pipe"):
+        engine.save_file(pipe, "it")
+
+
+def test_a_configuration_that_comes_too_late_is_named(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch_save("it", path, config=Config(nice=3)).result(60)
+    assert not caplog.text
+    for _ in range(2):
+        torch_save("it", path, config=Config(nice=5, io_threads=3)).result(60)
+    assert caplog.text.count("is not used: io_threads, nice") == 1
+
+
 def test_an_engine_of_ones_own(path: Path) -> None:
     with Engine(Config(overlap=True, slots=1), alone=True) as engine:
         first, state = torch.ones(1 << 18), {"a": torch.ones(100)}

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.forked_ranks import on_ranks
 from support.peers import TORCHTITAN, python
 from support.ranks import faulty
-from support.torchtitan_ranks import on_ranks
 from support.workers import wait_reached
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

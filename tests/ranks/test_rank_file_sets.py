@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
-from asyncckpt.file_set import FileSet
 from asyncckpt.loading.source import read_manifest, verify
+from asyncckpt.planning.file_set import FileSet
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -82,11 +82,13 @@ def _refused(root: str, how: str) -> str:
                     files.add_dcp_folder("dcp", {"w": torch.ones(3)})
                 case "unsavable":
                     files.add_torch_file("it.pt", lambda: None)
+                case "failed":
+                    files.fail(ValueError("as the test wants"))
                 case "plans alone":
                     files.add_safetensors("it", {"w": torch.ones(3, 2).t()})
         try:
             engine.save(os.path.join(root, "1"), files).result(60)
-        except CheckpointError as error:
+        except (CheckpointError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
         else:
             said = ""
@@ -100,6 +102,7 @@ def _refused(root: str, how: str) -> str:
         ("same name", "file_0"),
         ("other folders", "RankFailedError: .*DCP's folders"),
         ("unsavable", "UnsavableStateError"),
+        ("failed", "as the test wants"),
         ("plans alone", "UnsavableStateError: .*not contiguous"),
     ],
 )
@@ -118,20 +121,23 @@ def _nothing(root: str) -> None:
             engine.save(os.path.join(root, str(step)), files).result(60)
 
 
-def _alternate(root: str) -> int:
+def _alternate(root: str, has_names: bool) -> int:
     """How many plans this rank has made for two kinds of sets, of which it has small files alone on all ranks but 0."""
     with Engine(CONSTANT) as engine:
         for step in range(6):
-            files, rank = FileSet(), dist.get_rank()
+            kind, rank = str(step % 2), dist.get_rank()
+            files = FileSet("" if has_names else kind)
             if rank == 0:
-                files.add_safetensors(f"kind_{step % 2}.safetensors", {"w": torch.full((5,), float(step))})
+                name = kind if has_names else "model"
+                files.add_safetensors(f"{name}.safetensors", {"w": torch.full((5 + step % 2,), float(step))})
             files.add_bytes(f"{rank}.txt", b"")
             engine.save(os.path.join(root, str(step)), files).result(60)
         return len({known.plan.number for known in engine._buffers.known})
 
 
-def test_kinds_of_sets_alternate(tmp_path: Path) -> None:
-    assert run(2, _alternate, str(tmp_path / "root"), folder=tmp_path) == [2, 1]
+@pytest.mark.parametrize("has_names", [True, False])
+def test_kinds_of_sets_alternate(tmp_path: Path, has_names: bool) -> None:
+    assert run(2, _alternate, str(tmp_path / "root"), has_names, folder=tmp_path) == [2, 1]
 
 
 def test_a_rank_may_have_no_file(tmp_path: Path) -> None:

@@ -24,12 +24,26 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
         "--damages=20",
         "--exchanges=8",
         "--full=6",
+        "--framework-kills=0",
     ]
     facts = _try("torture", [*counts, "--restart-mib=16", "--seed=3", f"--json={report}"], report)
     assert facts["trainers killed"] >= 6 and facts["workers killed"] == 6
     assert facts["damages found by verify"] == 20 and facts["recovered from memory"] >= 1
     assert facts["forks"] == 10 and facts["checkpoints exchanged"] == 8
     assert sum(count for name, count in facts.items() if "failed, the save" in name or "no compiler" in name) > 0
+    assert facts["losses"] == []
+
+
+@pytest.mark.timeout(310)
+def test_a_training_that_is_killed_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    report = tmp_path / "report.json"
+    others = ("kills", "interruptions", "calls", "forks", "damages", "exchanges", "full", "restart-mib")
+    kills = ["--framework-kills=2", "--frameworks", "huggingface", "--seed=3", f"--json={report}"]
+    facts = _try("torture", [*(f"--{other}=0" for other in others), *kills], report)
+    assert sum(count for name, count in facts.items() if name.startswith("huggingface: kills of ")) == 2
+    assert facts["huggingface: losses compared"] >= 12
     assert facts["losses"] == []
 
 

@@ -14,7 +14,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices import pinners
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.file_set import FileSet
+from asyncckpt.planning.file_set import FileSet
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.staging import coalesce, device_copy
 from asyncckpt.weights import WeightPublisher, WeightSubscriber

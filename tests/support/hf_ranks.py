@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from support.workers import wait_for
 
 STEPS = 5
 
@@ -27,14 +28,6 @@ def dies_at(last: int) -> Callable[[int], None]:
             raise Died
 
     return at_step
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until it is so."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def set_up() -> None:

@@ -24,6 +24,7 @@ TORCHTITAN = (
     "docstring-parser-0.18.0",
     "typeguard-4.6.0",
 )
+DEEPSPEED = ("deepspeed-0.19.8", "hjson-3.1.0", "py-cpuinfo-9.0.0", "einops-0.8.2", "msgpack-1.2.4")
 VERL = ("verl-0.8.0", "verl-0.9.1")
 
 

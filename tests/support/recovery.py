@@ -15,6 +15,7 @@ import torch
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
+from asyncckpt.planning.file_set import FileSet
 from asyncckpt.staging import slot_copy as staging
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.takeover import is_running
@@ -25,7 +26,7 @@ NUMBERS = 3_000_000
 """Of elements that the state has."""
 
 
-def _train(root: str, last: int, death: str, fault: str, linger: float) -> None:
+def _train(root: str, last: int, death: str, fault: str, linger: float, as_files: bool) -> None:
     if fault:
         real = worker_process.command()
         script = FAULTY
@@ -37,7 +38,7 @@ def _train(root: str, last: int, death: str, fault: str, linger: float) -> None:
         state["step"] = step
         if death == "staging" and step == last:
             staging.SlotStager.copy = _half_a_copy  # type: ignore[method-assign]
-        save = checkpointer.save(step, state)
+        save = checkpointer.save(step, _files(state) if as_files else state)
         if death != "staged" or step < last:
             with contextlib.suppress(StorageError):
                 save.result(60)
@@ -53,6 +54,12 @@ def _train(root: str, last: int, death: str, fault: str, linger: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _files(state: dict[str, Any]) -> FileSet:
+    files = FileSet()
+    files.add_torch_file("state.pt", state)
+    return files
+
+
 def _half_a_copy(self: Any, tensors: Any, *args: Any, **options: Any) -> None:
     tensors[0][len(tensors[0]) // 2 :] = 99.0
     real_copy(self, tensors, *args, **options)
@@ -62,9 +69,11 @@ def _half_a_copy(self: Any, tensors: Any, *args: Any, **options: Any) -> None:
 real_copy = staging.SlotStager.copy
 
 
-def train(root: Path, last: int, death: str = "kill", fault: str = "", linger: float = 600.0) -> psutil.Process | None:
+def train(
+    root: Path, last: int, death: str = "kill", fault: str = "", linger: float = 600.0, *, as_files: bool = False
+) -> psutil.Process | None:
     """Save the steps up to ``last``, then die. Returns the worker, if it is still there."""
-    code, worker = alone(_train, str(root), last, death, fault, linger)
+    code, worker = alone(_train, str(root), last, death, fault, linger, as_files)
     assert code == {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
     try:
         return psutil.Process(worker) if worker is not None else None

@@ -184,6 +184,38 @@ class StorageContract(ABC):
         assert storage.is_finalized(final, "a-1") == (existing == "join")
         assert storage.read(f"{final}/mine.txt") == b"mine" and storage.names_in(root) == ["final"]
 
+    @pytest.mark.parametrize("existing", ["refuse", "replace", "set aside"])
+    @pytest.mark.parametrize("target", ["other", "nothing"])
+    def test_a_checkpoint_where_a_link_is(
+        self, storage: Storage, root: str, final: str, existing: Existing, target: str
+    ) -> None:
+        """What it leads to is another checkpoint, or nothing: that stays as it is."""
+        self.save(storage, f"{root}/other", "a-1")
+        Path(final).symlink_to(target)
+        assert storage.may_put(final, existing) == (existing == "set aside")
+        if existing == "set aside":
+            self.save(storage, final, "a-2", existing)
+            assert not os.path.islink(final) and storage.is_finalized(final, "a-2")
+        else:
+            with pytest.raises(CheckpointExistsError):
+                self.save(storage, final, "a-2", existing)
+            assert os.path.islink(final)
+        assert sorted(storage.names_in(root)) == ["final", "other"]
+        assert storage.is_finalized(f"{root}/other", "a-1") and storage.read(f"{root}/other/{DATA}") == b"a-1"
+
+    def test_a_checkpoint_where_a_file_is(self, storage: Storage, root: str, final: str) -> None:
+        os.makedirs(root)
+        Path(final).write_text("mine")
+        assert not storage.may_put(final, "replace") and storage.may_put(final, "set aside")
+        self.save(storage, final, "a-1", "set aside")
+        assert storage.is_finalized(final, "a-1") and storage.read(f"{final}.abandoned-1") == b"mine"
+
+    def test_to_remove_a_link_removes_nothing_else(self, storage: Storage, root: str, final: str) -> None:
+        self.save(storage, f"{root}/other", "a-1")
+        Path(final).symlink_to("other")
+        assert storage.remove_checkpoint(final)
+        assert storage.names_in(root) == ["other"] and storage.read(f"{root}/other/{DATA}") == b"a-1"
+
     def test_a_revoked_attempt_is_never_finalized(self, storage: Storage, root: str, final: str) -> None:
         opened = storage.begin_checkpoint(final, "a-1", 0)
         put_checkpoint(opened, "a-1")

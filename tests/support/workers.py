@@ -46,6 +46,14 @@ def wait_reached(gate: Path) -> None:
         time.sleep(0.005)
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until it is so."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @contextlib.contextmanager
 def overdue(gate: Path) -> Iterator[None]:
     """From when a faulty worker has come to its fault, whatever it does not say at once is too late."""

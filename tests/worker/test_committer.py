@@ -28,12 +28,12 @@ from asyncckpt.worker.store_connection import StoreClient
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_save_whose_end_is_told_is_no_longer_being_written(tmp_path: Path, fails: bool) -> None:
     """Who has just been told may look at once, by ``asyncckpt workers``."""
-    told: SimpleQueue[tuple[type, tuple[str, ...]]] = SimpleQueue()
+    told: SimpleQueue[tuple[type, tuple[WriteRequest, ...]]] = SimpleQueue()
     with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
         attempt = checkpoint_attempt(tmp_path, segment)
-        with closing(Committer(lambda outcome: told.put((type(outcome), committer.paths())))) as committer:
+        with closing(Committer(lambda outcome: told.put((type(outcome), committer.unended())))) as committer:
             committer.expect(attempt.request)
-            assert committer.paths() == (attempt.request.path,)
+            assert committer.unended() == (attempt.request,)
             attempt.write(pool)
             if fails:
                 committer.failed(attempt.request, StorageError("as the test wants"), attempt)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,17 @@ from asyncckpt.errors import StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import staged_image
 from asyncckpt.worker.manifest import checksum, spans
-from asyncckpt.worker.staged_image import BUFFER_BYTES, PIECE_BYTES, write_image
+from asyncckpt.worker.staged_image import BUFFER_BYTES, PIECE_BYTES, ImageFile
 from asyncckpt.worker.storage.file_system import LocalFile, translated
+
+
+def _write(
+    file: LocalFile, pool: ThreadPoolExecutor, image: memoryview, bounds: Sequence[int], wait_beyond: Any
+) -> Any:
+    """The checksums, and whether the page cache was bypassed."""
+    with ImageFile(file, pool, image) as output:
+        output.follow(wait_beyond)
+        return output.checksums(bounds), output.finish(bounds[-1])
 
 
 def _whole(nbytes: int, whole: int) -> int:
@@ -55,7 +65,7 @@ def test_where_direct_io_is_refused_it_writes_through_the_cache(
     with Segment.create("test", len(data)) as segment, ThreadPoolExecutor(2) as pool:
         segment.view[:] = data
         bounds = spans([0, 77, 5000], len(data))
-        checksums, direct = write_image(LocalFile(str(tmp_path / "file"), True), pool, segment.view, bounds, _whole)
+        checksums, direct = _write(LocalFile(str(tmp_path / "file"), True), pool, segment.view, bounds, _whole)
     assert (tmp_path / "file").read_bytes() == data
     assert list(checksums) == [checksum(data[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     if refused != "never":
@@ -114,7 +124,7 @@ def test_through_buffers_or_not_it_is_the_same_file(
     data = os.urandom(2 * PIECE_BYTES + 5 * PAGE)
     with Segment.create("test", len(data)) as segment, ThreadPoolExecutor(2) as pool:
         segment.view[:] = data
-        _, direct = write_image(LocalFile(str(tmp_path / "file"), True), pool, segment.view, [0, len(data)], _whole)
+        _, direct = _write(LocalFile(str(tmp_path / "file"), True), pool, segment.view, [0, len(data)], _whole)
     assert (tmp_path / "file").read_bytes() == data
     assert max(written) == (BUFFER_BYTES if bounces and direct else PIECE_BYTES)
 
@@ -132,7 +142,7 @@ def test_a_failed_piece_fails_the_file(tmp_path: Path, monkeypatch: pytest.Monke
     with Segment.create("test", 3 * PIECE_BYTES) as segment, ThreadPoolExecutor(2) as pool:
         bounds = spans([], segment.nbytes)
         with pytest.raises(StorageError):
-            write_image(LocalFile(str(tmp_path / "file"), True), pool, segment.view, bounds, _whole)
+            _write(LocalFile(str(tmp_path / "file"), True), pool, segment.view, bounds, _whole)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -6,6 +6,7 @@ has their order.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME
-from asyncckpt.worker.messages import WriteRequest
+from asyncckpt.worker.messages import Existing, WriteRequest
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.storage import Storage
 
@@ -67,12 +68,40 @@ def complete_steps(root: str) -> list[int]:
     return [step for step in named_steps(root) if storage.exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]
 
 
+def place_to_put(path: str | os.PathLike[str], existing: Existing) -> str:
+    """Where a checkpoint goes that is saved to ``path``: with "replace" and "join" to what a link there leads to.
+
+    Raises as ``absolute``.
+    """
+    place = absolute(path)
+    return os.path.realpath(place) if existing in ("replace", "join") and os.path.islink(place) else place
+
+
+def replace_or_set_aside(path: str) -> Existing:
+    """What becomes of what is at ``path`` where nothing of others is to be lost: a checkpoint goes, all else stays."""
+    with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
+        if not storage_for(path).may_put(path, "replace"):
+            return "set aside"
+    return "replace"
+
+
 def set_aside(root: str, step: int) -> None:
     """Take the name from a damaged checkpoint, so that its step can be saved again. Nothing of it is removed."""
     try:
         storage_for(root).set_aside(step_folder(root, step), "damaged")
     except StorageError as error:
         logger.warning("a damaged checkpoint could not be set aside: %s", error)
+
+
+def remove_old_checkpoint(path: str) -> None:
+    """Remove a checkpoint that a newer one has taken the place of. It loses its name first. One that is being read, or
+    cannot be removed, stays, and the log says so. Raises nothing.
+    """
+    try:
+        if not storage_for(path).remove_checkpoint(path):
+            logger.info("%s is being read and stays for now", path)
+    except StorageError as error:
+        logger.warning("an old checkpoint could not be removed: %s", error)
 
 
 def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> bool:

@@ -250,10 +250,18 @@ def holds_only_a_checkpoint(path: str, *, is_attempt: bool = False) -> bool:
         return False
 
 
+def is_replaceable(path: str) -> bool:
+    """Whether a checkpoint may take the place of what is at ``path``. Not that of a link: what it leads to stays."""
+    return not os.path.islink(path) and holds_only_a_checkpoint(path)
+
+
 def remove_folder(path: str) -> None:
-    """Remove the folder of a checkpoint. What it is known by goes last: what is left of it when this is killed, a later
-    save removes.
+    """Remove the folder of a checkpoint, or a link to one. What it is known by goes last: what is left of it when this
+    is killed, a later save removes.
     """
+    if os.path.islink(path):
+        os.unlink(path)
+        return
     with os.scandir(path) as entries:
         others = [entry for entry in entries if entry.name != MANIFEST_NAME and not is_index(entry.name)]
     for entry in others:
@@ -276,7 +284,7 @@ def rename(one: str, other: str) -> None:
 
 
 def set_aside(path: str, why: str) -> str:
-    """Give a folder another name beside its own, which says why, durably. Returns that."""
+    """Give what is at ``path`` another name beside its own, which says why, durably. Returns that."""
     aside = next(name for number in itertools.count(1) if not os.path.lexists(name := f"{path}.{why}-{number}"))
     rename(path, aside)
     try:
@@ -285,6 +293,18 @@ def set_aside(path: str, why: str) -> str:
         rename(aside, path)
         raise
     return aside
+
+
+def replace_text(path: str, text: str) -> None:
+    """Have a small file hold ``text``, in one step and durably. Raises ``OSError``."""
+    folder, name = os.path.split(path)
+    new = os.path.join(folder, f".{name}.new")  # whoever is killed leaves one that the next replaces
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync_folder(folder)
 
 
 def exchange(one: str, other: str) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.messages import WriteRequest
-from asyncckpt.worker.storage import named_steps, step_folder, storage_for
+from asyncckpt.worker.storage import named_steps, remove_old_checkpoint, step_folder, storage_for
 from asyncckpt.worker.storage.storage import FileStamp
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,6 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
         keep_last: How many of those created last stay.
         is_recent: Whether a step was just committed; it stays in any case.
     """
-    storage = storage_for(root)
     try:
         found = history(root)
     except StorageError as error:  # what was to be removed stays; nothing is lost
@@ -151,11 +150,7 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
         path = step_folder(root, each.step)
         if each.step > known[-1].step:
             logger.warning("%s is removed: the training has gone back behind it", path)
-        try:
-            if not storage.remove_checkpoint(path):
-                logger.info("%s is being read and stays for now", path)
-        except StorageError as error:
-            logger.warning("an old checkpoint could not be removed: %s", error)
+        remove_old_checkpoint(path)
 
 
 def _look(root: str, step: int, strict: bool = True) -> StoredStep | None:

@@ -28,6 +28,7 @@ from asyncckpt.worker.storage.file_system import (
     files_under,
     holds_only_a_checkpoint,
     is_locked,
+    is_replaceable,
     lock_alone,
     lock_shared,
     make_folder,
@@ -154,17 +155,23 @@ class LocalStorage(Storage):
             return False
 
     def may_put(self, path: str, existing: Existing) -> bool:
-        if existing in ("join", "set aside"):
+        if existing == "set aside":
+            return True
+        if existing == "join":
             return os.path.isdir(path) or not os.path.lexists(path)
         if existing == "refuse" and (os.path.islink(path) or not os.path.isdir(path)):
             return not os.path.lexists(path)
         with translated("looking at the folder", path):
-            return holds_only_a_checkpoint(path) if existing == "replace" else not os.listdir(path)
+            return is_replaceable(path) if existing == "replace" else not os.listdir(path)
 
     def check_file_place(self, path: str) -> None:
         with translated("saving a file", path):
-            if os.path.isdir(path):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            with contextlib.suppress(FileNotFoundError):
+                mode = os.lstat(path).st_mode
+                if stat.S_ISDIR(mode):
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+                    raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and would be replaced by the file")
             os.stat(os.path.dirname(path))
 
     def names_in(self, folder: str) -> list[str]:

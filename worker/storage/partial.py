@@ -25,7 +25,7 @@ from asyncckpt.worker.storage.file_system import (
     LocalFile,
     exchange,
     files_under,
-    holds_only_a_checkpoint,
+    is_replaceable,
     lock_shared,
     remove_folder,
     rename,
@@ -155,9 +155,9 @@ class PartialFolder(_Partial):
                 is_taken = True
             if is_taken and existing == "join" and os.path.isdir(final):
                 _join(self.path, final)
-            elif is_taken and existing == "set aside" and (os.path.isdir(final) or not os.path.lexists(final)):
+            elif is_taken and existing == "set aside":
                 self._set_aside()
-            elif is_taken and existing == "replace" and holds_only_a_checkpoint(final):
+            elif is_taken and existing == "replace" and is_replaceable(final):
                 self._replace()
             elif is_taken:
                 raise exists_error(final, existing)
@@ -201,7 +201,7 @@ class PartialFolder(_Partial):
             os.unlink(name, dir_fd=self._fd)
 
     def _set_aside(self) -> None:
-        """Take the place of what has the final name, which gets another. Raises ``OSError``."""
+        """Take the place of what has the final name, which gets another; but a link goes. Raises ``OSError``."""
         final, aside = self._final, None
         with contextlib.suppress(FileNotFoundError):  # retention has just removed it
             aside = set_aside(final, "abandoned")
@@ -216,7 +216,10 @@ class PartialFolder(_Partial):
             if aside is not None:
                 rename(aside, final)
             raise
-        if aside is not None:
+        if aside is not None and os.path.islink(aside):
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+        elif aside is not None:
             logger.warning("%s was saved again; the one before is in %s", final, aside)
 
     def _replace(self) -> None:
@@ -271,10 +274,11 @@ class PartialFile(_Partial):
         return {os.path.basename(self.path)} if self._is_created else set()
 
     def finalize(self, existing: Existing) -> None:
-        """The file that is there before gives it its permissions."""
+        """The file that is there before gives it its permissions. A link is replaced."""
         with translated("finalizing the file", self._final):
             with contextlib.suppress(FileNotFoundError):
-                os.chmod(self.path, stat.S_IMODE(os.stat(self._final).st_mode))
+                if stat.S_ISREG(mode := os.lstat(self._final).st_mode):
+                    os.chmod(self.path, stat.S_IMODE(mode))
             rename(self.path, self._final)
         parent = os.path.dirname(self._final)
         with translated("flushing a folder", parent):

@@ -263,7 +263,6 @@ class Storage(ABC):
 _WHY_TAKEN = {
     "replace": "there is something here that is not a checkpoint, or not only one; move it away or save elsewhere",
     "join": "there is something here that is no folder; move it away or save elsewhere",
-    "set aside": "there is something here that is no folder; move it away or save elsewhere",
     "refuse": "there is something here already, and a checkpoint never replaces another by accident;"
     " remove it first, or save under another step",
 }

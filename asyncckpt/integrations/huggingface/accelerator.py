@@ -6,8 +6,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ from accelerate import Accelerator, DistributedType
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
-from asyncckpt.integrations.huggingface.capture import begin_save, capturing, finish_callbacks, replaced, told_to_all
-from asyncckpt.save_handle import Save
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.integrations.capture import begin_save, capturing, replaced, told_to_all
+from asyncckpt.worker.storage import remove_old_checkpoint, storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +46,6 @@ class _AcceleratorSaves:
         self._stock_save, self._stock_load = accelerator.save_state, accelerator.load_state
         self._stock_end = accelerator.end_training
         self._warned = False
-        self._last: Save | None = None
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training = self.end_training
 
@@ -70,6 +66,8 @@ class _AcceleratorSaves:
             if os.path.exists(output_dir):
                 raise ValueError(f"{output_dir} is there already; set project_configuration.iteration")
         place = os.path.abspath(output_dir)
+        if os.path.islink(place):
+            place = os.path.realpath(place)  # accelerate writes there, too
         if not _is_ours_to_take(place):
             logger.warning("%s has other files: accelerate saves there itself, and the training waits", place)
             return self._stock_save(output_dir, safe_serialization, **options)
@@ -80,9 +78,9 @@ class _AcceleratorSaves:
             replaced(project, "automatic_checkpoint_naming", False),  # it takes the folder that it is given
         ):
             self._stock_save(str(capture.folder), safe_serialization, **options)
-        save = self._last = begin_save(place, capture, None, self._config)
+        save = begin_save(place, capture, None, self._config)
         if root is not None and project.total_limit is not None and accelerator.is_main_process:
-            save.future.add_done_callback(partial(_rotate, place, project.total_limit))
+            save.when_durable(partial(_rotate, place, project.total_limit), "removing older checkpoints")
         return Path(output_dir)
 
     def load_state(self, input_dir: Any = None, *args: Any, **options: Any) -> Any:
@@ -102,17 +100,13 @@ class _AcceleratorSaves:
 
     def _wait(self) -> None:
         engines.shared.get(config=self._config).wait()
-        if self._last is not None:
-            finish_callbacks(self._last)
 
 
-def _rotate(newest: str, limit: int, outcome: Future[Any]) -> None:
+def _rotate(newest: str, limit: int) -> None:
     """Remove the oldest checkpoints beside the ``newest``, whatever its number, now that it is durable."""
-    if outcome.exception() is not None:
-        return
     others = {number: path for number, path in _numbered(os.path.dirname(newest)).items() if path != newest}
     for number in sorted(others)[: max(0, len(others) - max(limit, 1) + 1)]:
-        shutil.rmtree(others[number], ignore_errors=True)
+        remove_old_checkpoint(others[number])
 
 
 def _is_ours_to_take(place: str) -> bool:

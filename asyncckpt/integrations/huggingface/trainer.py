@@ -17,7 +17,6 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,14 +27,14 @@ from transformers import Trainer, TrainerCallback
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
-from asyncckpt.integrations.huggingface.capture import (
+from asyncckpt.integrations.capture import (
     Capture,
     begin_save,
     capturing,
-    finish_callbacks,
     replaced,
     told_to_all,
 )
+from asyncckpt.integrations.huggingface.rotation import rotate
 from asyncckpt.save_handle import Save
 
 logger = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ class _TrainerSaves:
         new = _Unsettled(save, copy.copy(trainer.state), best_before, trainer.state.best_model_checkpoint)
         new.calls += [partial(self._push, new.state, place) for _ in pushes]
         for options in rotations:
-            save.future.add_done_callback(partial(_rotate, new, os.path.abspath(run_dir), options))
+            save.when_durable(partial(_rotate, new, os.path.abspath(run_dir), options), "removing older checkpoints")
         if self._last is not None:
             self._last.later = new
         self._last = self._unannounced = new
@@ -134,7 +133,6 @@ class _TrainerSaves:
         """As the trainer's, when all saves have ended, and older checkpoints are removed: it may load the best one."""
         self._settle(wait=True)
         if self._last is not None:
-            finish_callbacks(self._last.save)
             engines.shared.get(config=self._config).wait()  # raises what nobody was told of
         self._last = self._unannounced = None
         return self._stock_finalize(*args, **options)
@@ -225,7 +223,7 @@ def _is_urgent(place: str) -> bool:
     return True
 
 
-def _rotate(ended: _Unsettled, run_dir: str, options: dict[str, Any], outcome: Future[Any]) -> None:
+def _rotate(ended: _Unsettled, run_dir: str, options: dict[str, Any]) -> None:
     """Remove older checkpoints, as transformers does, now that a newer one is durable."""
     later = ended.later
     while later is not None and not (later.save.done() and later.save.failure is None):
@@ -233,8 +231,8 @@ def _rotate(ended: _Unsettled, run_dir: str, options: dict[str, Any], outcome: F
     # With a later one durable, that one's rotation knows better what the best is. A best one that is not there may have
     # failed, and then the one before is still wanted.
     best = None if ended.best is None else os.path.abspath(ended.best)
-    if outcome.exception() is None and later is None and (best is None or os.path.isdir(best)):
-        transformers.trainer.rotate_checkpoints(**{**options, "output_dir": run_dir, "best_model_checkpoint": best})
+    if later is None and (best is None or os.path.isdir(best)):
+        rotate(run_dir, best, options["save_total_limit"], options.get("use_mtime", False))
 
 
 def _why_stock(trainer: Any) -> str | None:

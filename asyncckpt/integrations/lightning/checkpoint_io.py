@@ -14,12 +14,11 @@ from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
-from asyncckpt.file_set import FileSet
-from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, local_place, replace_link
+from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, local_place
 from asyncckpt.integrations.lightning.pending import Pending
-from asyncckpt.integrations.torch_file import torch_save
+from asyncckpt.planning.file_set import FileSet
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage import replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +50,13 @@ class AsyncckptIO(TorchCheckpointIO):
 
         Args:
             checkpoint: What ``torch.save`` takes.
-            path: The file. The folder it is in is made. A link there is replaced, and not what it leads to.
+            path: The file. The folder it is in is made. A link there is replaced when the file is durable, and not
+                what it leads to.
             storage_options: Not supported, as by ``TorchCheckpointIO``.
 
         Raises:
             TypeError: There are ``storage_options``.
-            CheckpointError: As ``torch_save`` raises; an earlier save has failed, and nobody was told.
+            CheckpointError: As ``Engine.save_file`` raises; an earlier save has failed, and nobody was told.
         """
         place = local_place(path)
         if place is None or storage_options is not None or is_needed_at_once(place):
@@ -66,24 +66,23 @@ class AsyncckptIO(TorchCheckpointIO):
             return
         os.makedirs(os.path.dirname(place), exist_ok=True)
         self.pending.make_way(place)
-        replace_link(place)
-        save = torch_save(checkpoint, place, config=self._config)
-        self._begun(place, save, engines.shared.get(alone=True, config=self._config))
+        engine = engines.shared.get(alone=True, config=self._config)
+        self._begun(place, engine.save_file(place, checkpoint, follow_link=False), engine)
 
-    def save_files(self, place: str, files: FileSet, existing: Existing) -> None:
+    def save_files(self, place: str, files: FileSet) -> None:
         """Save a checkpoint of several files, together with the other ranks, and return when the tensors are copied.
 
         Args:
-            place: Of the folder, see ``files.place_of``; the same on all ranks.
+            place: Of the folder, see ``files.place_of``; the same on all ranks. A checkpoint of ours that is there, or
+                a link, is replaced, all else is set aside, when the new one is durable.
             files: This rank's part.
-            existing: What becomes of what is there.
 
         Raises:
             CheckpointError: As ``Engine.save`` raises; an earlier save has failed, and nobody was told.
         """
         self.pending.make_way(place)
         engine = engines.shared.get(config=self._config)
-        save = engine.save(place, files, existing=existing)
+        save = engine.save(place, files, existing=replace_or_set_aside(place))
         self._begun(place, save, engine)
 
     def load_checkpoint(
@@ -128,7 +127,7 @@ class AsyncckptIO(TorchCheckpointIO):
             self.pending.wait()
             for engine in self._engines:
                 engine.wait()
-            self.pending.raise_failure()
+            self.pending.end()
             if not is_failing:  # the others may have gone
                 self.pending.wait_for_others()
         except (CheckpointError, OSError) as error:

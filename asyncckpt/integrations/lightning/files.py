@@ -6,14 +6,11 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from asyncckpt.errors import StorageError
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import storage_for
 
 logger = logging.getLogger(__name__)
@@ -65,36 +62,6 @@ def is_linked_to(place: str) -> bool:
     with contextlib.suppress(FileNotFoundError), os.scandir(os.path.dirname(place)) as entries:
         return any(each.is_symlink() and os.path.realpath(each.path) == place for each in entries)
     return False
-
-
-def replace_link(place: str) -> None:
-    """If there is a symbolic link to a file, put that file itself there: the engine writes through a link, and would
-    replace what it leads to, which is another checkpoint.
-    """
-    if not os.path.islink(place):
-        return
-    if not os.path.isfile(place):
-        os.unlink(place)
-        return
-    target, new = os.path.realpath(place), _beside(place)
-    try:
-        new.hardlink_to(target)
-    except OSError:  # the file system has no hard links
-        shutil.copyfile(target, new)
-    new.replace(place)
-
-
-def make_room(place: str) -> Existing:
-    """What a checkpoint of several files is to do with what is at its place. A file, or a link, goes out of its way."""
-    storage = storage_for(place)
-    with contextlib.suppress(StorageError, OSError):  # the save fails in the same way, and on all ranks
-        if os.path.islink(place):
-            os.unlink(place)
-        elif os.path.isfile(place):
-            storage.set_aside(place, "file")
-        if not storage.may_put(place, "replace"):
-            return "set aside"
-    return "replace"
 
 
 def _beside(place: str) -> Path:

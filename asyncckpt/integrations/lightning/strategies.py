@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn import Module
 
 from asyncckpt.config import Config
-from asyncckpt.file_set import FileSet
 from asyncckpt.integrations.lightning.checkpoint_io import AsyncckptIO
-from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, make_room, place_of
+from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, place_of
+from asyncckpt.planning.file_set import FileSet
 
 # As Lightning calls it: all that is neither a model nor an optimizer (lightning/fabric/strategies/fsdp.py).
 _METADATA_NAME = "meta.pt"
@@ -68,9 +68,7 @@ class ShardedSaves:
         files.add_dcp_folder("", sharded)
         if self.is_global_zero:
             files.add_torch_file(_METADATA_NAME, others)
-        place = place_of(path)
-        place, existing = self.broadcast((place, make_room(place) if self.is_global_zero else None))
-        self.checkpoint_io.save_files(place, files, existing)
+        self.checkpoint_io.save_files(self.broadcast(place_of(path)), files)
 
 
 class _TrainersShardedSaves(ShardedSaves):

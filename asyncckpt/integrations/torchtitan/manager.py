@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import logging
@@ -30,10 +29,9 @@ from asyncckpt.loading.source import is_stock, wait_for_attempts
 from asyncckpt.publication import job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, is_first
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
-from asyncckpt.worker.storage import absolute, storage_for
+from asyncckpt.worker.storage import absolute, replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +122,11 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             logger.warning("torchtitan itself writes %s for Hugging Face; it is not made in one step", checkpoint_id)
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         step = int(os.path.basename(checkpoint_id).removeprefix("step-"))
-        save = self._engine.save(checkpoint_id, state_dict, step=step, existing=_existing(checkpoint_id))
+        save = self._engine.save(checkpoint_id, state_dict, step=step, existing=replace_or_set_aside(checkpoint_id))
         self._saves = [*(each for each in self._saves if not each.done()), save]
         if self.keep_latest_k > 0 and self._is_first:
-            save.future.add_done_callback(partial(self._remove_older_than, save))
+            remove = partial(remove_older, self.folder, step, self.keep_latest_k)
+            save.when_durable(remove, "removing older checkpoints")
         if async_mode is not AsyncMode.DISABLED:
             self.save_future = save.future
             return save.future
@@ -199,10 +198,6 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         logger.info("loaded step %s from memory", held.request.step)
         return True
 
-    def _remove_older_than(self, save: Save, _: object = None) -> None:
-        if save.failure is None and save.step is not None:
-            remove_older(self.folder, save.step, self.keep_latest_k)
-
     def _close(self) -> None:
         engine, error = getattr(self, "_engine", None), sys.exc_info()[1]
         if engine is None:
@@ -214,16 +209,3 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             if error is None:
                 raise
             logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
-        finally:
-            saves, self._saves = self._saves, []
-            if self.keep_latest_k > 0 and self._is_first:
-                for save in saves:
-                    self._remove_older_than(save)
-
-
-def _existing(path: str) -> Existing:
-    """What becomes of what is there: a checkpoint goes, what has files of others in it, too, stays."""
-    with contextlib.suppress(StorageError):  # the first rank says it, to all
-        if not storage_for(path).may_put(path, "replace"):
-            return "set aside"
-    return "replace"

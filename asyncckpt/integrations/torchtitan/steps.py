@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import remove_old_checkpoint, storage_for
 
 logger = logging.getLogger(__name__)
 
 # Not padded, as torchtitan looks for them. It would also take hidden folders, in which nothing is complete.
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _HF_INDEX = "model.safetensors.index.json"
-
-_removing = threading.Lock()
 
 
 def complete_steps(folder: str) -> list[int]:
@@ -40,15 +37,14 @@ def remove_older(folder: str, step: int, keep: int) -> None:
         step: The newest that is durable.
         keep: How many stay.
     """
-    storage = storage_for(folder)
-    with _removing:
-        try:
-            kept = [each for each in complete_steps(folder) if each <= step][-keep:]
-            for path in [path for each, path in _named_steps(folder) if kept and each < kept[0]]:
-                if not storage.remove_checkpoint(path):
-                    logger.info("%s is being read and stays for now", path)
-        except StorageError as error:
-            logger.warning("an old checkpoint could not be removed: %s", error)
+    try:
+        kept = [each for each in complete_steps(folder) if each <= step][-keep:]
+        old = [path for each, path in _named_steps(folder) if kept and each < kept[0]]
+    except StorageError as error:
+        logger.warning("old checkpoints could not be looked through: %s", error)
+        return
+    for path in old:
+        remove_old_checkpoint(path)
 
 
 def _named_steps(folder: str) -> list[tuple[int, str]]:

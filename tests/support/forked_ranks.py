@@ -1,4 +1,4 @@
-"""Ranks for a training with torchtitan, forked from a process that has imported it."""
+"""Ranks for a training with a peer, forked from a process that has imported it."""
 
 from __future__ import annotations
 

@@ -25,12 +25,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
-from asyncckpt.errors import CheckpointError, StorageError, UnsavableStateError
-from asyncckpt.file_set import FileSet
-from asyncckpt.integrations.huggingface.seen_tensors import SeenTensors
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.integrations.seen_tensors import SeenTensors
+from asyncckpt.planning.file_set import FileSet
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import absolute, storage_for
+from asyncckpt.worker.storage import absolute, replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +45,18 @@ _LARGE = 64 << 20  # bytes from which on it is said that a file was not staged
 _turn = threading.RLock()  # the functions below are those of the whole process: one capture at a time replaces them
 
 
-class _Unsavable:
-    """Stands for what one rank cannot save, so that all ranks hear of it: to pickle it raises its ``text``."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(self._text)
-
-
 class Capture:
     """What is written in one folder by the thread that made this."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str) -> None:
         """Nothing is written yet.
 
         Args:
             folder: The scratch folder, which stands for that of the checkpoint.
+            kind: Of the set.
         """
         self.folder = folder
-        self.files = FileSet()
+        self.files = FileSet(kind)
         self._seen = SeenTensors()
         self._thread = threading.get_ident()
 
@@ -142,14 +132,15 @@ class Capture:
 
 
 @contextlib.contextmanager
-def capturing(name: str) -> Iterator[Capture]:
+def capturing(name: str, kind: str = "") -> Iterator[Capture]:
     """Capture what this thread writes in ``Capture.folder``; when this has ended well, all is in ``Capture.files``.
 
     Args:
         name: What the folder is called. It is the only thing in a folder of its own.
+        kind: Of the set, see ``FileSet``.
     """
     with _turn, tempfile.TemporaryDirectory(prefix="asyncckpt-", ignore_cleanup_errors=True) as root:
-        capture = Capture(Path(os.path.realpath(root), name))
+        capture = Capture(Path(os.path.realpath(root), name), kind)
         capture.folder.mkdir()
         with contextlib.ExitStack() as replacements:
             for owner, attribute, new in (
@@ -185,10 +176,7 @@ def begin_save(place: str, capture: Capture, step: int | None, config: Config | 
         CheckpointError: As ``Engine.save`` raises.
     """
     engine, place = engines.shared.get(config=config), absolute(place)
-    existing: Existing = "replace"
-    with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
-        existing = "replace" if storage_for(place).may_put(place, "replace") else "set aside"
-    save = engine.save(place, capture.files, step=step, existing=existing)
+    save = engine.save(place, capture.files, step=step, existing=replace_or_set_aside(place))
     save.synchronize_staging(engine.config.timeout)
     return save
 
@@ -204,17 +192,10 @@ def told_to_all(place: str, step: int | None, config: Config | None) -> Iterator
     except Exception as error:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             files = FileSet()
-            files.add_torch_file("of another rank", _Unsavable(f"{type(error).__name__}: {error}"))
-            with contextlib.suppress(CheckpointError):
+            files.fail(error)
+            with contextlib.suppress(Exception):
                 engines.shared.get(config=config).save(absolute(place), files, step=step, existing="set aside")
         raise
-
-
-def finish_callbacks(save: Save) -> None:
-    """Wait until all callbacks of the future of ``save``, which has ended, have returned."""
-    finished = threading.Event()
-    save.future.add_done_callback(lambda _: finished.set())  # they are called one after the other
-    finished.wait()
 
 
 @contextlib.contextmanager

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.torch_file_plan import TorchFileContents
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.checkpoint.planner import SavePlanner
 
 # What may stand at the top of a set without being asked for: our manifest, and what DCP and we write of states.
 _OURS = re.compile(r"asyncckpt\.json|\.metadata|.*__\d+_\d+\.(index\.json|distcp)")
 
-
-@dataclass(frozen=True)
-class TorchFile:
-    """As ``torch.save`` writes ``obj``."""
-
-    obj: object
-    pickle_protocol: int
+# A smaller file of torch's is made here and now: its pickle alone may be more than its tensors, and may grow.
+_LARGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,27 @@ class FileSet:
     """The files that one rank adds to a checkpoint of many files, by their names in its folder.
 
     A name is a path relative to that folder, with "/" between its parts. No two ranks may have the same name, but that
-    of a folder of DCP, which all ranks must have. Values are looked at when the set is saved: until then they must stay
-    as they are.
+    of a folder of DCP, which all ranks must have. Tensors, and the state dicts of DCP, are looked at when the set is
+    saved: until then they must stay as they are.
     """
 
-    def __init__(self) -> None:
-        self.contents: dict[str, TorchFile | SafetensorsFile | DcpFolder | bytes] = {}
+    def __init__(self, kind: str = "") -> None:
+        """Nothing is in it yet.
+
+        Args:
+            kind: Sets with files of the same names, but tensors of other sizes, that are saved in turns (two models,
+                say) are planned once each if they have different kinds. Each kind has memory of its own.
+        """
+        self.kind = kind
+        self.contents: dict[str, TorchFileContents | SafetensorsFile | DcpFolder | bytes] = {}
         """What was added, by its name, in that order."""
+        self.error: Exception | None = None
+        """Why this rank cannot make its part: what was added is of no use."""
 
     def add_torch_file(self, name: str, obj: object, pickle_protocol: int = 2) -> None:
-        """Add a file that ``torch.load`` reads.
+        """Add a file that ``torch.load`` reads. The object is pickled now; only its tensors are read later.
+
+        Where it cannot be pickled, the save fails, on all ranks.
 
         Args:
             name: Of the file.
@@ -64,7 +73,18 @@ class FileSet:
         Raises:
             UnsavableStateError: The name is taken, or cannot be one.
         """
-        self._add(name, TorchFile(obj, pickle_protocol))
+        content: TorchFileContents | bytes = b""
+        try:
+            content = TorchFileContents(obj, pickle_protocol)
+            if sum(content.sizes) < _LARGE_BYTES:
+                buffer = io.BytesIO()
+                torch.save(obj, buffer, pickle_protocol=pickle_protocol)
+                content = buffer.getvalue()
+        except UnsavableStateError as error:
+            self.fail(error)
+        except Exception as error:  # of the object's own code, or of its device
+            self.fail(UnsavableStateError(f"{name!r} cannot be saved: {type(error).__name__}: {error}"))
+        self._add(name, content)
 
     def add_safetensors(
         self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
@@ -106,7 +126,15 @@ class FileSet:
         """
         self._add(name, bytes(data))
 
-    def _add(self, name: str, content: TorchFile | SafetensorsFile | DcpFolder | bytes) -> None:
+    def fail(self, error: Exception) -> None:
+        """Have the save of this set fail, on all ranks, as this one cannot make its part of it.
+
+        Args:
+            error: Why not; the first one counts.
+        """
+        self.error = self.error or error
+
+    def _add(self, name: str, content: TorchFileContents | SafetensorsFile | DcpFolder | bytes) -> None:
         parts = name.split("/") if name or not isinstance(content, DcpFolder) else []
         if "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or _OURS.fullmatch("".join(parts[:1])):
             raise UnsavableStateError(f"{name!r} cannot be the name of a file in a checkpoint; give it another")

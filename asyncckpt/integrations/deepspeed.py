@@ -1,0 +1,164 @@
+"""DeepSpeed's checkpoints, asynchronously: one line to switch.
+
+    engine, *_ = deepspeed.initialize(...)
+    attach(engine)  # then engine.save_checkpoint(folder) as ever
+
+All that the ranks save under one tag is one set of files. It is in the folder of the tag in one step, when all of it is
+durable, and then ``latest`` names that tag.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+
+from asyncckpt.config import Config
+from asyncckpt.engine import shared as engines
+from asyncckpt.planning.file_set import FileSet
+from asyncckpt.ranks.collectives import on_all
+from asyncckpt.worker.storage import replace_or_set_aside
+from asyncckpt.worker.storage.file_system import replace_text
+
+logger = logging.getLogger(__name__)
+
+_LATEST = "latest"
+_attached = itertools.count()
+
+
+def attach(engine: Any, config: Config | None = None) -> None:
+    """Have ``engine.save_checkpoint`` save in the background from now on. A second call changes nothing.
+
+    It returns when the tensors are copied. A failure is raised by the next one, or by ``load_checkpoint``, which waits
+    until all saves have ended.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returns, and the caller's own code saves by: a framework above it would
+            remove older checkpoints too early. What it saves on storage of each node, from NVMe, from a device mesh, or
+            by another checkpoint engine than DeepSpeed's own for ``torch.save``, it goes on saving itself, with a
+            warning.
+        config: For the engine of the job, if this is its first save; None: what the environment says.
+    """
+    if not isinstance(getattr(engine.save_checkpoint, "__self__", None), _Saves):
+        _Saves(engine, config)
+
+
+class _Saves:
+    """The saves of one engine of DeepSpeed's. Its methods take the place of that engine's."""
+
+    def __init__(self, engine: Any, config: Config | None) -> None:
+        self._engine, self._config = engine, config
+        self._stock_save, self._stock_load = engine.save_checkpoint, engine.load_checkpoint
+        self._warned = False
+        self._kind = f"DeepSpeed's engine {next(_attached)}"
+        self._naming: Future[None] | None = None  # first rank: the last tag, in ``latest``
+        engine.save_checkpoint, engine.load_checkpoint = self.save_checkpoint, self.load_checkpoint
+
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """As the engine's, which it calls; returns when all is staged."""
+        engine, client_state = self._engine, client_state or {}
+        if (reason := _why_stock(engine)) is not None:
+            if not self._warned:
+                logger.warning("DeepSpeed saves its checkpoints itself, and the training waits: %s", reason)
+            self._warned = True
+            return self._stock_save(save_dir, tag, client_state, save_latest, *args, **options)
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        place = os.path.abspath(os.path.join(save_dir, tag))
+        collecting = _CollectingEngine(engine.checkpoint_engine, place, self._kind)
+        engine.checkpoint_engine = collecting
+        try:
+            done = self._stock_save(save_dir, tag, client_state, False, *args, **options)
+        finally:
+            engine.checkpoint_engine = collecting.stock
+        try:
+            self._check_naming()
+        except OSError as error:
+            collecting.files.fail(error)
+        ours = engines.shared.get(config=self._config)
+        save = ours.save(place, collecting.files, step=engine.global_steps, existing=replace_or_set_aside(place))
+        save.synchronize_staging(ours.config.timeout)
+        if save_latest and engine.global_rank == 0:
+            name = partial(replace_text, os.path.join(os.path.abspath(save_dir), _LATEST), tag)
+            self._naming = save.when_durable(name, f"naming {tag} in {_LATEST!r}")
+        return done
+
+    def load_checkpoint(self, load_dir: Any, *args: Any, **options: Any) -> Any:
+        """As the engine's, when all saves have ended."""
+        on_all(self._wait)  # only the first rank knows when ``latest`` is written
+        return self._stock_load(load_dir, *args, **options)
+
+    def _wait(self) -> None:
+        engines.shared.get(config=self._config).wait()
+        self._check_naming()
+
+    def _check_naming(self) -> None:
+        """Raise, once, what the last tag that is durable could not be named for."""
+        if self._naming is not None and self._naming.done():
+            naming, self._naming = self._naming, None
+            naming.result()
+
+
+class _CollectingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
+    """DeepSpeed's word for what it saves by: this one keeps what is for one folder as a set of files."""
+
+    def __init__(self, stock: Any, folder: str, kind: str) -> None:
+        super().__init__()
+        self.stock, self.name = stock, stock.name
+        self.files = FileSet(kind)
+        self._folder = folder
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        pass
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        return True
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
+        if self._name_of(path) is None:
+            self.stock.makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: Any) -> None:
+        if (name := self._name_of(path)) is None:
+            self.stock.save(state_dict, path)
+        else:
+            self.files.add_torch_file(name, state_dict, torch.serialization.DEFAULT_PROTOCOL)
+
+    def load(self, path: Any, map_location: Any = None) -> Any:
+        return self.stock.load(path, map_location)
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return bool(self.stock.is_data_parallel_writer(dp_rank))
+
+    def _name_of(self, path: Any) -> str | None:
+        """Of a file in the folder, "." of the folder itself; None elsewhere."""
+        place = Path(os.path.abspath(path))
+        return place.relative_to(self._folder).as_posix() if place.is_relative_to(self._folder) else None
+
+
+def _why_stock(engine: Any) -> str | None:
+    """Why this engine has to save itself; None: it need not."""
+    if engine.use_node_local_storage():
+        return "each node has files of its own (use_node_local_storage)"
+    if engine.zero_nvme_offload_optimizer():
+        return "the optimizer is offloaded to NVMe, whose files DeepSpeed copies"
+    if engine.mesh_device is not None:
+        return "with a device mesh several ranks write files of one name"
+    if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
+        return f"a {type(engine.checkpoint_engine).__name__} is configured"
+    return None

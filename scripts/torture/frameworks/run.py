@@ -1,0 +1,245 @@
+"""Runs of a training that is killed and resumed until it is through, beside one that nothing has happened to."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torture.frameworks import checks
+from torture.frameworks.kind import EVERY, STEPS, Kind
+from torture.frameworks.ranks import Ranks, in_child
+from torture.tally import LIMIT_S
+
+# For what takes seconds on an idle machine: another takes longer.
+_LIMIT_S = 180.0
+# How long a launcher leaves the other ranks when one has failed.
+_GRACE_S = 3.0
+
+_HOWS = {"a rank": 0.4, "all ranks": 0.25, "all ranks and workers": 0.2, "a worker": 0.15}
+
+
+class Runs:
+    """Runs of one kind of training."""
+
+    def __init__(self, kind: Kind, folder: Path, choice: random.Random, say: Callable[[tuple[Any, ...]], None]) -> None:
+        """Train once without interruption, by the framework alone.
+
+        Args:
+            kind: Of the training.
+            folder: For all of its files.
+            choice: Makes all choices.
+            say: Gets ("counted", what, how often) and ("lost", what).
+        """
+        self.kind, self.folder, self.choice, self.say = kind, folder, choice, say
+        run = folder / "unbroken"
+        (run / "scratch").mkdir(parents=True)
+        begun = time.monotonic()
+        ranks = Ranks(kind, run, 0, None)
+        if not ranks.wait_for_step(0, 1, _LIMIT_S):
+            raise RuntimeError(f"the unbroken training does not begin: {_tail(run)}")
+        self.start_s = time.monotonic() - begun
+        """Until the first step."""
+        if not ranks.wait(_LIMIT_S, 0) or any(process.exitcode for process in ranks.processes):
+            raise RuntimeError(f"the unbroken training fails: {_tail(run)}")
+        self.step_s = (time.monotonic() - begun - self.start_s) / STEPS
+        self.losses = [{each["step"]: each["loss"] for each in said if "step" in each} for said in ranks.said()]
+        self.ends = [[each["end"] for each in said if "end" in each] for said in ranks.said()]
+        found: checks.Findings = in_child(checks.read_all, kind, run / "training", False, {})
+        if found.losses or sorted(found.digests) != list(range(EVERY, STEPS + 1, EVERY)):
+            raise RuntimeError(f"the unbroken training has saved {sorted(found.digests)}: {found.losses}")
+        self.digests = found.digests
+        shutil.rmtree(run)
+
+    def one(self, number: int, kills: int) -> int:
+        """Train to the end, killed up to ``kills`` times. Returns how often it was."""
+        return Run(self, self.folder / f"run-{number}").train(kills)
+
+
+class Run:
+    """One training, from its first start to its end."""
+
+    def __init__(self, runs: Runs, folder: Path) -> None:
+        self._runs, self._kind, self._choice = runs, runs.kind, runs.choice
+        self._folder, self._training = folder, folder / "training"
+        self._root = self._training / runs.kind.root
+        self._staged = self._newest = 0
+        self._trouble = False
+        self._how: list[str] = []
+        """What has happened to it so far."""
+        (folder / "scratch").mkdir(parents=True)
+
+    def train(self, kills: int) -> int:
+        """Returns how often it was killed."""
+        # Some while it starts; few before there can be a checkpoint.
+        steps, weights = range(STEPS - 1), [2, *[1] * EVERY, *[3] * (STEPS - 2 - EVERY)]
+        targets = sorted(self._choice.choices(steps, weights, k=kills))
+        killed = 0
+        for attempt, target in enumerate(targets):
+            ranks = self._start(attempt)
+            was_killed = self._kill(ranks, target)
+            killed += was_killed
+            self._check_said(ranks)
+            if not was_killed:
+                self._count("ended before it was killed")
+                break
+            if self._choice.random() < 0.7:  # else it is started again at once
+                self._check_folder(waits=self._choice.random() < 0.5)
+        self._finish(len(targets))
+        self._count("runs")
+        if not self._trouble:
+            shutil.rmtree(self._folder)
+        return killed
+
+    def _start(self, attempt: int) -> Ranks:
+        options = self._choice.choice(self._kind.options)  # as if somebody had changed them between
+        self._how.append(f"started with {dict(options)}")
+        return Ranks(self._kind, self._folder, attempt, options)
+
+    def _kill(self, ranks: Ranks, target: int) -> bool:
+        """Kill at a moment around the ``target`` step; 0: while it starts. Returns whether it was in time."""
+        choice, runs = self._choice, self._runs
+        victim = choice.randrange(self._kind.world_size)
+        how = choice.choices(list(_HOWS), list(_HOWS.values()))[0]
+        if target == 0:
+            time.sleep(choice.uniform(0, runs.start_s))
+        elif not ranks.wait_for_step(victim, target, _LIMIT_S):
+            self._lose(f"the training did not come to step {target} within {_LIMIT_S:g} s")
+        if choice.random() < 0.5:
+            time.sleep(choice.uniform(0, 2 * runs.step_s))
+        else:
+            self._wait_for_save(ranks)
+            time.sleep(10 ** choice.uniform(-3.5, -1.0))
+        if ranks.ended():
+            ranks.wait(_LIMIT_S, _GRACE_S)
+            if any(process.exitcode for process in ranks.processes):
+                self._lose("the training failed by itself")
+            return False
+        self._how.append(f"kill of {how} from step {target} on")
+        self._count("kills while a save was written", self._is_writing())
+        if how == "a worker":
+            return self._kill_worker(ranks, victim)
+        if how == "a rank":
+            ranks.kill([victim])
+            time.sleep(choice.uniform(0, 0.5))  # until the launcher kills the others
+        ranks.kill_all("workers" in how, choice)
+        self._count(f"kills of {how}")
+        said = [[each["step"] for each in of_rank if "step" in each] for of_rank in ranks.said()]
+        if "workers" not in how and all(said):
+            # What was saved before the step before last is staged, also where a save returns before that.
+            self._staged = max(self._staged, (min(max(steps) for steps in said) - 2) // EVERY * EVERY)
+        return True
+
+    def _wait_for_save(self, ranks: Ranks) -> None:
+        """Wait until a save is being written, for as long as a training may take to come to one."""
+        deadline = time.monotonic() + self._runs.start_s + 2 * EVERY * self._runs.step_s
+        while not self._is_writing() and not ranks.ended() and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+    def _is_writing(self) -> bool:
+        return any(self._root.glob(".*.partial"))
+
+    def _kill_worker(self, ranks: Ranks, victim: int) -> bool:
+        workers = ranks.workers(victim)
+        if not workers:
+            ranks.kill_all(False, self._choice)
+            self._count("kills of all ranks")
+            return True
+        os.kill(workers[0], signal.SIGKILL)
+        if not ranks.wait(_LIMIT_S, _GRACE_S):
+            self._lose("the training hung after its worker was killed")
+        self._count("kills of a worker")
+        # The other ranks may end with what the framework makes of a rank that is gone.
+        errors = [each["error"] for said in ranks.said() for each in said if "error" in each]
+        ours = [error[0] for error in errors if "CheckpointError" in error]
+        if ours:
+            self._count(f"trainings that ended with {ours[0]}")
+        elif any(process.exitcode for process in ranks.processes):
+            self._lose(f"the training failed with {errors} when its worker was killed")
+        return True
+
+    def _finish(self, attempt: int) -> None:
+        """Have it train to its end, and look at all there is then."""
+        in_child(checks.settle, self._root)
+        self._check_folder(waits=True)
+        ranks = self._start(attempt)
+        if not ranks.wait(_LIMIT_S, _GRACE_S) or any(process.exitcode for process in ranks.processes):
+            self._lose("the training did not come to its end")
+        self._check_said(ranks)
+        said = ranks.said()
+        self._newest = STEPS
+        self._check_folder(waits=False)
+        if any("step" in each for of_rank in said for each in of_rank):
+            self._check_end(ranks)
+        else:
+            self._count("last trainings that had nothing to do")
+        from_memory = (self._folder / "output").read_text().count("from memory\n") // self._kind.world_size
+        self._count("resumes from memory", from_memory)
+        scratch = len(list((self._folder / "scratch").iterdir()))
+        self._count("scratch folders of killed ranks in $TMPDIR", scratch)
+
+    def _check_end(self, ranks: Ranks) -> None:
+        """A training that has saved, and has ended well, leaves no worker, and nothing of saves that were killed."""
+        if [[each["end"] for each in said if "end" in each] for said in ranks.said()] != self._runs.ends:
+            self._lose("the training has ended with other values")
+        for path in self._root.glob(".*"):
+            self._lose(f"left over: {path}")
+        deadline = time.monotonic() + LIMIT_S
+        while (left := ranks.workers()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for worker in left:
+            self._lose(f"left over: the worker {worker}")
+
+    def _check_said(self, ranks: Ranks) -> None:
+        """All losses are those of the unbroken training, and go on from a checkpoint that was good enough."""
+        firsts = set()
+        for rank, said in enumerate(ranks.said()):
+            losses = [(each["step"], each["loss"]) for each in said if "step" in each]
+            self._count("losses compared", len(losses))
+            wrong = [step for step, loss in losses if self._runs.losses[rank].get(step) != loss]
+            if wrong:
+                self._lose(f"rank {rank} has other losses in the steps {wrong}")
+            if losses:
+                firsts.add(losses[0][0])
+                if [step for step, _ in losses] != list(range(losses[0][0], losses[-1][0] + 1)):
+                    self._lose(f"rank {rank} has left out steps: {losses}")
+        if len(firsts) > 1:
+            self._lose(f"the ranks began with the steps {firsts}")
+        if firsts:
+            first = min(firsts)
+            self._count("resumes" if first > 1 else "starts from nothing")
+            if first <= self._newest:
+                self._lose(f"it went on with step {first}, and there was a checkpoint of step {self._newest}")
+
+    def _check_folder(self, *, waits: bool) -> None:
+        if not self._training.exists():
+            return
+        if waits:
+            for loss in in_child(checks.wait_for_step, self._kind, self._training, self._staged):
+                self._lose(loss)
+        found = in_child(checks.read_all, self._kind, self._training, True, self._runs.digests)
+        self._count("checkpoints read", found.read)
+        for loss in found.losses:
+            self._lose(loss)
+        if found.newest < self._newest:
+            self._lose(f"it could go on from step {self._newest}, and then only from {found.newest}")
+        self._newest = found.newest
+
+    def _count(self, what: str, times: int = 1) -> None:
+        self._runs.say(("counted", what, int(times)))
+
+    def _lose(self, what: str) -> None:
+        about = f"{self._folder.name}, {', '.join(self._how)}"
+        said = "" if self._trouble else f"\n{_tail(self._folder)}"  # once is enough
+        self._trouble = True
+        self._runs.say(("lost", f"{about}: {what}{said}"))
+
+
+def _tail(run: Path) -> str:
+    output = run / "output"
+    return output.read_text()[-1500:] if output.exists() else ""

@@ -1,0 +1,98 @@
+"""Trainings of frameworks are killed, and the framework resumes them: what the script calls."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import random
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from torture.frameworks.run import Runs
+from torture.jobs import Job
+from torture.tally import Tally
+
+
+class _Place(NamedTuple):
+    """Where a kind of training is, and what has to be installed for it."""
+
+    module: str
+    name: str
+    needs: tuple[str, ...]
+
+
+_HUGGINGFACE, _LIGHTNING = ("transformers", "accelerate", "safetensors"), ("lightning",)
+_KINDS = {
+    "huggingface": _Place("torture.frameworks.huggingface", "KIND", _HUGGINGFACE),
+    "huggingface-ranks": _Place("torture.frameworks.huggingface", "TWO_RANKS", _HUGGINGFACE),
+    "lightning": _Place("torture.frameworks.lightning", "KIND", _LIGHTNING),
+    "lightning-sharded": _Place("torture.frameworks.lightning", "SHARDED", _LIGHTNING),
+    "torchtitan": _Place("torture.frameworks.torchtitan", "KIND", ()),
+}
+FRAMEWORKS = tuple(_KINDS)
+"""The names of all kinds."""
+
+# Where scripts/peers.sh unpacks torchtitan and what it needs.
+_PEERS = Path(sys.prefix, "peers")
+_TORCHTITAN = ("torchtitan-", "torchdata-", "spmd-types-", "tyro-", "docstring-parser-", "typeguard-")
+_TESTS = Path(__file__).parents[3] / "tests"
+# The longest that nothing may be heard of a run: some trainings, each of which has a limit of its own.
+_SILENCE_S = 900.0
+# Of a few runs for each kill one comes in time.
+_MOST_RUNS = 5
+
+
+def kill_trainings(tally: Tally, folder: Path, kills: int, choice: random.Random, name: str) -> None:
+    """Kill trainings of the kind ``name`` until there were so many kills. One that is not installed is only counted."""
+    if not _is_installed(name):
+        tally.counts[f"{name}: not installed, no kills"] += 1
+        return
+    job = Job(1, _run, name, str(folder / name), kills, choice.randrange(1 << 30))
+    with job, tqdm(total=kills, desc=f"kills of {name}", unit="kill", disable=None) as bar:
+        pipe = job.pipes[0]
+        try:
+            while pipe.poll(_SILENCE_S):
+                kind, *said = pipe.recv()
+                if kind == "ended":
+                    return
+                if kind == "error":
+                    tally.lose(f"{name}: {said[0]}")
+                    return
+                if kind == "lost":
+                    tally.lose(f"{name}, {said[0]}")
+                elif said[1]:
+                    tally.counts[f"{name}: {said[0]}"] += said[1]
+                    bar.update(said[1] if said[0].startswith("kills of ") else 0)
+            tally.lose(f"{name}: nothing was heard for {_SILENCE_S:g} s")
+        except (EOFError, ConnectionResetError):
+            tally.lose(f"{name}: the process that starts the ranks has died")
+
+
+def _is_installed(name: str) -> bool:
+    if name != "torchtitan":
+        return all(importlib.util.find_spec(each) is not None for each in _KINDS[name].needs)
+    # torchtitan 0.3 is for this Python, and a torch of its time.
+    is_of_its_time = sys.version_info >= (3, 11) and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    return is_of_its_time and all(any(_PEERS.glob(f"{each}*")) for each in _TORCHTITAN)
+
+
+def _run(pipe: Connection, rank: int, name: str, folder: str, kills: int, seed: int) -> None:
+    """In a process that imports the framework, and starts no thread: ranks are forked from it."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if name == "torchtitan":  # with the stand-ins of the tests for what it wants of a device
+        sys.path[:0] = [str(_TESTS), *(str(each) for prefix in _TORCHTITAN for each in _PEERS.glob(f"{prefix}*"))]
+    place, choice, killed = _KINDS[name], random.Random(seed), 0
+    runs = Runs(getattr(importlib.import_module(place.module), place.name), Path(folder), choice, pipe.send)
+    for number in range(_MOST_RUNS * kills):
+        if killed >= kills:
+            break
+        killed += runs.one(number, min(kills - killed, choice.randint(1, 4)))
+    else:
+        runs.say(("lost", f"there were only {killed} kills in {number + 1} runs"))
+    pipe.send(("ended",))

@@ -1,0 +1,290 @@
+"""Checkpoints of verl's FSDP engine, by its own engine, manager and trainers, beside its own manager."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.peers import VERL, python
+from support.ranks import fsdp2_on_cpu
+from support.workers import wait_reached
+
+pytestmark = [pytest.mark.usefixtures("forkserver"), fsdp2_on_cpu]
+
+HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.mark.parametrize("release", VERL)
+def test_as_the_trainers_do(release: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.path[:0] = {HERE!r}; import test_verl_fsdp; test_verl_fsdp.main()"
+    python(code, release, arguments=(str(tmp_path),))
+
+
+def main() -> None:
+    """In a process that finds verl."""
+    from support import verl_stand_ins
+
+    verl_stand_ins.install()
+    os.environ |= {"ASYNC_CKPT_TIMEOUT": "20", "ASYNC_CKPT_COMMIT_TIMEOUT": "20"}
+    verl_stand_ins.import_external("asyncckpt.integrations.verl_fsdp")  # as verl does, before its own modules
+    from support import verl_training
+
+    parts: list[Callable[[Any, Path], None]] = [
+        saves_and_resumes,
+        other_numbers_of_ranks,
+        named_when_durable,
+        killed_while_writing,
+        a_failing_one_keeps_the_older,
+        stock_checkpoints,
+        small_files,
+        adapters_alone,
+        bad_input,
+        callers_of_their_own,
+    ]
+    chosen = sys.argv[2:]
+    for part in parts:
+        if chosen and part.__name__ not in chosen:
+            continue
+        print(part.__name__, flush=True)
+        (own := Path(sys.argv[1]) / part.__name__).mkdir()
+        part(verl_training, own)
+
+
+# All that follows runs there.
+
+
+def latest(folder: Path) -> int | None:
+    tracker = folder / TRACKER
+    return int(tracker.read_text()) if tracker.exists() else None
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not path.name.startswith(("__", "."))}
+
+
+def saves_and_resumes(verl: Any, folder: Path) -> None:
+    """A job that is resumed goes on as if it had never ended, on the same ranks, to the bit."""
+    for kind in verl.trainers:
+        place = folder / kind.__name__
+        with verl.group(2, folder) as actor, verl.group(2, folder, seed=5) as critic:
+            trainer = verl.driver(kind, place, actor, critic, keep=1, steps=4)
+            for step in (2, 4):
+                actor.call("train", 2), critic.call("train", 2)
+                verl.save(trainer, step)
+            # The last one is waited for.
+            assert latest(place) == 4
+            assert trainer.config.actor_rollout_ref.actor.checkpoint.async_save is False
+            assert all(trainer.told)
+            assert files_in(place / "global_step_4") == {"actor", "critic", "data.pt"}
+            assert files_in(place / "global_step_2") == {"data.pt"}
+            states = [each.call("state") for each in (actor, critic)]
+            after = [(each.call("random"), each.call("train", 2), each.call("state")) for each in (actor, critic)]
+        with verl.group(2, folder, seed=7) as actor, verl.group(2, folder, seed=8) as critic:
+            trainer = verl.driver(kind, place, actor, critic)
+            trainer._load_checkpoint()
+            assert (trainer.global_steps, trainer.train_dataloader.position) == (4, 4)
+            verl.check_same([each.call("state") for each in (actor, critic)], states)
+            found = [(each.call("random"), each.call("train", 2), each.call("state")) for each in (actor, critic)]
+            verl.check_same(found, after)
+
+
+def other_numbers_of_ranks(verl: Any, folder: Path) -> None:
+    for before, now in ((2, 1), (1, 2)):
+        place = folder / f"from-{before}" / "global_step_1" / "actor"
+        with verl.group(before, folder) as actor:
+            actor.call("train", 2)
+            actor.save_checkpoint(str(place), None, 1)
+            state, *_ = actor.call("state")
+            random, loss = actor.call("random"), actor.call("train")
+        with verl.group(now, folder, seed=9) as actor:
+            actor.load_checkpoint(str(place))
+            for each in actor.call("state"):
+                verl.check_same(each, state)
+            assert actor.call("random")[0] == random[0]
+            assert abs(actor.call("train")[0] - loss[0]) < 1e-5
+
+
+def named_when_durable(verl: Any, folder: Path) -> None:
+    """The tracker waits for the last of actor and critic, and older ones go when it has moved."""
+    gate = folder / "gate"
+    slow = {"fault": "finalize:hold:2", "environment": {"ASYNCCKPT_TEST_GATE": str(gate)}}
+    with verl.group(1, folder) as actor, verl.group(1, folder, seed=5, **slow) as critic:
+        trainer = verl.driver(verl.trainers[-1], folder, actor, critic, keep=1)
+        for each in (actor, critic):
+            each.call("train")
+        verl.save(trainer, 1)
+        verl.settle(trainer)
+        assert latest(folder) == 1
+        verl.save(trainer, 2)  # and returns, though the critic's is held
+        wait_reached(gate)
+        actor.call("wait")
+        assert files_in(folder / "global_step_2") == {"actor", "data.pt", "asyncckpt_parts.json"}
+        assert files_in(folder / "global_step_1") == {"actor", "critic", "data.pt"}
+        assert latest(folder) == 1
+        gate.touch()
+        verl.settle(trainer)
+        assert latest(folder) == 2
+        assert files_in(folder / "global_step_2") == {"actor", "critic", "data.pt"}
+        verl.save(trainer, 3)
+        assert files_in(folder / "global_step_1") == {"data.pt"}
+        verl.settle(trainer)
+        assert latest(folder) == 3
+        # What is there is replaced before this returns.
+        before = (folder / "global_step_3" / "actor" / "asyncckpt.json").read_bytes()
+        verl.save(trainer, 3)
+        assert (folder / "global_step_3" / "actor" / "asyncckpt.json").read_bytes() != before
+        assert files_in(folder / "global_step_3") == {"actor", "critic", "data.pt"}
+
+
+def killed_while_writing(verl: Any, folder: Path) -> None:
+    """All ranks are killed while step 2 is written: step 1 is the latest, until its workers have finished."""
+    gate = folder / "gate"
+    slow = {"fault": "finalize:hold:2", "environment": {"ASYNCCKPT_TEST_GATE": str(gate)}}
+    actor = verl.Group(2, folder, **slow)
+    trainer = verl.driver(verl.trainers[0], folder, actor, keep=1)
+    states = []
+    for step in (1, 2):
+        actor.call("train")
+        states.append(actor.call("state"))
+        verl.save(trainer, step)
+        if step == 1:
+            verl.settle(trainer)
+    wait_reached(gate)
+    actor.kill()
+    assert latest(folder) == 1
+    with verl.group(2, folder, seed=9) as actor:
+        actor.load_checkpoint(str(folder / "global_step_1" / "actor"))
+        verl.check_same(actor.call("state"), states[0])
+        gate.touch()
+        trainer = verl.driver(verl.trainers[0], folder, actor)
+        trainer._load_checkpoint()
+        assert trainer.global_steps == latest(folder) == 2
+        verl.check_same(actor.call("state"), states[1])
+    assert files_in(folder / "global_step_2") == {"actor", "data.pt"}
+
+
+def a_failing_one_keeps_the_older(verl: Any, folder: Path) -> None:
+    with verl.group(1, folder, fault="finalize:enospc:2") as actor:
+        trainer = verl.driver(verl.trainers[0], folder, actor, keep=1)
+        actor.call("train")
+        verl.save(trainer, 1)
+        verl.settle(trainer)
+        verl.save(trainer, 2)
+        actor.call("until_failed")
+        with pytest.raises(Exception, match="No space left"):
+            verl.save(trainer, 3)
+        assert latest(folder) == 1
+        assert files_in(folder / "global_step_1") == {"actor", "data.pt"}
+        verl.save(trainer, 4)
+        verl.settle(trainer)
+        assert latest(folder) == 4
+        assert not (folder / "global_step_2" / "actor").exists()
+
+
+def stock_checkpoints(verl: Any, folder: Path) -> None:
+    """What verl's own manager saves is loaded as ever."""
+    place = folder / "global_step_1" / "actor"
+    with verl.group(2, folder) as actor:
+        actor.call("stock")
+        actor.call("train", 2)
+        trainer = verl.driver(verl.trainers[0], folder, actor)
+        verl.save(trainer, 1)  # of workers that have not heard of us it need not wait
+        verl.settle(trainer)
+        assert latest(folder) == 1
+        state = actor.call("state")
+    with verl.group(2, folder, seed=9) as actor:
+        actor.load_checkpoint(str(place))
+        verl.check_same(actor.call("state"), state)
+
+
+def small_files(verl: Any, folder: Path) -> None:
+    """They are those that verl itself writes, byte for byte, with weights for Hugging Face among them."""
+    contents = ("model", "optimizer", "extra", "hf_model")
+    with verl.group(2, folder, contents) as actor:
+        actor.call("train")
+        actor.save_checkpoint(str(folder / "ours"), None, 1)
+        actor.call("stock")
+        actor.save_checkpoint(str(folder / "stock"), None, 1)
+    ours, stock = (
+        {str(file.relative_to(place)): file.read_bytes() for file in sorted(place.rglob("*")) if file.is_file()}
+        for place in (folder / "ours", folder / "stock")
+    )
+    common = ours.keys() & stock.keys()
+    assert {name for name in stock if "_rank_" not in name} <= common
+    assert "huggingface/model.safetensors" in common
+    assert "huggingface/tokenizer.json" in common
+    assert "fsdp_config.json" in common
+    for name in common:
+        if "_rank_" not in name and not name.endswith(".safetensors"):
+            assert ours[name] == stock[name], name
+    from safetensors.torch import load
+
+    weights = "huggingface/model.safetensors"
+    verl.check_same(load(ours[weights]), load(stock[weights]))
+
+
+def adapters_alone(verl: Any, folder: Path) -> None:
+    if not hasattr(verl._config.CheckpointConfig(), "save_lora_only"):
+        return  # verl 0.8 has no such checkpoints
+    place = folder / "global_step_1" / "actor"
+    with verl.group(2, folder, lora=True) as actor:
+        actor.call("train", 2)
+        actor.save_checkpoint(str(place), None, 1)
+        state, *_ = actor.call("state")
+    assert "lora_train_meta.json" in files_in(place)
+    with verl.group(1, folder, lora=True) as actor:
+        actor.load_checkpoint(str(place))
+        verl.check_same(actor.call("state")[0], state)
+    with verl.group(1, folder) as actor, pytest.raises(Exception, match="adapters that the model has not"):
+        actor.load_checkpoint(str(place))
+
+
+def bad_input(verl: Any, folder: Path) -> None:
+    with verl.group(1, folder) as actor:
+        actor.load_checkpoint(None)
+        actor.save_checkpoint(None)
+        with pytest.raises(Exception, match=r"model_world_size_1_rank_0\.pt"):  # as verl's own
+            actor.load_checkpoint(str(folder / "nothing"))
+        actor.call("train")
+        whole = str(folder / "whole")
+        actor.save_checkpoint(whole, None, 1)
+        for part in ("model", "optimizer"):
+            for method, what in (("load_checkpoint", "load"), ("save_checkpoint", "save")):
+                with pytest.raises(AssertionError, match=f"{part} must be provided when checkpoint_contents.{what}"):
+                    actor.call("use", part, None, method, whole)
+        actor.call("use", "checkpoint_save_contents", ["extra"], "save_checkpoint", str(folder / "extra"), None, 1)
+        actor.call("use", "checkpoint_load_contents", ["extra"], "load_checkpoint", str(folder / "extra"))
+        with pytest.raises(Exception, match="no state dict, but a set of files"):
+            actor.load_checkpoint(str(folder / "extra"))
+    with verl.group(1, folder) as actor:
+        place = folder / "damaged"
+        actor.call("train")
+        actor.save_checkpoint(str(place), None, 1)
+        data = place / "__0_0.distcp"
+        damaged = bytearray(data.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        data.write_bytes(damaged)
+        with pytest.raises(Exception, match="damaged"):
+            actor.load_checkpoint(str(place))
+
+
+def callers_of_their_own(verl: Any, folder: Path) -> None:
+    """Who names a step when the save returns is told when it is durable: verl's handler for supervised training."""
+    with verl.group(2, folder) as actor:
+        for step in (1, 2):
+            actor.call("train")
+            actor.call("handle", str(folder), "save_checkpoint", step)
+            assert latest(folder) == step
+            assert (folder / f"global_step_{step}" / "asyncckpt.json").exists()
+            assert (folder / f"global_step_{step}" / "data_1.pt").exists()
+        state = actor.call("state")
+        actor.call("handle", str(folder), "save_checkpoint", 3)
+        assert not (folder / "global_step_1").exists()
+    with verl.group(2, folder, seed=9) as actor:
+        assert actor.call("handle", str(folder), "load_checkpoint") == [(3, 3), (3, 3)]
+        verl.check_same(actor.call("state"), state)

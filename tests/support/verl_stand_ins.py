@@ -1,0 +1,110 @@
+"""verl without what it needs to run: its own classes that save and load, and stand-ins for all else that they import.
+
+The modules in ``REAL`` come from an unpacked wheel. Any other module of verl, Ray, and what else is not there, is a
+stand-in: its names are classes that take anything and do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import types
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+REAL = (
+    "verl.base_config",
+    "verl.plugin.platform",
+    "verl.trainer.config",
+    "verl.trainer.ppo.checkpoint_callback",
+    "verl.trainer.ppo.ray_trainer",
+    "verl.trainer.ppo.v1.trainer_base",
+    "verl.utils.checkpoint",
+    "verl.utils.device",
+    "verl.utils.fs",
+    "verl.utils.fsdp_utils",
+    "verl.utils.hdfs_io",
+    "verl.utils.import_utils",
+    "verl.utils.logger",
+    "verl.utils.transformers_compat",
+    "verl.workers.engine.fsdp.transformer_impl",
+)
+STAND_INS = ("verl", "ray", "tensordict", "omegaconf", "transfer_queue", "torchdata")
+
+
+class _Anything(type):
+    """Classes whose attributes are others, and that go where a type goes."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _anything(name)
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    __ror__ = __or__
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+def _anything(name: str) -> Any:
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        pass
+
+    def decorate(self: Any, decorated: Any = None, *args: Any, **options: Any) -> Any:
+        return decorated
+
+    return _Anything(name, (), {"__init__": init, "__call__": decorate})
+
+
+class _StandIns(MetaPathFinder, Loader):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        top = fullname.partition(".")[0]
+        is_real = top == "verl" and any(f"{fullname}.".startswith(f"{real}.") for real in REAL)
+        return None if is_real or top not in STAND_INS else ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        module: Any = types.ModuleType(spec.name)
+        module.__path__ = [str(self._folder.joinpath(*spec.name.split(".")))]
+
+        def named(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _KNOWN.get((spec.name, name)) or _anything(name)
+
+        module.__getattr__ = named
+        return module  # type: ignore[no-any-return]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class Role:
+    """verl's names of worker groups."""
+
+    Critic = "critic"
+
+
+_KNOWN = {("omegaconf", "open_dict"): contextlib.nullcontext, ("verl.trainer.ppo.utils", "Role"): Role}
+
+
+def install() -> None:
+    """Put the stand-ins in place. verl has to be on the path."""
+    folder = Path(next(path for path in sys.path if (Path(path) / "verl").is_dir()))
+    sys.meta_path.insert(0, _StandIns(folder))
+
+
+def import_external(name: str) -> None:
+    """Have verl import a module that ``VERL_USE_EXTERNAL_MODULES`` names."""
+    importlib.import_module("verl.utils.import_utils").import_external_libs(name.split(","))

@@ -1,0 +1,329 @@
+"""verl's FSDP engine and trainers, with a tiny model on a few ranks: the workers are plain processes, not Ray's.
+
+``verl_stand_ins.install`` comes before. The driver calls its workers over pipes, which pickle as Ray does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncckpt.engine import shared as engines
+from asyncckpt.integrations.capture import replaced
+from support.ranks import faulty
+from support.states import same
+
+LIMIT_S = 60.0
+
+_impl: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+_managers = importlib.import_module("verl.utils.checkpoint.fsdp_checkpoint_manager")
+_config = importlib.import_module("verl.trainer.config")
+trainers = [importlib.import_module("verl.trainer.ppo.ray_trainer").RayPPOTrainer]
+with contextlib.suppress(ImportError):  # of newer releases
+    trainers.append(importlib.import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer)
+handlers = importlib.import_module("verl.utils.checkpoint.checkpoint_handler")
+
+_impl.load_fsdp_model_to_gpu = lambda model: None  # there is none
+
+
+class _Processor:
+    """Saves itself as tokenizers do."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "tokenizer.json").write_text("{}")
+
+
+class Engine(_impl.FSDPEngine):  # type: ignore[misc]
+    """verl's engine, but for how its model is made and trained."""
+
+    def __init__(self, contents: list[str], lora: bool, seed: int) -> None:
+        self.checkpoint_config = _config.CheckpointConfig(save_contents=contents, load_contents=contents)
+        if lora:
+            object.__setattr__(self.checkpoint_config, "save_lora_only", True)
+        self.model_config = SimpleNamespace(get_processor=_Processor, trust_remote_code=False)
+        self._is_offload_param = self._is_offload_optimizer = False
+        self._lora, self._seed = lora, seed
+
+    def _build_model_optimizer(self) -> None:
+        torch.manual_seed(self._seed)
+        np.random.seed(self._seed + dist.get_rank())
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+        config = LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **sizes)
+        model: Any = LlamaForCausalLM(config)
+        if self._lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        for layer in model.get_base_model().model.layers if self._lora else model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        self.module = fully_shard(model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        torch.manual_seed(self._seed + dist.get_rank())
+
+    def to(self, device: Any, **_: Any) -> None:
+        """Where it is."""
+
+    def train(self, steps: int = 1) -> float:
+        """Its loss. The batch is drawn at random, and the same on all ranks."""
+        loss = torch.zeros(())
+        for _ in range(steps):
+            batch = torch.randint(0, 32, (2, 8))
+            dist.broadcast(batch, 0)
+            loss = self.module(input_ids=batch, labels=batch).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.lr_scheduler.step()
+        return float(loss.detach())
+
+    def state(self) -> dict[str, Any]:
+        """All of it, in whole tensors, however many ranks there are."""
+        whole = StateDictOptions(full_state_dict=True)
+        model = get_model_state_dict(self.module, options=whole)
+        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=whole) if self.optimizer.state else {}
+        # Copies: a pipe of multiprocessing would share their memory.
+        return copy.deepcopy({"model": model, "optimizer": optimizer, "schedule": self.lr_scheduler.state_dict()})
+
+    def random(self) -> tuple[float, float]:
+        """The next random numbers of this rank, which are drawn."""
+        return float(torch.rand(())), float(np.random.rand())
+
+    def use(self, name: str, value: Any, method: str, *args: Any) -> None:
+        """Call ``method`` of it while an attribute of the manager has another value."""
+        with replaced(self.checkpoint_manager, name, value):
+            getattr(self, method)(*args)
+
+    def stock(self) -> None:
+        """Have verl's own manager in the place of ours."""
+        self.checkpoint_manager.__class__ = _managers.FSDPCheckpointManager
+
+    def wait(self) -> None:
+        """For all saves."""
+        self.checkpoint_manager.save_checkpoint(None)
+
+    def until_failed(self) -> None:
+        """Wait until a save has failed."""
+        deadline = time.monotonic() + LIMIT_S
+        while not engines.shared.get().failures and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def handle(self, folder: str, method: str, *args: Any) -> Any:
+        """Call verl's ``CheckpointHandler``, as its trainer for supervised training does."""
+        self.is_mp_src_rank_with_outputs = lambda: True
+        self.get_data_parallel_rank = dist.get_rank
+        handler = handlers.CheckpointHandler(self, Loader(3), default_local_dir=folder, max_ckpt_to_keep=1)
+        return getattr(handler, method)(*args), handler.train_dataloader.position
+
+
+class Loader:
+    """A data loader with a position."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __len__(self) -> int:
+        return 100
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+_ends_here: list[Connection] = []  # of the pipes to all workers
+
+
+def _work(pipe: Connection, rank: int, world: int, meeting: str, options: dict[str, Any]) -> None:
+    for end in _ends_here:  # else no worker would see that the driver has gone
+        end.close()
+    try:
+        if fault := options.pop("fault", None):
+            faulty(fault)
+        os.environ |= options.pop("environment", {})
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+        engine = Engine(**options)
+        engine.initialize()
+        while True:
+            method, args, named = pipe.recv()
+            try:
+                answer = getattr(engine, method)(*args, **named)
+            except Exception as error:
+                traceback.print_exc()
+                answer = error
+            pipe.send(answer)
+    except EOFError:
+        engines.shared.close()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+class Group:
+    """The workers of a model, one rank each; a method of it is one of all of them, as of verl's worker groups."""
+
+    def __init__(
+        self,
+        world: int,
+        folder: Path,
+        contents: tuple[str, ...] = ("model", "optimizer", "extra"),
+        lora: bool = False,
+        seed: int = 0,
+        **faults: Any,
+    ) -> None:
+        context = get_context("fork")
+        meeting = str(folder / f"meeting-{os.urandom(4).hex()}")
+        options = {"contents": list(contents), "lora": lora, "seed": seed, **faults}
+        self._pipes, self._processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            _ends_here.append(ours)
+            process = context.Process(target=_work, args=(theirs, rank, world, meeting, options))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def call(self, method: str, *args: Any, **named: Any) -> list[Any]:
+        """What all ranks return; raises the first error of one of them."""
+        for pipe in self._pipes:
+            pipe.send((method, args, named))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(LIMIT_S):
+                raise TimeoutError(f"rank {rank} does not return from {method}")
+            answers.append(pipe.recv())
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def save_checkpoint(self, *args: Any, **named: Any) -> None:
+        self.call("save_checkpoint", *args, **named)
+
+    def load_checkpoint(self, *args: Any, **named: Any) -> None:
+        self.call("load_checkpoint", *args, **named)
+
+    def kill(self) -> None:
+        """All of them at once."""
+        for process in self._processes:
+            process.kill()
+        self.close()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            _ends_here.remove(pipe)
+            pipe.close()
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.join(LIMIT_S)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def group(*args: Any, **options: Any) -> Iterator[Group]:
+    """A group that ends here, and is killed if something is raised."""
+    new = Group(*args, **options)
+    try:
+        yield new
+    except BaseException:
+        new.kill()
+        raise
+    new.close()
+
+
+class Tree(dict[str, Any]):
+    """A configuration, by attributes and by keys, as omegaconf's."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def tree(values: dict[str, Any]) -> Tree:
+    return Tree({name: tree(value) if isinstance(value, dict) else value for name, value in values.items()})
+
+
+def driver(kind: Any, folder: Path, actor: Any, critic: Any = None, keep: int | None = None, steps: int = 100) -> Any:
+    """A trainer of this ``kind`` with these workers, which does nothing but save and load."""
+    own: Any = type("Trainer", (kind,), {"__init__": lambda self: None})
+    own.__abstractmethods__ = frozenset()
+    trainer: Any = own()
+    trainer.config = tree(
+        {
+            "trainer": {
+                "default_local_dir": str(folder),
+                "default_hdfs_dir": None,
+                "max_actor_ckpt_to_keep": keep,
+                "max_critic_ckpt_to_keep": keep,
+                "resume_mode": "auto",
+                "del_local_ckpt_after_load": False,
+            },
+            "actor_rollout_ref": {"actor": {"strategy": "fsdp2", "checkpoint": {"async_save": False}}},
+            "critic": {"strategy": "fsdp2"},
+        }
+    )
+    trainer.actor_rollout_wg, trainer.critic_wg, trainer.use_critic = actor, critic, critic is not None
+    trainer.train_dataloader, trainer.total_training_steps, trainer.global_steps = Loader(0), steps, 0
+    trainer.trainer_mode = "sync"
+    trainer.told = []
+    trainer.checkpoint_callback = SimpleNamespace(on_save=lambda **told: trainer.told.append(told["async_save"]))
+    return trainer
+
+
+def save(trainer: Any, step: int) -> None:
+    """Have the trainer save this step."""
+    trainer.global_steps = trainer.train_dataloader.position = step
+    trainer._save_checkpoint()
+
+
+def settle(trainer: Any) -> None:
+    """Wait until the tracker is where it will be."""
+    trainer._asyncckpt_tracker.wait()
+
+
+def check_same(one: Any, other: Any) -> None:
+    """Fail unless two states are equal, tensors to the bit."""
+    differing = list(_differing(one, other, ""))
+    assert not differing, differing[:8]
+
+
+def _differing(one: Any, other: Any, name: str) -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key in one:
+            yield from _differing(one[key], other[key], f"{name}.{key}")
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            yield from _differing(*pair, f"{name}.{number}")
+    elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if not same(one, other):
+            yield name
+    elif one != other:
+        yield f"{name}: {one!r}, {other!r}"
