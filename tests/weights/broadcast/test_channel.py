@@ -172,9 +172,10 @@ def nothing_grows() -> tuple[int, int]:
     return before, after
 
 
-def test_descriptors_and_threads_are_flat(tmp_path: Path) -> None:
+def test_descriptors_and_threads_do_not_grow(tmp_path: Path) -> None:
     for before, after in ranks.run(2, nothing_grows, folder=tmp_path):
-        assert before == after
+        # Less is right too: under load, gloo's thread closes a socket it connected by only during a later broadcast.
+        assert after <= before
 
 
 def test_errors_travel() -> None:
