@@ -36,7 +36,7 @@ from asyncckpt.worker.messages import HeldImage
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
-from asyncckpt.worker.storage import absolute, complete_steps, set_aside, step_folder
+from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, newest_step, older_step, origin_of
 
 if TYPE_CHECKING:
@@ -72,23 +72,25 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """In a job of many ranks every rank makes one, and all make the same calls in the same order.
 
         Args:
-            root: The folder, made if it is missing; the same on all ranks, on a file system they share.
+            root: The folder, made if it is missing; the same on all ranks, on a file system they share. Or an address
+                on an object store, ``s3://bucket/run``, also ``gs://`` and ``az://``.
             config: What there is to choose; None: what the environment says (``Config.from_env``).
             process_group: The ranks that save together; None: the whole job.
 
         Raises:
-            StorageError: The folder cannot be made, or is an address.
+            StorageError: The folder cannot be made, or this is an address of another kind.
             ValueError: A variable of the environment makes no sense.
         """
         config = Config.given(config)
         self.root = absolute(root)
+        claim = None if is_address(self.root) else Claim(self.root, config.job_id)  # a store has no locks
         try:
-            os.makedirs(self.root, exist_ok=True)
+            if claim is not None:
+                os.makedirs(self.root, exist_ok=True)
         except OSError as error:
             why = "this is a file" if isinstance(error, FileExistsError) else error.strerror
             raise StorageError(f"making the folder for checkpoints failed: {why}", path=self.root) from error
-        job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id)
-        self._engine = Engine(config, process_group, job=job, claim=claim)
+        self._engine = Engine(config, process_group, job=job_of_checkpoints(self.root, config.job_id), claim=claim)
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._staging: list[Save] = []  # those whose tensors may still be read

@@ -15,6 +15,7 @@ from typing import SupportsIndex, TypeAlias
 
 from asyncckpt.errors import VersionError
 from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.worker.storage import absolute, is_address
 
 _WEIGHTS = "weights\n"
 _NOTHING = PublishedVersion(0, -1, rolled_back=False, ranks=0)
@@ -139,7 +140,8 @@ def job_of_weights(address: str) -> str:
 
 def job_of_checkpoints(root: str | os.PathLike[str], job_id: str | None) -> str:
     """The job of a ``Checkpointer``, see ``Config.job_id``."""
-    return f"{os.path.realpath(os.fspath(root))}\n{job_id or ''}"
+    place = absolute(root)
+    return f"{place if is_address(place) else os.path.realpath(place)}\n{job_id or ''}"
 
 
 def facts_of_job(job: str | None) -> dict[str, str | None]:

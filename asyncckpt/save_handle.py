@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from pathlib import Path
 
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.flag import Flag
@@ -117,8 +116,8 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class _SaveFuture(Future[Path]):
-    def add_done_callback(self, fn: Callable[[Future[Path]], object]) -> None:
+class _SaveFuture(Future[str]):
+    def add_done_callback(self, fn: Callable[[Future[str]], object]) -> None:
         super().add_done_callback(lambda done: _callbacks.add(partial(fn, done)))
 
 
@@ -130,7 +129,7 @@ class SaveState:
     """
 
     def __init__(self, path: str | os.PathLike[str], step: int | None) -> None:
-        self.path = Path(path)
+        self.path = os.fspath(path)
         self.step = step
         self.begun = time.perf_counter()
         self.timings: dict[str, float] = {}
@@ -140,7 +139,7 @@ class SaveState:
         """Somebody was told of its failure, or will be."""
         self.queued, self.staged, self.done = Flag(), Flag(), Flag()
         self.fences: Sequence[Callable[[], None]] = ()
-        self._future: Future[Path] | None = None
+        self._future: Future[str] | None = None
         self._following: list[Callable[[], None]] | None = []  # what its end is followed by; None: that has begun
         self._lock = threading.Lock()
 
@@ -167,7 +166,7 @@ class SaveState:
             self._complete(future)
 
     @property
-    def future(self) -> Future[Path]:
+    def future(self) -> Future[str]:
         """A future with its outcome, the same one for all who ask."""
         if self._future is None:
             future = _SaveFuture()
@@ -203,7 +202,7 @@ class SaveState:
             logger.error("%s failed: %s", what, error)
             outcome.set_exception(error)
 
-    def _complete(self, future: Future[Path]) -> None:
+    def _complete(self, future: Future[str]) -> None:
         with contextlib.suppress(InvalidStateError):  # two have seen that it has ended
             if self.failure is None:
                 future.set_result(self.path)
@@ -234,7 +233,7 @@ class Save:
         return cls(state)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> str:
         """Where the checkpoint, or the file, will stand."""
         return self._state.path
 
@@ -244,14 +243,14 @@ class Save:
         return self._state.step
 
     @property
-    def future(self) -> Future[Path]:
+    def future(self) -> Future[str]:
         """The same outcome, for code that waits on futures.
 
         Its callbacks are called one after the other on a thread of their own. They may save, and take their time.
         """
         return self._state.future
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> str:
         """Wait until the checkpoint is committed, complete and durable, and return its path.
 
         Raises what went wrong with it, or ``SaveTimeoutError`` after ``timeout`` seconds (None: as long as it takes;

@@ -48,7 +48,7 @@ def test_a_run(checkpointer: Checkpointer, root: Path) -> None:
         state["step"] = step
         state["model"]["weight"].fill_(step)
         save = checkpointer.save(step, state)
-        assert save.staged() and save.step == step and save.path == root / f"step-{step:08d}"
+        assert save.staged() and save.step == step and save.path == str(root / f"step-{step:08d}")
         assert save.result(60) == save.path and save.done() and save.failure is None
         assert {"plan_s", "copy_s", "stall_s", "write_s", "commit_s", "durable_s"} <= set(save.timings)
     assert checkpointer.steps() == [5, 10] and checkpointer.latest() == 10

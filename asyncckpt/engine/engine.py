@@ -23,7 +23,7 @@ from asyncckpt.devices.kinds import ready_events
 from asyncckpt.engine.plan_selection import Captured, PlanSelection
 from asyncckpt.engine.published_image import known_by_all, show
 from asyncckpt.engine.retention import Retention
-from asyncckpt.engine.save_input import save_input
+from asyncckpt.engine.save_input import check_file_set_place, save_input
 from asyncckpt.engine.save_operation import Copier, SaveOperation
 from asyncckpt.engine.saves import Saves
 from asyncckpt.engine.turn import Turn
@@ -150,12 +150,12 @@ class Engine(AbstractContextManager["Engine"]):
         Then no rank saves anything. With ``Config.failure="warn"`` all but ``ClosedError`` comes from the handle.
         """
         retention = retention or Retention(existing=existing)
-        if retention.existing == "join" and isinstance(state_dict, FileSet):
-            raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
+        if isinstance(state_dict, FileSet):
+            check_file_set_place(os.fspath(path), retention.existing)
 
         def capture(save: SaveOperation) -> Captured:
             check = partial(self._saves.check_place, save, retention.existing)
-            call = Call.of_save(step, str(save.path))
+            call = Call.of_save(step, save.path)
             given = save.group, save.number, state_dict, planner, separate
             return self._plans.for_all(save_input(*given, call=call, check=check))
 
@@ -172,7 +172,7 @@ class Engine(AbstractContextManager["Engine"]):
             obj, pickle_protocol: As ``torch.save`` has them.
             follow_link: Save to what a link at ``path`` leads to; else the link is replaced.
         """
-        final = os.path.realpath(os.fspath(path)) if follow_link else absolute(path)
+        final = place_to_put(path, "replace") if follow_link else absolute(path)
 
         def capture(save: SaveOperation) -> Captured:
             if not save.group.alone:

@@ -11,15 +11,26 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.draft import DraftInput, flat_names, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.ranks.group import Group
+from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.rounds import Call
+from asyncckpt.worker.storage import is_address
 
 PREPARES = Call("prepares a save", "prepare")
+
+
+def check_file_set_place(path: str, existing: Existing) -> None:
+    """Raise ``ValueError`` or ``UnsavableStateError`` where a set of files cannot go."""
+    if existing == "join":
+        raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
+    if is_address(path):
+        raise UnsavableStateError("a set of files is saved to a file system, not to an object store", path=path)
 
 
 @dataclass(frozen=True)

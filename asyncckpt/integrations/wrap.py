@@ -8,7 +8,6 @@ import inspect
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ class _NvrxSave(Save):
             self._outcome.set_result(None)
         return True
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> str:
         self.done()
         return super().result(timeout)
 
@@ -130,7 +129,7 @@ class _NvrxSave(Save):
         return super().when_durable(action, what)
 
     @property
-    def future(self) -> Future[Path]:
+    def future(self) -> Future[str]:
         self.done()
         return super().future
 

@@ -11,7 +11,6 @@ import os
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, has_shards, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import many
 from asyncckpt.worker.manifest import METADATA_NAME, Item
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import absolute, storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +114,12 @@ class CheckpointReader(StorageReader):
         self._weights_only = weights_only
         self._progress = progress or Progress("loading", shown=False)
         self._metadata: Metadata | None = None
-        self._path = os.path.abspath(os.fspath(path))
+        self._path = absolute(path)
         self._source = source or StorageSource(self._path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None and os.path.abspath(os.fspath(checkpoint_id)) != self._path:
-            self._path = os.path.abspath(os.fspath(checkpoint_id))
+        if checkpoint_id is not None and absolute(checkpoint_id) != self._path:
+            self._path = absolute(checkpoint_id)
             self._source = StorageSource(self._path)
             self._metadata = None
 
@@ -129,7 +128,7 @@ class CheckpointReader(StorageReader):
             self._metadata = load_metadata(self._source.metadata(), self._path, weights_only=self._weights_only)
             save_id = getattr(self._metadata.storage_meta, "save_id", None)  # in memory there is none yet
             # Where it is now: a checkpoint may be moved.
-            self._metadata.storage_meta = StorageMeta(Path(self._path), save_id=save_id, load_id=str(uuid.uuid4()))
+            self._metadata.storage_meta = StorageMeta(self._path, save_id=save_id, load_id=str(uuid.uuid4()))
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

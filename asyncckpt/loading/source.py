@@ -16,7 +16,7 @@ from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, Mi
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum
 from asyncckpt.worker.root_lock import is_finishing
-from asyncckpt.worker.storage import complete_steps, step_folder, step_of, storage_for
+from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import newest_step
 
 _POLL_S = 0.02
@@ -197,7 +197,7 @@ def verify(path: str, progress: Callable[[int], object] = lambda nbytes: None) -
     ``progress`` is called with the bytes read since the last call. Raises ``CheckpointNotFoundError`` where there is no
     checkpoint at all, ``StorageError`` where it cannot be read.
     """
-    path = os.path.abspath(path)
+    path = absolute(path)
     report = Report(path)
     with storage_for(path).reading(path):
         try:

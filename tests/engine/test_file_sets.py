@@ -99,7 +99,7 @@ def test_each_file_is_what_its_own_function_would_have_written(tmp_path: Path, m
         monkeypatch.setattr("asyncckpt.engine.save_input.make_file_set_plan", None)  # now nothing may be planned
         for number in range(1, 4):
             save = engine.save(tmp_path / str(number), make(number))
-            assert save.result(60) == tmp_path / str(number)
+            assert save.result(60) == str(tmp_path / str(number))
     for number in range(4):
         check(tmp_path / str(number), number, tmp_path)
 
@@ -132,7 +132,7 @@ def test_a_state_dict_at_the_top(root: Path, tmp_path: Path) -> None:
     files.add_torch_file("meta.pt", {"epoch": 3})
     files.add_safetensors("w.safetensors", {"w": state["w"]})
     with Checkpointer(root) as checkpointer:
-        path = checkpointer.save(1, files).result(60)
+        path = Path(checkpointer.save(1, files).result(60))
         assert checkpointer.load(into := zeros_like(state)) == 1 and same(into, state)
     stock_load(into := zeros_like(state), path)
     assert same(into, state) and torch.load(path / "meta.pt") == {"epoch": 3} and not verify(str(path)).damages
@@ -153,7 +153,7 @@ def test_structures_that_change(tmp_path: Path) -> None:
         for number, change in enumerate(changes):
             files = make(number)
             change(files)
-            path = engine.save(tmp_path / str(number), files).result(60)
+            path = Path(engine.save(tmp_path / str(number), files).result(60))
             assert not verify(str(path)).damages
             for name in files.contents:
                 assert (path / name).exists()
@@ -175,7 +175,7 @@ def test_a_plan_is_for_its_planner_and_for_its_header(tmp_path: Path) -> None:
             files.add_dcp_folder("dcp", {"w": torch.ones(3)}, planner)
             header["step"] = str(number)
             files.add_safetensors("w.safetensors", {"w": torch.ones(3)}, header)
-            path = engine.save(tmp_path / str(number), files).result(60)
+            path = Path(engine.save(tmp_path / str(number), files).result(60))
             metadata = FileSystemReader(path / "dcp").read_metadata()
             assert [*metadata.state_dict_metadata] == ["own w" if planner else "w"]
             with safe_open(path / "w.safetensors", "pt") as file:
@@ -308,7 +308,7 @@ def test_steps_of_a_checkpointer(root: Path, capsys: pytest.CaptureFixture[str])
 )
 def test_a_bad_byte_is_found(tmp_path: Path, name: str, says: str) -> None:
     with Engine() as engine:
-        path = engine.save(tmp_path / "it", make(3)).result(60)
+        path = Path(engine.save(tmp_path / "it", make(3)).result(60))
     whole = (path / name).read_bytes()
     for at in {0, len(whole) // 2, len(whole) - 1}:
         (path / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -357,7 +357,7 @@ def test_what_a_killed_worker_has_left_is_removed(tmp_path: Path) -> None:
 def test_what_is_left_of_a_removal_is_removed_later(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever removes it is killed half-way."""
     with Checkpointer(root) as checkpointer:
-        path = checkpointer.save(1, make(1)).result(60)
+        path = Path(checkpointer.save(1, make(1)).result(60))
         real = os.unlink
 
         def unlink(name: Any, **options: Any) -> None:

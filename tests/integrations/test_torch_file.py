@@ -48,7 +48,7 @@ def check(obj: Any, path: Path, **how: Any) -> Any:
     """Save ``obj``, and see that it loads, in all ways, as what torch.save has made of it; returns it loaded."""
     stock = path.with_name("stock.pt")
     torch.save(obj, stock)
-    assert torch_save(obj, path).result(60) == path
+    assert torch_save(obj, path).result(60) == str(path)
     with zipfile.ZipFile(path) as ours, zipfile.ZipFile(stock) as theirs:
         assert ours.testzip() is None
         contents = [{name.split("/", 1)[1]: file.read(name) for name in file.namelist()} for file in (ours, theirs)]
@@ -253,7 +253,7 @@ def test_memory_that_is_short_goes_to_whoever_saves(path: Path, monkeypatch: pyt
 
 def test_one_file_again_and_again(path: Path) -> None:
     saves = [torch_save(torch.full((1000,), float(number)), path) for number in range(8)]
-    assert [save.result(60) for save in saves] == [path] * 8
+    assert [save.result(60) for save in saves] == [str(path)] * 8
     assert torch.load(path)[0] == 7 and [each.name for each in path.parent.iterdir()] == ["model.pt"]
 
 
@@ -296,7 +296,7 @@ def test_where_it_is_torch_save_itself(path: Path, monkeypatch: pytest.MonkeyPat
     buffer.seek(0)
     assert same(torch.load(buffer), state)
     with path.open("wb") as file:
-        assert torch_save(state, file).result() == path
+        assert torch_save(state, file).result() == str(path)
     assert same(torch.load(path), state)
     for how in ({"_use_new_zipfile_serialization": False}, {"pickle_module": Other}):
         assert torch_save(state, path, **how).done()

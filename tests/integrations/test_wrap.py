@@ -38,7 +38,7 @@ def test_switched_off_the_handle_is_done(given: tuple[str, ...], tmp_path: Path)
     state = small_state()
     handle = wrap_save(torch.save, options(*given))(state, tmp_path / "file.pt")
     assert isinstance(handle, Save) and handle.done() and handle.staged() and handle.failure is None
-    assert handle.result() == handle.result(1) == handle.future.result(1) == tmp_path / "file.pt"
+    assert handle.result() == handle.result(1) == handle.future.result(1) == str(tmp_path / "file.pt")
     assert same(torch.load(tmp_path / "file.pt"), state)
     with open(tmp_path / "other.pt", "wb") as file:
         assert wrap_save(torch.save)(state, f=file).result() == tmp_path / "other.pt"
@@ -56,7 +56,7 @@ def test_switched_off_dcp_saves(function: Any, by: str, tmp_path: Path, monkeypa
     state, folder = small_state(), tmp_path / "it"
     where: Any = {by: folder if by == "checkpoint_id" else FileSystemWriter(folder)}
     handle = wrap_save(function)(state, **where, no_dist=True)
-    assert isinstance(handle, Save) and handle.result(60) == folder and handle.done()
+    assert isinstance(handle, Save) and handle.result(60) == str(folder) and handle.done()
     stock_load(into := zeros_like(state), folder)
     assert same(into, state) and not engines.shared.has_worker()
 
@@ -80,7 +80,7 @@ def test_torch_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = wrap_save(torch.save)(state, tmp_path / "file.pt")
     torch.save(state, tmp_path / "expected.pt")
     state["model"]["weight"].zero_()
-    assert isinstance(handle, Save) and handle.result(60) == tmp_path / "file.pt"
+    assert isinstance(handle, Save) and handle.result(60) == str(tmp_path / "file.pt")
     assert same(torch.load(tmp_path / "file.pt"), torch.load(tmp_path / "expected.pt"))
 
 

@@ -173,7 +173,7 @@ def test_files_are_as_the_umask_says(root: Path) -> None:
     before = os.umask(0o077)
     try:
         with Checkpointer(root) as checkpointer:
-            path = checkpointer.save(1, small_state()).result(60)
+            path = Path(checkpointer.save(1, small_state()).result(60))
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o077 == 0

@@ -133,7 +133,7 @@ def test_metadata_has_of_a_tensor_what_every_torch_reads(root: Path, monkeypatch
 
     monkeypatch.setattr(TensorProperties, "__getstate__", of_a_newer_torch)
     with Checkpointer(root) as checkpointer:
-        path = checkpointer.save(1, {"weight": torch.ones(2, 3)}).result(60)
+        path = Path(checkpointer.save(1, {"weight": torch.ones(2, 3)}).result(60))
     states: list[Any] = []
     monkeypatch.setattr(TensorProperties, "__setstate__", lambda self, state: states.append(state))
     pickle.loads((path / METADATA_NAME).read_bytes())

@@ -169,7 +169,7 @@ def test_the_same_bytes_as_from_the_host(
         checkpointer.save(1, host).result(60)
     with Checkpointer(tmp_path / "device") as checkpointer:
         for step in (1, 2):
-            path = checkpointer.save(step, state).result(60)
+            path = Path(checkpointer.save(step, state).result(60))
             assert _data_files(path) == _data_files(tmp_path / "host" / "step-00000001")
 
 

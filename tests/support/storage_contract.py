@@ -57,6 +57,10 @@ class StorageContract(ABC):
     def final(self, root: str) -> str:
         return f"{root}/final"
 
+    @abstractmethod
+    def put_strange(self, storage: Storage, path: str) -> None:
+        """Put a file with "mine" there, which is no checkpoint's."""
+
     def save(self, storage: Storage, final: str, attempt: str, existing: Existing = "refuse") -> None:
         opened = storage.begin_checkpoint(final, attempt, 0)
         put_checkpoint(opened, attempt, attempt.encode())
@@ -99,26 +103,6 @@ class StorageContract(ABC):
             opened.create(DATA, large=large)
         opened.discard()
 
-    def test_names_with_parts(self, storage: Storage, root: str, final: str) -> None:
-        """Two ranks write into the same folders; the second gives up, and the first goes on."""
-        one, other = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
-        put(one, "deep/in/one", b"1")
-        put(other, "deep/in/two", b"2")
-        put(other, "deep/else/three", b"3")
-        put_checkpoint(one, "a-1")
-        own = {DATA, METADATA_NAME, MANIFEST_NAME, "deep/in/one"}
-        assert one.names() == own | {"deep/in/two", "deep/else/three"}
-        other.discard(["deep/in/two", "deep/else/three"])
-        assert one.names() == own
-        one.finalize("refuse")
-        one.release()
-        last = storage.begin_checkpoint(f"{root}/deeper/final", "a-2", 0)
-        put(last, "a/b", b"")
-        last.discard(["a/b", "c/d"])
-        assert storage.exists(f"{root}/deeper") and not storage.names_in(f"{root}/deeper")
-        assert storage.read(f"{final}/deep/in/one") == b"1" and storage.names_in(f"{final}/deep") == ["in"]
-        assert not storage.may_put(final, "replace")  # its manifest knows no such file: it is somebody's
-
     def read_in_ranges(self, storage: Storage, path: str, expected: memoryview) -> None:
         """The file has the first two pages of ``expected``, and a byte."""
         with contextlib.closing(storage.open(path)) as file:
@@ -148,13 +132,6 @@ class StorageContract(ABC):
         first.discard()
         assert storage.names_in(root) == []
 
-    def test_too_little_space_is_seen_first(self, storage: Storage, root: str, final: str) -> None:
-        with pytest.raises(StorageError, match="the checkpoint needs .* bytes and"):
-            storage.begin_checkpoint(final, "a-1", 1 << 60)
-        assert storage.names_in(root) == []
-        with pytest.raises(StorageError, match="the file needs .* bytes and"):
-            storage.begin_file(final, "a-1", 1 << 60, 60.0)
-
     @pytest.mark.parametrize("existing", ["refuse", "replace", "join", "set aside"])
     def test_a_checkpoint_where_another_is(self, storage: Storage, root: str, final: str, existing: Existing) -> None:
         self.save(storage, final, "a-1")
@@ -173,8 +150,7 @@ class StorageContract(ABC):
     def test_a_checkpoint_where_files_of_others_are(
         self, storage: Storage, root: str, final: str, existing: Existing
     ) -> None:
-        os.makedirs(final)
-        Path(final, "mine.txt").write_text("mine")
+        self.put_strange(storage, f"{final}/mine.txt")
         assert storage.may_put(final, existing) == (existing == "join")
         if existing == "join":
             self.save(storage, final, "a-1", existing)
@@ -183,38 +159,6 @@ class StorageContract(ABC):
                 self.save(storage, final, "a-1", existing)
         assert storage.is_finalized(final, "a-1") == (existing == "join")
         assert storage.read(f"{final}/mine.txt") == b"mine" and storage.names_in(root) == ["final"]
-
-    @pytest.mark.parametrize("existing", ["refuse", "replace", "set aside"])
-    @pytest.mark.parametrize("target", ["other", "nothing"])
-    def test_a_checkpoint_where_a_link_is(
-        self, storage: Storage, root: str, final: str, existing: Existing, target: str
-    ) -> None:
-        """What it leads to is another checkpoint, or nothing: that stays as it is."""
-        self.save(storage, f"{root}/other", "a-1")
-        Path(final).symlink_to(target)
-        assert storage.may_put(final, existing) == (existing == "set aside")
-        if existing == "set aside":
-            self.save(storage, final, "a-2", existing)
-            assert not os.path.islink(final) and storage.is_finalized(final, "a-2")
-        else:
-            with pytest.raises(CheckpointExistsError):
-                self.save(storage, final, "a-2", existing)
-            assert os.path.islink(final)
-        assert sorted(storage.names_in(root)) == ["final", "other"]
-        assert storage.is_finalized(f"{root}/other", "a-1") and storage.read(f"{root}/other/{DATA}") == b"a-1"
-
-    def test_a_checkpoint_where_a_file_is(self, storage: Storage, root: str, final: str) -> None:
-        os.makedirs(root)
-        Path(final).write_text("mine")
-        assert not storage.may_put(final, "replace") and storage.may_put(final, "set aside")
-        self.save(storage, final, "a-1", "set aside")
-        assert storage.is_finalized(final, "a-1") and storage.read(f"{final}.abandoned-1") == b"mine"
-
-    def test_to_remove_a_link_removes_nothing_else(self, storage: Storage, root: str, final: str) -> None:
-        self.save(storage, f"{root}/other", "a-1")
-        Path(final).symlink_to("other")
-        assert storage.remove_checkpoint(final)
-        assert storage.names_in(root) == ["other"] and storage.read(f"{root}/other/{DATA}") == b"a-1"
 
     def test_a_revoked_attempt_is_never_finalized(self, storage: Storage, root: str, final: str) -> None:
         opened = storage.begin_checkpoint(final, "a-1", 0)
@@ -247,41 +191,6 @@ class StorageContract(ABC):
         assert storage.resolve(final, "a-1", "refuse") == (True, None)
         assert storage.is_finalized(final, "a-1") and storage.names_in(root) == ["final"]
 
-    def test_a_single_file(self, storage: Storage, root: str, final: str) -> None:
-        with pytest.raises(StorageError):
-            storage.check_file_place(final)
-        os.makedirs(root)
-        storage.check_file_place(final)
-        for text, is_revoked in ((b"one", False), (b"two", False), (b"three", True)):
-            opened = storage.begin_file(final, f"0123456789ab-{len(text)}", 3, 60.0)
-            put(opened, "", text)
-            attempt, inode = f"0123456789ab-{len(text)}", opened.inode
-            assert inode is not None and not storage.is_finalized(final, attempt, inode)
-            if is_revoked:
-                is_finalized, leftover = storage.resolve(final, attempt, "replace", inode)
-                storage.remove(leftover)
-                assert not is_finalized
-                with pytest.raises(StorageError):
-                    opened.finalize("replace")
-                opened.discard()
-            else:
-                opened.finalize("replace")
-                opened.release()
-                assert storage.resolve(final, attempt, "replace", inode) == (True, None)
-                assert storage.read(final) == text
-        assert storage.read(final) == b"two" and storage.names_in(root) == ["final"]
-        with pytest.raises(StorageError):
-            storage.check_file_place(root)
-
-    def test_an_attempt_is_under_way_until_it_is_released(self, storage: Storage, root: str, final: str) -> None:
-        assert storage.attempts_under_way(root) == []
-        opened = storage.begin_checkpoint(final, "a-1", 0)
-        assert storage.attempts_under_way(root) == [opened.path]
-        opened.release()
-        assert storage.attempts_under_way(root) == []
-        opened.release()
-        opened.discard()
-
     def test_looking_where_nothing_is(self, storage: Storage, final: str) -> None:
         assert storage.names_in(final) == [] and not storage.exists(final) and storage.size(final) is None
         assert all(storage.may_put(final, existing) for existing in ("refuse", "replace", "join"))
@@ -298,13 +207,6 @@ class StorageContract(ABC):
             storage.remove_checkpoint(final)
         with pytest.raises(CheckpointNotFoundError), storage.reading(final):
             pass
-
-    def test_what_is_read_is_not_removed(self, storage: Storage, root: str, final: str) -> None:
-        self.save(storage, final, "a-1")
-        with storage.reading(final), storage.reading(final):
-            assert not storage.remove_checkpoint(final)
-        assert storage.remove_checkpoint(final)
-        assert storage.names_in(root) == []
 
     def test_a_damaged_one_is_set_aside(self, storage: Storage, root: str, final: str) -> None:
         for attempt in ("a-1", "a-2"):
@@ -342,3 +244,112 @@ class StorageContract(ABC):
         assert storage.names_in(root) == (["final"] if storage.exists(final) else [])
         self.save(storage, final, "a-3", "replace")
         assert storage.is_finalized(final, "a-3") and storage.names_in(root) == ["final"]
+
+
+class FileSystemContract(StorageContract):
+    """What only a file system can: links, folders in a checkpoint, single files, locks, and to say what is free."""
+
+    def put_strange(self, storage: Storage, path: str) -> None:
+        os.makedirs(os.path.dirname(path))
+        Path(path).write_text("mine")
+
+    def test_too_little_space_is_seen_first(self, storage: Storage, root: str, final: str) -> None:
+        with pytest.raises(StorageError, match="the checkpoint needs .* bytes and"):
+            storage.begin_checkpoint(final, "a-1", 1 << 60)
+        assert storage.names_in(root) == []
+        with pytest.raises(StorageError, match="the file needs .* bytes and"):
+            storage.begin_file(final, "a-1", 1 << 60, 60.0)
+
+    @pytest.mark.parametrize("existing", ["refuse", "replace", "set aside"])
+    @pytest.mark.parametrize("target", ["other", "nothing"])
+    def test_a_checkpoint_where_a_link_is(
+        self, storage: Storage, root: str, final: str, existing: Existing, target: str
+    ) -> None:
+        """What it leads to is another checkpoint, or nothing: that stays as it is."""
+        self.save(storage, f"{root}/other", "a-1")
+        Path(final).symlink_to(target)
+        assert storage.may_put(final, existing) == (existing == "set aside")
+        if existing == "set aside":
+            self.save(storage, final, "a-2", existing)
+            assert not os.path.islink(final) and storage.is_finalized(final, "a-2")
+        else:
+            with pytest.raises(CheckpointExistsError):
+                self.save(storage, final, "a-2", existing)
+            assert os.path.islink(final)
+        assert sorted(storage.names_in(root)) == ["final", "other"]
+        assert storage.is_finalized(f"{root}/other", "a-1") and storage.read(f"{root}/other/{DATA}") == b"a-1"
+
+    def test_a_checkpoint_where_a_file_is(self, storage: Storage, root: str, final: str) -> None:
+        os.makedirs(root)
+        Path(final).write_text("mine")
+        assert not storage.may_put(final, "replace") and storage.may_put(final, "set aside")
+        self.save(storage, final, "a-1", "set aside")
+        assert storage.is_finalized(final, "a-1") and storage.read(f"{final}.abandoned-1") == b"mine"
+
+    def test_to_remove_a_link_removes_nothing_else(self, storage: Storage, root: str, final: str) -> None:
+        self.save(storage, f"{root}/other", "a-1")
+        Path(final).symlink_to("other")
+        assert storage.remove_checkpoint(final)
+        assert storage.names_in(root) == ["other"] and storage.read(f"{root}/other/{DATA}") == b"a-1"
+
+    def test_a_single_file(self, storage: Storage, root: str, final: str) -> None:
+        with pytest.raises(StorageError):
+            storage.check_file_place(final)
+        os.makedirs(root)
+        storage.check_file_place(final)
+        for text, is_revoked in ((b"one", False), (b"two", False), (b"three", True)):
+            opened = storage.begin_file(final, f"0123456789ab-{len(text)}", 3, 60.0)
+            put(opened, "", text)
+            attempt, inode = f"0123456789ab-{len(text)}", opened.inode
+            assert inode is not None and not storage.is_finalized(final, attempt, inode)
+            if is_revoked:
+                is_finalized, leftover = storage.resolve(final, attempt, "replace", inode)
+                storage.remove(leftover)
+                assert not is_finalized
+                with pytest.raises(StorageError):
+                    opened.finalize("replace")
+                opened.discard()
+            else:
+                opened.finalize("replace")
+                opened.release()
+                assert storage.resolve(final, attempt, "replace", inode) == (True, None)
+                assert storage.read(final) == text
+        assert storage.read(final) == b"two" and storage.names_in(root) == ["final"]
+        with pytest.raises(StorageError):
+            storage.check_file_place(root)
+
+    def test_an_attempt_is_under_way_until_it_is_released(self, storage: Storage, root: str, final: str) -> None:
+        assert storage.attempts_under_way(root) == []
+        opened = storage.begin_checkpoint(final, "a-1", 0)
+        assert storage.attempts_under_way(root) == [opened.path]
+        opened.release()
+        assert storage.attempts_under_way(root) == []
+        opened.release()
+        opened.discard()
+
+    def test_what_is_read_is_not_removed(self, storage: Storage, root: str, final: str) -> None:
+        self.save(storage, final, "a-1")
+        with storage.reading(final), storage.reading(final):
+            assert not storage.remove_checkpoint(final)
+        assert storage.remove_checkpoint(final)
+        assert storage.names_in(root) == []
+
+    def test_names_with_parts(self, storage: Storage, root: str, final: str) -> None:
+        """Two ranks write into the same folders; the second gives up, and the first goes on."""
+        one, other = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
+        put(one, "deep/in/one", b"1")
+        put(other, "deep/in/two", b"2")
+        put(other, "deep/else/three", b"3")
+        put_checkpoint(one, "a-1")
+        own = {DATA, METADATA_NAME, MANIFEST_NAME, "deep/in/one"}
+        assert one.names() == own | {"deep/in/two", "deep/else/three"}
+        other.discard(["deep/in/two", "deep/else/three"])
+        assert one.names() == own
+        one.finalize("refuse")
+        one.release()
+        last = storage.begin_checkpoint(f"{root}/deeper/final", "a-2", 0)
+        put(last, "a/b", b"")
+        last.discard(["a/b", "c/d"])
+        assert storage.exists(f"{root}/deeper") and not storage.names_in(f"{root}/deeper")
+        assert storage.read(f"{final}/deep/in/one") == b"1" and storage.names_in(f"{final}/deep") == ["in"]
+        assert not storage.may_put(final, "replace")  # its manifest knows no such file: it is somebody's

@@ -150,7 +150,7 @@ def test_a_save_leaves_no_page_cache(root: Path, direct: bool) -> None:
     import mmap
 
     with Checkpointer(root, Config(direct_io=direct)) as checkpointer:
-        path = checkpointer.save(1, {**small_state(), "large": torch.ones(4 << 20)}).result(60) / "__0_0.distcp"
+        path = Path(checkpointer.save(1, {**small_state(), "large": torch.ones(4 << 20)}).result(60), "__0_0.distcp")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         import ctypes
 

@@ -19,6 +19,8 @@ from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME
 from asyncckpt.worker.messages import Existing, WriteRequest
 from asyncckpt.worker.storage.local import LocalStorage
+from asyncckpt.worker.storage.object_store import ObjectStorage
+from asyncckpt.worker.storage.objects import SCHEMES, objects_at
 from asyncckpt.worker.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -28,17 +30,33 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def storage_for(path: str, *, direct_io: bool = True) -> Storage:
-    """The kind of storage that ``path`` is in; today there is one. ``direct_io``: write past the page cache."""
-    return LocalStorage(direct_io)
+    """The kind of storage that ``path`` is in. ``direct_io``: write past the page cache, where there is one.
+
+    Raises ``StorageError`` where the client for its kind is missing.
+    """
+    return ObjectStorage(objects_at(path)) if is_address(path) else LocalStorage(direct_io)
+
+
+def is_address(path: str) -> bool:
+    """Whether ``path`` is on an object store."""
+    return _URL.match(path) is not None
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """``path`` from the root of the file system on; "~" is the user's home. Raises ``StorageError`` for an address."""
+    """``path`` from the root of the file system on, where "~" is the user's home; or the address on an object store.
+
+    Raises ``StorageError`` for an address of another kind.
+    """
     text = os.fspath(path)
     if not text:
         raise StorageError("the path is empty: name a folder ('.' is the current one)")
-    if _URL.match(text):
-        raise StorageError(f"{text} is an address, and checkpoints are saved to file systems only: mount it")
+    if is_address(text):
+        scheme, _, rest = text.partition("://")
+        parts = [part for part in rest.split("/") if part]
+        if scheme not in SCHEMES or not parts or {".", ".."} & {*parts}:
+            known = ", ".join(f"{each}://bucket/folder" for each in SCHEMES)
+            raise StorageError(f"{text} is no address that checkpoints are saved to: these are {known}; or mount it")
+        return f"{scheme}://{'/'.join(parts)}"
     return os.path.abspath(os.path.expanduser(text))
 
 

@@ -15,7 +15,8 @@ class OutputFile(ABC):
     """A new file while it is written: ``write`` it, ``sync`` it, ``close`` it.
 
     Any thread may ``write``, several at once; the other calls are made when no write is under way. The memory of a
-    write may change again when it has returned. The bytes are durable when ``sync`` has returned, and not before.
+    write may change again when ``sync`` or ``close`` has returned. The bytes are durable when ``sync`` has, and not
+    before.
     """
 
     path: str

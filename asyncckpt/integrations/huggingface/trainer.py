@@ -168,7 +168,7 @@ class _TrainerSaves:
 
     def _forget_best(self, failed: _Unsettled) -> None:
         """The checkpoint that was to be the best is not there: it is the one before again."""
-        if failed.best is None or Path(failed.best).absolute() != failed.save.path:
+        if failed.best is None or os.path.abspath(failed.best) != failed.save.path:
             return
         for other in (*self._unsettled, self._trainer.state):
             for name in ("best_before", "best", "best_model_checkpoint"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.attempts import checkpoint_attempt
 from support.faulty_storage import FaultyStorage
-from support.storage_contract import StorageContract, put
+from support.storage_contract import FileSystemContract, put
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
@@ -25,26 +25,26 @@ from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.storage import Storage
 
 
-class TestLocalStorage(StorageContract):
+class TestLocalStorage(FileSystemContract):
     @pytest.fixture
     def storage(self) -> Storage:
         return LocalStorage()
 
 
-class TestThroughThePageCache(StorageContract):
+class TestThroughThePageCache(FileSystemContract):
     @pytest.fixture
     def storage(self) -> Storage:
         return LocalStorage(direct_io=False)
 
 
-class TestWithoutAnExchangeOfNames(StorageContract):
+class TestWithoutAnExchangeOfNames(FileSystemContract):
     @pytest.fixture
     def storage(self, monkeypatch: pytest.MonkeyPatch) -> Storage:
         monkeypatch.setattr(partial, "exchange", lambda *_: False)
         return LocalStorage()
 
 
-class TestFaultyStorage(StorageContract):
+class TestFaultyStorage(FileSystemContract):
     """The wrapper of the tests, without a fault."""
 
     @pytest.fixture

@@ -1,0 +1,44 @@
+"""Object stores for tests: S3 as moto serves it, and the place of each test in it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+BUCKET = "checkpoints"
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of a server, which has a bucket."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    with pytest.MonkeyPatch.context() as patch:
+        set_environment(patch, endpoint)
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+    yield endpoint
+    server.stop()
+
+
+@pytest.fixture
+def s3_root(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address that nothing uses; this process, and those that it starts, find the server."""
+    set_environment(monkeypatch, s3_server)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+def set_environment(patch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """As a user's who has a store at ``endpoint``."""
+    for name in [each for each in os.environ if each.startswith("AWS_")]:
+        patch.delenv(name)
+    patch.setenv("AWS_ENDPOINT_URL", endpoint)
+    patch.setenv("AWS_ACCESS_KEY_ID", "key")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    patch.setenv("AWS_REGION", "us-east-1")
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")

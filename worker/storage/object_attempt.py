@@ -1,0 +1,239 @@
+"""Attempts of ``object_store.py``: objects below a name of their own, finalized by the record."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from asyncckpt.errors import StorageError
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage.objects import Objects
+from asyncckpt.worker.storage.record import PARTS, Record, change_record, digest, read_record
+from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, exists_error
+
+logger = logging.getLogger(__name__)
+
+# A store takes 10,000 parts of 5 MiB to 5 GiB for an object, all but the last of one size.
+_PART_BYTES = 16 << 20
+_MOST_PARTS = 9000
+# The step of a pickle that makes the name of a data file: its length, then itself.
+_DATA_NAME = re.compile(rb"X(.{4})([^\x00-\x1f]{0,200}?__\d+_\d+\.distcp)", re.DOTALL)
+
+
+class ObjectAttempt(OpenAttempt):
+    """A checkpoint being written to an object store."""
+
+    def __init__(self, objects: Objects, place: str, attempt: str, nbytes: int, may_put: Callable[[Existing], bool]):
+        """Nothing is sent yet.
+
+        Args:
+            objects: The bucket's.
+            place: The key of the checkpoint.
+            attempt: The name of the attempt.
+            nbytes: How many bytes this rank is going to write.
+            may_put: ``Storage.may_put`` of the final place.
+        """
+        self._objects, self._place, self._may_put = objects, place, may_put
+        self._digest = digest(attempt)
+        self._parts = f"{place}/{PARTS}{self._digest}"
+        self.path = f"{objects.base}/{self._parts}"
+        self._part_bytes = max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        self._created: dict[str, ObjectFile] = {}
+
+    def create(self, name: str, *, large: bool) -> ObjectFile:
+        """The manifest is not sent: ``finalize`` makes the record of it."""
+        if name in self._created:
+            raise StorageError("this file is being written already", path=f"{self.path}/{name}")
+        key = None if name == MANIFEST_NAME else f"{self._parts}/{name}"
+        self._created[name] = ObjectFile(self._objects, f"{self.path}/{name}", key, self._part_bytes)
+        return self._created[name]
+
+    def names(self) -> set[str]:
+        found = {each.key.removeprefix(f"{self._parts}/") for each in self._objects.list(self._parts)}
+        return found | ({MANIFEST_NAME} & self._created.keys())
+
+    def finalize(self, existing: Existing) -> None:
+        final = f"{self._objects.base}/{self._place}"
+        manifest = bytes(self._created[MANIFEST_NAME].data())
+        metadata = self._created[METADATA_NAME].data() if METADATA_NAME in self._created else None
+
+        def decide(record: Record) -> Record | None:
+            if record.is_of(self._digest):
+                return None  # it was done, and the answer lost
+            if self._digest in record.revoked:
+                raise StorageError("this attempt was revoked", path=self.path)
+            if not self._may_put(existing):
+                raise exists_error(final, existing)
+            if existing == "set aside" and record.is_finalized:
+                keep_aside(self._objects, self._place, record, "abandoned")
+            return Record(manifest, PARTS + self._digest, record.revoked)
+
+        before = change_record(self._objects, self._place, decide)
+        # It is decided: what fails from here on, a later save makes good.
+        try:
+            publish_metadata(self._objects, self._place, self._digest, metadata)
+            if before.is_finalized and existing in ("replace", "join") and not before.is_of(self._digest):
+                remove_parts(self._objects, self._place, before)
+        except StorageError as error:
+            logger.warning("%s is complete for asyncckpt, and not yet for stock readers: %s", final, error)
+
+    def discard(self, names: Sequence[str] | None = None) -> None:
+        for file in self._created.values():
+            file.close()
+        try:
+            if read_record(self._objects, self._place)[0].is_of(self._digest):
+                return
+            if names is None:
+                remove_below(self._objects, self._parts)
+            else:
+                self._objects.delete([f"{self._parts}/{name}" for name in names])
+        except StorageError as error:
+            logger.warning("what was written of %s stays for now: %s", self.path, error)
+
+    def release(self) -> None:
+        pass
+
+
+class ObjectFile(OutputFile):
+    """A new object. Its bytes are sent from where they are: from the second piece on while they come, else by ``sync``.
+
+    One piece is always kept back, as ``truncate`` may cut it.
+    """
+
+    direct = False
+
+    def __init__(self, objects: Objects, path: str, key: str | None, part_bytes: int) -> None:
+        """``key``: where it goes; None: nowhere, it is only kept."""
+        self.path = path
+        self._objects, self._key, self._part_bytes = objects, key, part_bytes
+        self._changed = threading.Condition()
+        self._pieces: dict[int, memoryview] = {}
+        self._is_whole = self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """The memory of ``data`` may not change until ``sync`` or ``close`` has returned."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            if data.nbytes:
+                self._pieces[offset] = data
+            self._changed.notify_all()
+            if self._thread is None and self._key is not None and offset >= self._part_bytes:
+                self._thread = threading.Thread(
+                    target=self._send, args=(self._key,), name="asyncckpt-upload", daemon=True
+                )
+                self._thread.start()
+
+    def truncate(self, nbytes: int) -> None:
+        with self._changed:
+            for offset in [each for each in self._pieces if each + len(self._pieces[each]) > nbytes]:
+                self._pieces[offset] = self._pieces[offset][: max(0, nbytes - offset)]
+                if not self._pieces[offset]:
+                    del self._pieces[offset]
+
+    def sync(self) -> None:
+        with self._changed:
+            self._is_whole = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            if self._failure is not None:
+                raise self._failure
+        elif self._key is not None:
+            self._objects.put(self._key, self.data())
+
+    def close(self) -> None:
+        """What is not whole is thrown away, also on the store."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def data(self) -> bytes | memoryview:
+        """All of it."""
+        pieces = [self._pieces[offset] for offset in sorted(self._pieces)]
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _send(self, key: str) -> None:
+        try:
+            self._objects.put_parts(key, self._in_order(), self._part_bytes)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+
+    def _in_order(self) -> Iterator[memoryview]:
+        """The pieces as they follow on each other, once none of it changes any more."""
+        at = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(partial(self._may_go_on, at))
+                if not self._is_whole and self._is_closed:
+                    raise StorageError("the rest of it is not coming", path=self.path)
+                piece = self._pieces.get(at)
+            if piece is None:
+                return
+            yield piece
+            at += len(piece)
+
+    def _may_go_on(self, at: int) -> bool:
+        """Whether the piece that begins there is followed by another, or nothing is to come any more."""
+        piece = self._pieces.get(at)
+        return self._is_closed or self._is_whole or (piece is not None and at + len(piece) in self._pieces)
+
+
+def publish_metadata(objects: Objects, place: str, of: str, metadata: bytes | memoryview | None) -> None:
+    """Give stock readers DCP's ``.metadata``, in which the data files stand below the name of the attempt.
+
+    Args:
+        objects: The bucket's.
+        place: The key of the checkpoint.
+        of: The digest of its attempt.
+        metadata: As it was written; None: there is none.
+
+    Raises:
+        StorageError: The store refuses.
+    """
+    if metadata is None:
+        objects.delete([f"{place}/{METADATA_NAME}"])
+        return
+    parts = f"{PARTS}{of}/".encode()
+
+    def below_parts(found: re.Match[bytes]) -> bytes:
+        name = found[2]
+        if int.from_bytes(found[1], "little") != len(name):
+            return found[0]
+        return b"X" + (len(parts) + len(name)).to_bytes(4, "little") + parts + name
+
+    objects.put(f"{place}/{METADATA_NAME}", _DATA_NAME.sub(below_parts, bytes(metadata)))
+
+
+def keep_aside(objects: Objects, place: str, record: Record, why: str) -> None:
+    """Have a checkpoint also stand at ``place.why-1``, or the next that is free; its files stay where they are.
+
+    Raises ``StorageError``.
+    """
+    number = 1
+    parts = record.parts if record.parts.startswith("../") else f"../{place.rpartition('/')[2]}/{record.parts}"
+    aside = Record(record.manifest, parts).encode()
+    while not objects.put_if(f"{place}.{why}-{number}/{MANIFEST_NAME}", aside, None):
+        number += 1
+    logger.warning("%s/%s is now %s.%s-%d", objects.base, place, place, why, number)
+
+
+def remove_parts(objects: Objects, place: str, record: Record) -> None:
+    """Remove the files of the attempt that was finalized at ``place``. Raises ``StorageError``."""
+    if record.parts:
+        remove_below(objects, posixpath.normpath(f"{place}/{record.parts}"))
+
+
+def remove_below(objects: Objects, prefix: str) -> None:
+    """Remove all objects below a prefix. Raises ``StorageError``."""
+    objects.delete([each.key for each in objects.list(prefix)])

@@ -1,0 +1,178 @@
+"""The objects of one bucket, through obstore: what a store does, with its errors as ours.
+
+obstore does not survive a fork: a process that is forked off one that has used it may not. Credentials, region and
+endpoint are those of the environment, as obstore reads it (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple, TypeAlias
+
+from asyncckpt.errors import StorageError
+
+SCHEMES = ("s3", "gs", "az")
+
+# One request may last so long: a part of 16 MiB at 140 kB/s. And so long a request is repeated.
+_REQUEST = timedelta(seconds=120)
+_RETRIES, _RETRY = 10, timedelta(seconds=60)
+_CONNECT = timedelta(seconds=10)
+# Parts of one object under way at a time.
+_PARTS_AT_ONCE = 8
+
+Version: TypeAlias = dict[str, str]
+"""What tells the contents of a key from those that it had before, or has later: ``e_tag`` and ``version``."""
+
+_ADVICE = {
+    "UnauthenticatedError": "the store does not accept the credentials, or the clock of this host is off: check both",
+    "PermissionDeniedError": "check the permissions of these credentials, and the clock of this host",
+    "NotSupportedError": "this store cannot do that",
+}
+
+
+class Found(NamedTuple):
+    """What is known of an object: its ``key``, size, and when it was changed, by the clock of the store."""
+
+    key: str
+    nbytes: int
+    modified: datetime
+    e_tag: str
+
+
+class Objects:
+    """Those of one bucket. All calls raise ``StorageError`` where the store refuses, or is not there."""
+
+    def __init__(self, store: Any, base: str) -> None:
+        """``store`` is obstore's; ``base`` the address of its bucket, without a slash at its end."""
+        self._store, self.base = store, base
+
+    def get(self, key: str) -> tuple[bytes, Version] | None:
+        """All of an object, and its version; None: there is none."""
+        with self._translated("reading", key), contextlib.suppress(FileNotFoundError):
+            found = self._store.get(key)
+            return bytes(found.bytes()), _version(found.meta)
+        return None
+
+    def get_range(self, key: str, begin: int, nbytes: int) -> memoryview:
+        """Some bytes of an object, which has them."""
+        with self._translated("reading", key):
+            return memoryview(self._store.get_range(key, start=begin, length=nbytes))
+
+    def head(self, key: str) -> Found | None:
+        """What is known of an object; None: there is none."""
+        if not key:
+            return None
+        with self._translated("looking at an object", key), contextlib.suppress(FileNotFoundError):
+            return _found(self._store.head(key))
+        return None
+
+    def list(self, prefix: str) -> Iterator[Found]:
+        """All objects below a ``prefix``, which is whole parts of a path."""
+        with self._translated("listing", prefix):
+            for page in self._store.list(prefix=f"{prefix}/" if prefix else None):
+                yield from map(_found, page)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Make an object, or replace it, by one request."""
+        with self._translated("writing", key):
+            self._store.put(key, data, use_multipart=False)
+
+    def put_if(self, key: str, data: bytes, version: Version | None) -> bool:
+        """Replace an object if it still has that ``version``; None: make it if there is none.
+
+        Returns whether it was done, as far as the store's answer says: one that was lost, and the request repeated,
+        says that it was not.
+        """
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        with self._translated("deciding by a condition", key):
+            try:
+                self._store.put(key, data, mode="create" if version is None else version)
+            except (AlreadyExistsError, PreconditionError):
+                return False
+            return True
+
+    def put_parts(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> None:
+        """Make an object of ``parts`` while they come. Their memory is sent as it is, and may not change meanwhile.
+
+        What ``parts`` raises is raised, and what was sent is thrown away.
+        """
+        with self._translated("writing", key):
+            self._store.put(key, parts, use_multipart=True, chunk_size=part_bytes, max_concurrency=_PARTS_AT_ONCE)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects, if they are there."""
+        if keys:
+            with self._translated("removing", keys[0]), contextlib.suppress(FileNotFoundError):
+                self._store.delete(list(keys))
+
+    @contextlib.contextmanager
+    def _translated(self, doing: str, key: str) -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            said = str(error).split("\n\nDebug source")[0]
+            if "NoSuchBucket" in said or "ContainerNotFound" in said:
+                said, advice = "there is no such bucket", "make it, or choose another"
+            elif isinstance(error, FileNotFoundError):
+                raise
+            else:
+                advice = _ADVICE.get(type(error).__name__, "look at the store, its endpoint and the network")
+            said = " ".join(said.split())[:400]
+            raise StorageError(f"{doing} failed: {said}; {advice}", path=f"{self.base}/{key}") from error
+
+
+def objects_at(address: str) -> Objects:
+    """The objects of the bucket that ``address`` is in.
+
+    Raises ``StorageError`` where obstore is missing, or this process was forked off one that has used it.
+    """
+    return _connect(split_address(address)[0], os.getpid())
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """The bucket's address and the key of ``address``."""
+    scheme, _, rest = address.partition("://")
+    bucket, _, key = rest.partition("/")
+    return f"{scheme}://{bucket}", key.strip("/")
+
+
+@functools.cache
+def _connect(base: str, process: int) -> Objects:
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise StorageError("object stores need obstore: pip install 'asyncckpt[cloud]'", path=base) from error
+    if process != _first_process():
+        raise StorageError("a forked process cannot use object stores: start it by exec, or spawn", path=base)
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    client = {"timeout": _REQUEST, "connect_timeout": _CONNECT}
+    if base.startswith("s3://"):
+        if endpoint:
+            options["endpoint"] = endpoint
+        # Over TLS nobody changes what is sent; a checksum by SHA-256 would cap a host at some 700 MB/s.
+        options["unsigned_payload"] = not endpoint.startswith("http://")
+        client["allow_http"] = endpoint.startswith("http://")  # type: ignore[assignment]
+    retries = {"max_retries": _RETRIES, "retry_timeout": _RETRY}
+    return Objects(from_url(base, client_options=client, retry_config=retries, **options), base)
+
+
+@functools.cache
+def _first_process() -> int:
+    """The process that has used obstore first, of those that were forked from each other since."""
+    return os.getpid()
+
+
+def _found(meta: Any) -> Found:
+    return Found(meta["path"], meta["size"], meta["last_modified"], meta["e_tag"] or "")
+
+
+def _version(meta: Any) -> Version:
+    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
