@@ -19,12 +19,15 @@ from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.manifest import Index
+from asyncckpt.worker.storage import is_address
 from asyncckpt.worker.storage.storage import InputFile
 
-# Read at once: so much that a disk is as fast as with more.
+# Checked and copied at once, so that it is still in the cache; and read at once, unless the storage says more.
 RUN_BYTES = 2 << 20
 # More than cores, on a small machine: while some check and copy, others must keep the disk busy.
 READ_THREADS = 4
+# Of an object store: each request waits for the network.
+_REQUESTS = 16
 # Runs that are given to the threads before the first of them is done: a slow one must not keep the others waiting.
 _AHEAD = 4 * READ_THREADS
 
@@ -52,9 +55,10 @@ class FilePart(NamedTuple):
 class ChecksummedFile(ABC):
     """A data file, wherever its bytes are. ``path`` is for errors."""
 
-    def __init__(self, path: str, index: Index) -> None:
+    def __init__(self, path: str, index: Index, run_bytes: int = RUN_BYTES) -> None:
         self.path = path
         self.index = index
+        self._run_bytes = run_bytes
         self._bounds = index.bounds
 
     def read(
@@ -111,15 +115,15 @@ class ChecksummedFile(ABC):
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         """The bytes from ``begin`` to ``end``, or as many as there are, in order; each part good until the next one.
 
-        Some may be read straight to their destination. Without destinations, up to ``RUN_BYTES`` are one part.
+        Some may be read straight to their destination. Without destinations, a run is one part.
         """
 
     def _runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The spans that ``ranges`` touch, as runs (first, last + 1) of up to ``RUN_BYTES``, if no span is longer."""
+        """The spans that ``ranges`` touch, as runs (first, last + 1) of what is read at once, if no span is longer."""
         bounds = self._bounds
         for first, last in self._touched(ranges):
             while first < last:
-                stop = max(first + 1, bisect_right(bounds, bounds[first] + RUN_BYTES, first, last + 1) - 1)
+                stop = max(first + 1, bisect_right(bounds, bounds[first] + self._run_bytes, first, last + 1) - 1)
                 yield first, stop
                 first = stop
 
@@ -190,7 +194,7 @@ class StoredFile(ChecksummedFile):
 
     def __init__(self, file: InputFile, index: Index) -> None:
         """``file`` is closed with this."""
-        super().__init__(file.path, index)
+        super().__init__(file.path, index, file.run_bytes)
         self._file = file
 
     def close(self) -> None:
@@ -202,14 +206,14 @@ class StoredFile(ChecksummedFile):
             # Of it, what is whole blocks of the file, and as the device wants its memory aligned.
             first, last = round_up(max(to.begin, begin)), min(to.end, end) // PAGE * PAGE
             address, alignment = to.address + first - to.begin, self._file.alignment
-            if last - first >= RUN_BYTES and alignment and address % alignment == 0:
+            if last - first >= self._run_bytes and alignment and address % alignment == 0:
                 parts = self._read_around(begin, first, last, end, address)
                 if parts is not None:
                     yield from parts
                     return
         while begin < end:
             # Up to the end of a block, so that the next one is not read twice.
-            stop = min(end, (begin + RUN_BYTES) // PAGE * PAGE) if end - begin > RUN_BYTES else end
+            stop = min(end, (begin + self._run_bytes) // PAGE * PAGE) if end - begin > self._run_bytes else end
             yield FilePart(begin, self._read_to_buffer(begin, stop))
             begin = stop
 
@@ -270,9 +274,10 @@ def _first_of(tasks: deque[Future[ReadRun]]) -> ReadRun:
     return run
 
 
-def read_pool() -> ThreadPoolExecutor:
-    """The threads that read."""
-    return ThreadPoolExecutor(READ_THREADS, thread_name_prefix="asyncckpt-read")
+def read_pool(path: str) -> ThreadPoolExecutor:
+    """The threads that read the checkpoint ``path``."""
+    threads = _REQUESTS if is_address(path) else READ_THREADS
+    return ThreadPoolExecutor(threads, thread_name_prefix="asyncckpt-read")
 
 
 def _buffer(nbytes: int) -> memoryview:

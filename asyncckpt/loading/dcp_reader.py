@@ -151,7 +151,7 @@ class CheckpointReader(StorageReader):
         expected = {name: sum(each.values()) for name, each in sizes.items()}
         self._progress.expect(sum(expected.values()))
         all_filled: list[tuple[ReadItem, torch.Tensor]] = []
-        with DeviceBuffers() as buffers, read_pool() as pool:
+        with DeviceBuffers() as buffers, read_pool(self._path) as pool:
             for name, items in sorted(per_file.items()):
                 with contextlib.closing(self._source.open(name)) as file:
                     requests, filled = self._requests(file, items, planner)

@@ -69,7 +69,7 @@ class DirectLoad:
             warn_left_out(self.left_out, self.path)
         if progress.shown:
             progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
-        with DeviceBuffers() as buffers, read_pool() as pool:
+        with DeviceBuffers() as buffers, read_pool(self.path) as pool:
             for file, requests in self.requests.items():
                 for (name, keys), data in requests.read(file, pool, buffers, progress.update, verify=verify):
                     value = load_object(io.BytesIO(data), name, self.path, weights_only=weights_only)

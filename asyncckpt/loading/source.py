@@ -220,7 +220,7 @@ def verify(path: str, progress: Callable[[int], object] = lambda nbytes: None) -
 
 
 def _verify_data(report: Report, file: ChecksummedFile, progress: Callable[[int], object]) -> None:
-    with closing(file), read_pool() as pool:
+    with closing(file), read_pool(report.path) as pool:
         for run in file.read([(0, file.index.nbytes)], pool):
             report.damages += run.damages
             progress(run.nbytes)

@@ -178,7 +178,7 @@ def test_requests_in_any_order_and_the_same_bytes_twice(tmp_path: Path) -> None:
     for row, tensor in into:
         requests.whole(tensor, items[row])
     requests.whole(empty, items[5]._replace(shape=[0], payload_bytes=0))
-    with closing(file), read_pool() as pool:
+    with closing(file), read_pool(file.path) as pool:
         assert not list(requests.read(file, pool, DeviceBuffers(), verify=True))
     assert all(torch.equal(tensor, stored[row]) for row, tensor in into)
 

@@ -7,6 +7,7 @@ has their order.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from asyncckpt.worker.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
+_object_storage = functools.cache(ObjectStorage)  # one for each bucket
 _STEP = re.compile(r"step-(\d{8,})")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -34,7 +36,7 @@ def storage_for(path: str, *, direct_io: bool = True) -> Storage:
 
     Raises ``StorageError`` where the client for its kind is missing.
     """
-    return ObjectStorage(objects_at(path)) if is_address(path) else LocalStorage(direct_io)
+    return _object_storage(objects_at(path)) if is_address(path) else LocalStorage(direct_io)
 
 
 def is_address(path: str) -> bool:

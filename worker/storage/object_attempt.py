@@ -6,12 +6,13 @@ import logging
 import posixpath
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from asyncckpt.errors import StorageError
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage.listing import Listing, list_below
 from asyncckpt.worker.storage.objects import Objects
 from asyncckpt.worker.storage.record import PARTS, Record, change_record, digest, read_record
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, exists_error
@@ -28,7 +29,7 @@ _DATA_NAME = re.compile(rb"X(.{4})([^\x00-\x1f]{0,200}?__\d+_\d+\.distcp)", re.D
 class ObjectAttempt(OpenAttempt):
     """A checkpoint being written to an object store."""
 
-    def __init__(self, objects: Objects, place: str, attempt: str, nbytes: int, may_put: Callable[[Existing], bool]):
+    def __init__(self, objects: Objects, place: str, attempt: str, nbytes: int) -> None:
         """Nothing is sent yet.
 
         Args:
@@ -36,9 +37,9 @@ class ObjectAttempt(OpenAttempt):
             place: The key of the checkpoint.
             attempt: The name of the attempt.
             nbytes: How many bytes this rank is going to write.
-            may_put: ``Storage.may_put`` of the final place.
         """
-        self._objects, self._place, self._may_put = objects, place, may_put
+        self._objects, self._place = objects, place
+        self._listing: Listing | None = None
         self._digest = digest(attempt)
         self._parts = f"{place}/{PARTS}{self._digest}"
         self.path = f"{objects.base}/{self._parts}"
@@ -54,30 +55,37 @@ class ObjectAttempt(OpenAttempt):
         return self._created[name]
 
     def names(self) -> set[str]:
-        found = {each.key.removeprefix(f"{self._parts}/") for each in self._objects.list(self._parts)}
-        return found | ({MANIFEST_NAME} & self._created.keys())
+        self._listing = list_below(self._objects, self._place)
+        return self._listing.parts_of("", self._digest).keys() | ({MANIFEST_NAME} & self._created.keys())
 
     def finalize(self, existing: Existing) -> None:
         final = f"{self._objects.base}/{self._place}"
         manifest = bytes(self._created[MANIFEST_NAME].data())
-        metadata = self._created[METADATA_NAME].data() if METADATA_NAME in self._created else None
+        metadata = bytes(self._created[METADATA_NAME].data()) if METADATA_NAME in self._created else None
+        there, self._listing = self._listing or list_below(self._objects, self._place), None
+        is_strange = existing in ("refuse", "replace") and not may_replace(there, existing)
 
         def decide(record: Record) -> Record | None:
             if record.is_of(self._digest):
                 return None  # it was done, and the answer lost
             if self._digest in record.revoked:
                 raise StorageError("this attempt was revoked", path=self.path)
-            if not self._may_put(existing):
+            if is_strange or (existing == "refuse" and record.is_finalized):
                 raise exists_error(final, existing)
             if existing == "set aside" and record.is_finalized:
                 keep_aside(self._objects, self._place, record, "abandoned")
             return Record(manifest, PARTS + self._digest, record.revoked)
 
-        before = change_record(self._objects, self._place, decide)
+        try:
+            before = change_record(self._objects, self._place, decide, is_new=there.own_record is None)
+        except StorageError:
+            if not revoke_attempt(self._objects, self._place, self._digest):  # else it was done, before it failed
+                raise
+            before = Record()
         # It is decided: what fails from here on, a later save makes good.
         try:
             publish_metadata(self._objects, self._place, self._digest, metadata)
-            if before.is_finalized and existing in ("replace", "join") and not before.is_of(self._digest):
+            if existing in ("replace", "join") and not before.is_of(self._digest):
                 remove_parts(self._objects, self._place, before)
         except StorageError as error:
             logger.warning("%s is complete for asyncckpt, and not yet for stock readers: %s", final, error)
@@ -189,30 +197,59 @@ class ObjectFile(OutputFile):
         return self._is_closed or self._is_whole or (piece is not None and at + len(piece) in self._pieces)
 
 
-def publish_metadata(objects: Objects, place: str, of: str, metadata: bytes | memoryview | None) -> None:
+def publish_metadata(objects: Objects, place: str, its: str, metadata: bytes | None = None) -> None:
     """Give stock readers DCP's ``.metadata``, in which the data files stand below the name of the attempt.
 
     Args:
         objects: The bucket's.
         place: The key of the checkpoint.
-        of: The digest of its attempt.
-        metadata: As it was written; None: there is none.
+        its: The digest of the finalized attempt.
+        metadata: As it was written, if that is at hand.
 
     Raises:
         StorageError: The store refuses.
     """
-    if metadata is None:
-        objects.delete([f"{place}/{METADATA_NAME}"])
-        return
-    parts = f"{PARTS}{of}/".encode()
+    name = f"{place}/{METADATA_NAME}"
+    while True:
+        if metadata is None and (stored := objects.get(f"{place}/{PARTS}{its}/{METADATA_NAME}")) is not None:
+            metadata = stored[0]
+        if metadata is not None:
+            objects.put(name, _below_parts(metadata, its))
+        record, _ = read_record(objects, place)
+        if record.is_of(its):
+            return
+        # This took so long that another has taken its place.
+        metadata, its = None, posixpath.basename(record.parts).removeprefix(PARTS)
+        if not record.is_finalized:
+            objects.delete([name])
+            return
 
-    def below_parts(found: re.Match[bytes]) -> bytes:
+
+def _below_parts(metadata: bytes, its: str) -> bytes:
+    """DCP's ``.metadata`` with other names for the data files."""
+    parts = f"{PARTS}{its}/".encode()
+
+    def rename(found: re.Match[bytes]) -> bytes:
         name = found[2]
         if int.from_bytes(found[1], "little") != len(name):
             return found[0]
         return b"X" + (len(parts) + len(name)).to_bytes(4, "little") + parts + name
 
-    objects.put(f"{place}/{METADATA_NAME}", _DATA_NAME.sub(below_parts, bytes(metadata)))
+    return _DATA_NAME.sub(rename, metadata)
+
+
+def may_replace(there: Listing, existing: Existing) -> bool:
+    """Whether a checkpoint may come where these objects are: "refuse": none; "replace": those of checkpoints."""
+    return not there.seen or (existing == "replace" and all(map(is_checkpoint_file, there.seen)))
+
+
+def revoke_attempt(objects: Objects, place: str, its: str) -> bool:
+    """See that the attempt with that digest never will be finalized. Returns whether it is. Raises ``StorageError``."""
+
+    def revoke(record: Record) -> Record | None:
+        return None if record.is_of(its) or its in record.revoked else record.revoking(its)
+
+    return change_record(objects, place, revoke).is_of(its)
 
 
 def keep_aside(objects: Objects, place: str, record: Record, why: str) -> None:

@@ -17,16 +17,19 @@ import logging
 import posixpath
 from collections.abc import Iterator, Sequence
 
-from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, is_checkpoint_file
+from asyncckpt.errors import CheckpointNotFoundError, StorageError
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import object_sweep, record
+from asyncckpt.worker.storage.listing import list_below
 from asyncckpt.worker.storage.object_attempt import (
     ObjectAttempt,
     keep_aside,
+    may_replace,
     publish_metadata,
     remove_below,
     remove_parts,
+    revoke_attempt,
 )
 from asyncckpt.worker.storage.objects import Found, Objects, split_address
 from asyncckpt.worker.storage.record import PARTS, Record, change_record, digest, read_record, record_key
@@ -35,17 +38,22 @@ from asyncckpt.worker.storage.storage import FileStamp, InputFile, Resolution, S
 logger = logging.getLogger(__name__)
 
 
+_MOST_REMEMBERED = 256
+
+
 class ObjectStorage(Storage):
     """The objects of one bucket."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
+        self._parts: dict[str, str] = {}
+        """Where the files of the checkpoint at a key are, as its record said when its manifest was read last."""
 
     def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> ObjectAttempt:
         place = self._key(final)
         if orphan_s is not None:
             object_sweep.sweep(self._objects, posixpath.dirname(place), orphan_s)
-        return ObjectAttempt(self._objects, place, attempt, nbytes, lambda existing: self.may_put(final, existing))
+        return ObjectAttempt(self._objects, place, attempt, nbytes)
 
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> ObjectAttempt:
         raise StorageError("single files are saved to file systems, not to object stores", path=final)
@@ -54,17 +62,13 @@ class ObjectStorage(Storage):
         leftover = self.revoke(final, attempt)
         is_finalized = self.is_finalized(final, attempt)
         if is_finalized:
-            with contextlib.suppress(StorageError):
-                self._complete(self._key(final), digest(attempt))
+            with contextlib.suppress(StorageError):  # its worker may have died before it did this
+                publish_metadata(self._objects, self._key(final), digest(attempt))
         return Resolution(is_finalized, leftover)
 
     def revoke(self, final: str, attempt: str) -> str | None:
         place, its = self._key(final), digest(attempt)
-
-        def mark(found: Record) -> Record | None:
-            return None if found.is_of(its) or its in found.revoked else found.revoking(its)
-
-        if change_record(self._objects, place, mark).is_of(its):
+        if revoke_attempt(self._objects, place, its):
             return None
         parts = f"{place}/{PARTS}{its}"
         return f"{self._objects.base}/{parts}" if any(True for _ in self._objects.list(parts)) else None
@@ -81,31 +85,26 @@ class ObjectStorage(Storage):
         return found.is_of(digest(attempt))
 
     def may_put(self, path: str, existing: Existing) -> bool:
-        if existing == "set aside":
-            return True
-        if self._objects.head(self._key(path)) is not None:
-            return False
-        if existing == "join":
-            return True
-        names = self._files(path)
-        if existing == "refuse" or not names or all(map(is_checkpoint_file, names)):
-            return not names or existing == "replace"
-        with contextlib.suppress(StorageError, DamagedCheckpointError):
-            manifest = Manifest.parse(self.read(record_key(path)), path)
-            return names <= {MANIFEST_NAME, *manifest.files}
-        return False
+        is_beside = existing in ("join", "set aside")
+        return is_beside or may_replace(list_below(self._objects, self._key(path)), existing)
 
     def check_file_place(self, path: str) -> None:
         raise StorageError("single files are saved to file systems, not to object stores", path=path)
 
     def names_in(self, folder: str) -> list[str]:
-        return sorted({name.partition("/")[0] for name in self._files(folder)})
+        place = self._key(folder)
+        listing = list_below(self._objects, place)
+        names = {name.partition("/")[0] for name in listing.seen}
+        if listing.own_record is not None:
+            record, _ = read_record(self._objects, place)
+            names |= listing.parts.get(record.parts, {}).keys() | self._names_elsewhere(place, record)
+        return sorted(names)
 
     def exists(self, path: str) -> bool:
         if posixpath.basename(path) == MANIFEST_NAME:
             found = self._objects.head(self._key(path))
             return found is not None and record.is_finalized(found)
-        return self._find(path) is not None or bool(self._files(path))
+        return self._find(path) is not None or bool(list_below(self._objects, self._key(path)).seen)
 
     def size(self, path: str) -> int | None:
         if posixpath.basename(path) == MANIFEST_NAME:
@@ -122,7 +121,9 @@ class ObjectStorage(Storage):
 
     def read(self, path: str) -> bytes:
         if posixpath.basename(path) == MANIFEST_NAME:
-            found, _ = read_record(self._objects, posixpath.dirname(self._key(path)))
+            place = posixpath.dirname(self._key(path))
+            found, _ = read_record(self._objects, place)
+            self._remember(place, found)
             if found.is_finalized:
                 return found.manifest
         else:
@@ -175,23 +176,12 @@ class ObjectStorage(Storage):
     def _key(self, path: str) -> str:
         return split_address(path)[1]
 
-    def _complete(self, place: str, its: str) -> None:
-        """Give stock readers the ``.metadata`` of a checkpoint whose worker died before it did. Raises as ``read``."""
-        metadata = self._objects.get(f"{place}/{PARTS}{its}/{METADATA_NAME}")
-        if metadata is not None and self._objects.head(f"{place}/{METADATA_NAME}") is None:
-            publish_metadata(self._objects, place, its, metadata[0])
-
-    def _files(self, folder: str) -> set[str]:
-        """All files in a folder and below it, as they are seen: those of finalized attempts under their own names."""
-        place = self._key(folder)
-        found, _ = read_record(self._objects, place) if place else (Record(), None)
-        names = object_sweep.seen_names(self._objects, place)
-        if found.is_finalized:
-            parts = posixpath.normpath(f"{place}/{found.parts}")
-            names |= (
-                {each.key.removeprefix(f"{parts}/") for each in self._objects.list(parts)} if found.parts else set()
-            )
-        return names
+    def _names_elsewhere(self, place: str, record: Record) -> set[str]:
+        """The files of a checkpoint that was set aside: they stayed where they were."""
+        if not record.parts.startswith("../"):
+            return set()
+        parts = posixpath.normpath(f"{place}/{record.parts}")
+        return {each.key.removeprefix(f"{parts}/") for each in self._objects.list(parts)}
 
     def _find(self, path: str) -> Found | None:
         return next(filter(None, map(self._objects.head, self._keys(path))), None)
@@ -201,16 +191,26 @@ class ObjectStorage(Storage):
         key = self._key(path)
         if PARTS not in key and posixpath.basename(key) != MANIFEST_NAME:
             place, name = posixpath.split(key)
+            known = self._parts.get(place)
+            if known is not None:
+                yield f"{known}/{name}"
             found, _ = read_record(self._objects, place) if place else (Record(), None)
             if found.parts:
-                yield posixpath.normpath(f"{place}/{found.parts}/{name}")
+                yield f"{self._remember(place, found)}/{name}"
         yield key
+
+    def _remember(self, place: str, found: Record) -> str:
+        if len(self._parts) >= _MOST_REMEMBERED:
+            self._parts.clear()
+        self._parts[place] = posixpath.normpath(f"{place}/{found.parts}")
+        return self._parts[place]
 
 
 class ObjectInputFile(InputFile):
     """An object, read in ranges."""
 
     alignment = 0
+    run_bytes = 8 << 20  # each is a request, which takes its time to begin
 
     def __init__(self, objects: Objects, path: str, found: Found) -> None:
         self.path = path

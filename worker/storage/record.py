@@ -94,14 +94,25 @@ def read_record(objects: Objects, place: str) -> tuple[Record, Version | None]:
     return (Record(), None) if found is None else (Record.parse(found[0]), found[1])
 
 
-def change_record(objects: Objects, place: str, change: Callable[[Record], Record | None]) -> Record:
-    """Replace a record by what ``change`` makes of it; None: leave it.
+def change_record(
+    objects: Objects, place: str, change: Callable[[Record], Record | None], *, is_new: bool = False
+) -> Record:
+    """Replace a record on the condition that nobody else has changed it meanwhile.
 
-    ``change`` is called again where somebody else was faster; what it raises is raised. Returns what was there before
-    the change that was made. Raises ``StorageError``.
+    Args:
+        objects: The bucket's.
+        place: The key of the checkpoint.
+        change: Makes the new one of what is there; None: leave it. Called again where somebody else was faster.
+        is_new: Suppose that there is none; this spares a request, if it is so.
+
+    Returns:
+        What was there before it was changed, or is left.
+
+    Raises:
+        StorageError: The store refuses. What ``change`` raises is raised.
     """
     for attempt in range(_MOST_CHANGES):
-        before, version = read_record(objects, place)
+        before, version = (Record(), None) if is_new and not attempt else read_record(objects, place)
         after = change(before)
         if after is None or objects.put_if(record_key(place), after.encode(), version):
             return before

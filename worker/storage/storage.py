@@ -49,6 +49,8 @@ class InputFile(ABC):
 
     path: str
     """Where it is; for errors."""
+    run_bytes: int = 2 << 20
+    """How much is best read at once: so much that a disk is as fast as with more."""
     alignment: int
     """What addresses have to be a multiple of for ``read_in_place``; 0: not possible, which a read may find out."""
 

@@ -1,0 +1,52 @@
+"""What stands below a key of an object store, as one listing shows it: what is seen there, and what is ours alone."""
+
+from __future__ import annotations
+
+import posixpath
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from asyncckpt.worker.manifest import MANIFEST_NAME
+from asyncckpt.worker.storage.objects import Found, Objects
+from asyncckpt.worker.storage.record import PARTS, is_finalized
+
+PROBE = ".asyncckpt-probe-"
+
+
+@dataclass
+class Listing:
+    """All names are from the key on that was listed."""
+
+    seen: dict[str, Found] = field(default_factory=dict)
+    """What anybody may see. The files of finalized attempts are ``parts``, too."""
+    parts: dict[str, dict[str, Found]] = field(default_factory=lambda: defaultdict(dict))
+    """By the folder of each attempt, its files, by their names from there on."""
+    records: dict[str, Found] = field(default_factory=dict)
+    """By their places ("" is the key itself), finalized and not."""
+
+    @property
+    def own_record(self) -> Found | None:
+        """The record of the key itself."""
+        return self.records.get("")
+
+    def parts_of(self, place: str, digest: str) -> dict[str, Found]:
+        """The files of one attempt at a place."""
+        return self.parts.get(posixpath.join(place, PARTS + digest), {})
+
+
+def list_below(objects: Objects, key: str) -> Listing:
+    """List a key. Raises ``StorageError``."""
+    listing = Listing()
+    for found in objects.list(key):
+        name = found.key.removeprefix(f"{key}/" if key else "")
+        before, marked, rest = name.partition(PARTS)
+        if marked and (not before or before.endswith("/")):
+            attempt, _, file = rest.partition("/")
+            listing.parts[before + PARTS + attempt][file] = found
+            continue
+        folder, base = posixpath.split(name)
+        if base == MANIFEST_NAME:
+            listing.records[folder] = found
+        if not base.startswith(PROBE) and (base != MANIFEST_NAME or is_finalized(found)):
+            listing.seen[name] = found
+    return listing
