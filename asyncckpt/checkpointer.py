@@ -127,7 +127,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         none but ``ClosedError``: the handle has it.)
         """
         step = whole_number(step, "step")
-        if not self._has_saved and self._origin is None and is_first(self._process_group):
+        is_unknown = not self._has_saved and self._origin is None and not is_address(self.root)  # that might take long
+        if is_unknown and is_first(self._process_group):
             _warn_of_others(self.root)
         self._has_saved = True
         retention = retention_of(self.config, self._origin, self.root, step)

@@ -16,7 +16,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.open_saves import TrackedSave, longest
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import is_address, storage_for
 from asyncckpt.worker.storage.storage import exists_error
 
 logger = logging.getLogger(__name__)
@@ -45,13 +45,14 @@ class Saves:
     def check_place(self, save: SaveOperation, existing: Existing) -> None:
         """On the first rank, raise ``CheckpointExistsError`` where ``save`` may not go: because of what stands there,
         or of a save to there that is under way. One that replaces what is there comes after that: saves end in order.
+        An object store is not asked: the worker does that, while the training goes on.
         """
         path = os.fspath(save.path)
         if save.group.rank > 0:
             return
         if existing == "refuse" and any(other.path == save.path for other in self._under_way()):
             raise CheckpointExistsError("this checkpoint is being saved already", path=path, step=save.step)
-        if not storage_for(path).may_put(path, existing):
+        if not is_address(path) and not storage_for(path).may_put(path, existing):
             raise exists_error(path, existing, save.step)
 
     def take_slot(self, save: SaveOperation, buffer: StagingBuffer) -> int | None:

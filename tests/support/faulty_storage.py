@@ -50,6 +50,9 @@ class FaultyStorage(Storage):
     def names_in(self, folder: str) -> list[str]:
         return self._inner.names_in(folder)
 
+    def stamps_in(self, folder: str, name: str) -> dict[str, FileStamp | None] | None:
+        return self._inner.stamps_in(folder, name)
+
     def exists(self, path: str) -> bool:
         return self._inner.exists(path)
 

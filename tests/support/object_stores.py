@@ -10,6 +10,8 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from asyncckpt.worker.storage.objects import objects_at, split_address
+
 BUCKET = "checkpoints"
 
 
@@ -42,3 +44,8 @@ def set_environment(patch: pytest.MonkeyPatch, endpoint: str) -> None:
     patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     patch.setenv("AWS_REGION", "us-east-1")
     patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+def keys_below(address: str) -> list[str]:
+    """The keys of all objects there."""
+    return [each.key for each in objects_at(address).list(split_address(address)[1])]

@@ -11,17 +11,19 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.messages import WriteRequest
-from asyncckpt.worker.storage import named_steps, remove_old_checkpoint, step_folder, storage_for
+from asyncckpt.worker.storage import named_steps, remove_old_checkpoint, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.storage import FileStamp
 
 logger = logging.getLogger(__name__)
+
+Stamps: TypeAlias = Mapping[str, FileStamp | None]
 
 # Manifests whose facts are kept, so that each is read once by a process.
 _KEPT = 4096
@@ -66,7 +68,11 @@ def history(root: str, *, strict: bool = True) -> list[StoredStep]:
     newer; else as the oldest. Whoever takes the newest then learns what is wrong with it. Raises ``StorageError``, also
     where one step cannot be looked at, unless it is not ``strict``: then that is left out, with a warning.
     """
-    found = [each for step in named_steps(root) if (each := _look(root, step, strict)) is not None]
+    stamps = storage_for(root).stamps_in(root, MANIFEST_NAME)
+    steps = (
+        named_steps(root) if stamps is None else sorted(step for each in stamps if (step := step_of(each)) is not None)
+    )
+    found = [each for step in steps if (each := _look(root, step, strict, stamps)) is not None]
     known = sorted((each for each in found if each.created is not None), key=lambda each: (each.created, each.step))
     unknown = [each for each in found if each.created is None]
     newest = known[-1] if known else None
@@ -153,10 +159,13 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
         remove_old_checkpoint(path)
 
 
-def _look(root: str, step: int, strict: bool = True) -> StoredStep | None:
-    """What stands in the folder of ``step``; None: nothing. Raises ``StorageError``, if that is ``strict``."""
+def _look(root: str, step: int, strict: bool = True, stamps: Stamps | None = None) -> StoredStep | None:
+    """What stands in the folder of ``step``; None: nothing. ``stamps``: those of the manifests, where they are known.
+
+    Raises ``StorageError``, if that is ``strict``.
+    """
     try:
-        return _look_closely(root, step)
+        return _look_closely(root, step, stamps)
     except StorageError as error:
         if strict:
             raise
@@ -164,9 +173,10 @@ def _look(root: str, step: int, strict: bool = True) -> StoredStep | None:
         return None
 
 
-def _look_closely(root: str, step: int) -> StoredStep | None:
+def _look_closely(root: str, step: int, known: Stamps | None) -> StoredStep | None:
     storage, folder = storage_for(root), step_folder(root, step)
-    stamp = storage.stamp(path := os.path.join(folder, MANIFEST_NAME))
+    path = os.path.join(folder, MANIFEST_NAME)
+    stamp = storage.stamp(path) if known is None else known.get(os.path.basename(folder))
     if stamp is not None:
         try:
             return _read(path, step, stamp)

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 _MOST_REMEMBERED = 256
+# Where there are no locks, a worker that repeats a request for long must not be taken for dead.
+_LEAST_ORPHAN_S = 900.0
 
 
 class ObjectStorage(Storage):
@@ -52,7 +54,7 @@ class ObjectStorage(Storage):
     def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> ObjectAttempt:
         place = self._key(final)
         if orphan_s is not None:
-            object_sweep.sweep(self._objects, posixpath.dirname(place), orphan_s)
+            object_sweep.sweep(self._objects, posixpath.dirname(place), max(orphan_s, _LEAST_ORPHAN_S))
         return ObjectAttempt(self._objects, place, attempt, nbytes)
 
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> ObjectAttempt:
@@ -100,6 +102,13 @@ class ObjectStorage(Storage):
             names |= listing.parts.get(record.parts, {}).keys() | self._names_elsewhere(place, record)
         return sorted(names)
 
+    def stamps_in(self, folder: str, name: str) -> dict[str, FileStamp | None]:
+        seen = list_below(self._objects, self._key(folder)).seen
+        return {
+            each: _stamp(found) if (found := seen.get(f"{each}/{name}")) is not None else None
+            for each in {path.partition("/")[0] for path in seen}
+        }
+
     def exists(self, path: str) -> bool:
         if posixpath.basename(path) == MANIFEST_NAME:
             found = self._objects.head(self._key(path))
@@ -116,8 +125,7 @@ class ObjectStorage(Storage):
         found = self._find(path)
         if found is None or (posixpath.basename(path) == MANIFEST_NAME and not record.is_finalized(found)):
             return None
-        modified = int(found.modified.timestamp()) * 10**9
-        return FileStamp(modified, found.nbytes, int(digest(found.e_tag)[:15], 16))
+        return _stamp(found)
 
     def read(self, path: str) -> bytes:
         if posixpath.basename(path) == MANIFEST_NAME:
@@ -204,6 +212,11 @@ class ObjectStorage(Storage):
             self._parts.clear()
         self._parts[place] = posixpath.normpath(f"{place}/{found.parts}")
         return self._parts[place]
+
+
+def _stamp(found: Found) -> FileStamp:
+    modified = int(found.modified.timestamp()) * 10**9
+    return FileStamp(modified, found.nbytes, int(digest(found.e_tag)[:15], 16))
 
 
 class ObjectInputFile(InputFile):

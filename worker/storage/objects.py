@@ -133,7 +133,8 @@ def objects_at(address: str) -> Objects:
 
     Raises ``StorageError`` where obstore is missing, or this process was forked off one that has used it.
     """
-    return _connect(split_address(address)[0], os.getpid())
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    return _connect(split_address(address)[0], endpoint, os.getpid())
 
 
 def split_address(address: str) -> tuple[str, str]:
@@ -144,7 +145,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 @functools.cache
-def _connect(base: str, process: int) -> Objects:
+def _connect(base: str, endpoint: str, process: int) -> Objects:
     try:
         from obstore.store import from_url
     except ImportError as error:
@@ -152,7 +153,6 @@ def _connect(base: str, process: int) -> Objects:
     if process != _first_process():
         raise StorageError("a forked process cannot use object stores: start it by exec, or spawn", path=base)
     options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     client = {"timeout": _REQUEST, "connect_timeout": _CONNECT}
     if base.startswith("s3://"):
         if endpoint:

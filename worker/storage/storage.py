@@ -226,6 +226,12 @@ class Storage(ABC):
     def names_in(self, folder: str) -> list[str]:
         """The names in ``folder``, in no order; none where there is no such folder."""
 
+    def stamps_in(self, folder: str, name: str) -> dict[str, FileStamp | None] | None:
+        """All ``names_in`` a folder, and the stamp of the file ``name`` in each; None: they are better asked for one by
+        one.
+        """
+        return None
+
     @abstractmethod
     def exists(self, path: str) -> bool:
         """Whether anything is at ``path``."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 from obstore.store import MemoryStore
 from support.object_stores import s3_root, s3_server
-from support.storage_contract import StorageContract
+from support.storage_contract import StorageContract, put, put_checkpoint
 
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.errors import StorageError
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.worker.storage import object_attempt, object_sweep, storage_for
 from asyncckpt.worker.storage.object_store import ObjectStorage
 from asyncckpt.worker.storage.objects import Objects, objects_at, split_address
-from asyncckpt.worker.storage.storage import Storage
+from asyncckpt.worker.storage.storage import OpenAttempt, Storage
 
 __all__ = ["s3_root", "s3_server"]
 
@@ -19,6 +28,11 @@ class _ObjectStorageContract(StorageContract):
     def put_strange(self, storage: Storage, path: str) -> None:
         objects = objects_at(path) if path.startswith("s3://") else storage._objects  # type: ignore[attr-defined]
         objects.put(split_address(path)[1], b"mine")
+
+
+def files_below(storage: Storage, root: str) -> set[str]:
+    objects, key = storage._objects, split_address(root)[1]  # type: ignore[attr-defined]
+    return {each.key.removeprefix(f"{key}/") for each in objects.list(key)}
 
 
 class TestMemory(_ObjectStorageContract):
@@ -39,3 +53,131 @@ class TestS3(_ObjectStorageContract):
     @pytest.fixture
     def root(self, s3_root: str) -> str:
         return s3_root
+
+
+def memory() -> ObjectStorage:
+    return ObjectStorage(Objects(MemoryStore(), "memory://bucket"))
+
+
+def begun(storage: Storage, step: int, attempt: str) -> OpenAttempt:
+    opened = storage.begin_checkpoint(f"memory://bucket/run/step-{step:08d}", attempt, 0)
+    put_checkpoint(opened, attempt)
+    return opened
+
+
+def test_what_killed_workers_leave_goes_once_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_sweep, "_swept", {})
+    storage = memory()
+    begun(storage, 1, "a-1").finalize("refuse")
+    late = begun(storage, 1, "a-2")
+    begun(storage, 2, "a-3")
+    assert storage.names_in("memory://bucket/run") == ["step-00000001"]
+    before = files_below(storage, "memory://bucket/run")
+    object_sweep.sweep(storage._objects, "run", 3600.0)
+    assert files_below(storage, "memory://bucket/run") == before
+    monkeypatch.setattr(object_sweep, "_swept", {})
+    object_sweep.sweep(storage._objects, "run", 0.0)
+    left = files_below(storage, "memory://bucket/run")
+    assert len({name.split("/")[1] for name in left if ".parts-" in name}) == 1
+    with pytest.raises(StorageError, match="revoked"):
+        late.finalize("replace")
+    assert storage.is_finalized("memory://bucket/run/step-00000001", "a-1")
+    assert storage.read("memory://bucket/run/step-00000001/__0_0.distcp") == b"data"
+    monkeypatch.setattr(object_sweep, "_swept", {})
+    monkeypatch.setattr(object_sweep, "_REVOKED", timedelta(0))
+    object_sweep.sweep(storage._objects, "run", 0.0)
+    assert {name.split("/")[0] for name in files_below(storage, "memory://bucket/run")} == {"step-00000001"}
+
+
+def test_a_worker_that_dies_when_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes next gives stock readers what they need."""
+    for finish in ("sweep", "resolve"):
+        monkeypatch.setattr(object_sweep, "_swept", {})
+        storage, opened = memory(), None
+        with monkeypatch.context() as patch:
+            patch.setattr(object_attempt, "publish_metadata", lambda *_: None)
+            opened = begun(storage, 1, "a-1")
+            opened.finalize("refuse")
+        final = "memory://bucket/run/step-00000001"
+        assert storage.is_finalized(final, "a-1") and storage.read(f"{final}/.metadata") == b"metadata"
+        assert "step-00000001/.metadata" not in files_below(storage, "memory://bucket/run")
+        if finish == "sweep":
+            object_sweep.sweep(storage._objects, "run", 3600.0)
+        else:
+            assert storage.resolve(final, "a-1", "refuse") == (True, None)
+        assert "step-00000001/.metadata" in files_below(storage, "memory://bucket/run")
+
+
+def test_a_worker_that_is_only_slow_to_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another has taken the place of its checkpoint: stock readers get the metadata of that."""
+    storage = memory()
+    real = object_attempt.publish_metadata
+
+    def slow(objects: Objects, place: str, its: str, metadata: bytes | None = None) -> None:
+        monkeypatch.setattr(object_attempt, "publish_metadata", real)
+        begun(storage, 1, "a-2").finalize("replace")
+        real(objects, place, its, metadata)
+
+    monkeypatch.setattr(object_attempt, "publish_metadata", slow)
+    opened = storage.begin_checkpoint(final := "memory://bucket/run/step-00000001", "a-1", 0)
+    put(opened, METADATA_NAME, b"older")
+    put(opened, MANIFEST_NAME, Manifest("a-1", 1, 0.0, 1, False, 0, {}, {}).encode())
+    opened.finalize("refuse")
+    assert storage.is_finalized(final, "a-2")
+    assert storage._objects.get("run/step-00000001/.metadata")[0] == b"metadata"  # type: ignore[index]
+
+
+def test_of_two_that_decide_at_once_one_wins(s3_root: str) -> None:
+    """Finalizing and revoking, from many threads."""
+    storage = storage_for(s3_root)
+    for number in range(10):
+        final, attempt = f"{s3_root}/{number}", f"a-{number}"
+        opened = storage.begin_checkpoint(final, attempt, 0)
+        put_checkpoint(opened, attempt)
+        start = threading.Barrier(5)
+
+        def finalize(opened: OpenAttempt = opened, start: threading.Barrier = start) -> bool:
+            start.wait()
+            try:
+                opened.finalize("refuse")
+            except StorageError:
+                return False
+            return True
+
+        def resolve(final: str = final, attempt: str = attempt, start: threading.Barrier = start) -> bool:
+            start.wait()
+            time.sleep(random.random() * 0.03)
+            return storage.resolve(final, attempt, "refuse").is_finalized
+
+        with ThreadPoolExecutor(5) as pool:
+            answers = {each.result() for each in [pool.submit(finalize), *(pool.submit(resolve) for _ in range(4))]}
+        assert len(answers) == 1 and storage.is_finalized(final, attempt) in answers
+
+
+def test_a_store_that_does_not_heed_conditions(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_sweep, "_swept", {})
+    storage = memory()
+    monkeypatch.setattr(Objects, "put_if", lambda self, key, data, version: self.put(key, data) is None)
+    object_sweep.sweep(storage._objects, "run", 0.0)
+    assert "does not heed conditions" in caplog.text
+
+
+def test_large_objects_are_sent_in_parts_from_where_they_are(s3_root: str) -> None:
+    storage = storage_for(s3_root)
+    opened = storage.begin_checkpoint(f"{s3_root}/it", "a-1", 0)
+    data = bytearray(os.urandom((40 << 20) + 4096))
+    file = opened.create("__0_0.distcp", large=True)
+    pieces = [(at, memoryview(data)[at : at + (16 << 20)]) for at in range(0, len(data), 16 << 20)]
+    for at, piece in [pieces[1], pieces[2], pieces[0]]:
+        file.write(piece, at)
+    file.truncate(len(data) - 4000)
+    file.sync()
+    file.close()
+    assert storage.read(f"{opened.path}/__0_0.distcp") == data[:-4000]
+    broken = opened.create("__1_0.distcp", large=True)
+    for at, piece in pieces[:2]:
+        broken.write(piece, at)
+    broken.close()  # before it was whole
+    assert opened.names() == {"__0_0.distcp"}

@@ -1,0 +1,265 @@
+"""Checkpoints on an object store: S3 as moto serves it, where need be behind a proxy that spoils what is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks
+from support.object_stores import keys_below, s3_root, s3_server, set_environment
+from support.states import same, small_state, zeros_like
+from support.store_proxy import FAULTS, Asked, StoreProxy
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.cli import main
+from asyncckpt.config import Config
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    StorageError,
+    UnsavableStateError,
+    WorkerDiedError,
+)
+from asyncckpt.loading.source import verify
+from asyncckpt.planning.file_set import FileSet
+from asyncckpt.worker.storage.objects import objects_at
+
+__all__ = ["s3_root", "s3_server"]
+
+MiB = 1 << 20
+
+
+def large_state(step: int) -> dict[str, Any]:
+    """Of several parts."""
+    return {**small_state(), "large": torch.full((10 * MiB,), float(step)), "step": step}
+
+
+def test_saves_and_loads(s3_root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    states = {step: large_state(step) for step in (1, 2, 3)}
+    with Checkpointer(s3_root, Config(keep_last=2)) as checkpointer:
+        for step, state in states.items():
+            assert checkpointer.save(step, state).result(60) == f"{s3_root}/step-{step:08d}"
+        checkpointer.wait(60)
+    with Checkpointer(f"{s3_root}/") as checkpointer:
+        assert checkpointer.steps() == [2, 3] and checkpointer.latest() == 3
+        assert checkpointer.load(into := zeros_like(states[3])) == 3 and same(into, states[3])
+        assert checkpointer.load(into, step=2) == 2 and same(into, states[2])
+        twice = checkpointer.save(3, states[3])  # one that was left behind: it stays, under another name
+        assert twice.result(60) and checkpointer.steps() == [2, 3]
+    assert {key.split("/")[1] for key in keys_below(s3_root)} == {
+        *("step-00000002", "step-00000003", "step-00000003.abandoned-1")
+    }
+    assert main(["ls", s3_root]) == main(["inspect", s3_root]) == main(["verify", s3_root]) == 0
+    assert "step-00000003: good" in capsys.readouterr().out
+
+
+STOCK = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+into = {"weight": torch.zeros(3), "large": torch.zeros(5 << 20), "step": 0}
+dcp.load(into, checkpoint_id=sys.argv[1], no_dist=True)
+assert not [name for name in sys.modules if name.startswith("asyncckpt")]
+print(into["weight"].tolist(), into["large"].sum().item(), into["step"])
+"""
+
+
+def loaded_by_stock(path: str) -> str:
+    """s3fs finds the store by the same variables."""
+    return subprocess.run([sys.executable, "-c", STOCK, path], capture_output=True, text=True, timeout=100).stdout
+
+
+def test_stock_readers(s3_root: str) -> None:
+    state = {"weight": torch.arange(3.0), "large": torch.ones(5 * MiB), "step": 4}
+    with Checkpointer(s3_root) as checkpointer:
+        path = checkpointer.save(1, state).result(60)
+    assert loaded_by_stock(path) == f"[0.0, 1.0, 2.0] {5.0 * MiB} 4\n"
+    with Engine(alone=True) as engine:
+        engine.save(path, {**state, "weight": torch.ones(3)}, existing="replace").result(60)
+    assert loaded_by_stock(path) == f"[1.0, 1.0, 1.0] {5.0 * MiB} 4\n"
+    assert len([key for key in keys_below(path) if key.endswith(".distcp")]) == 1
+
+
+def test_what_is_sent(s3_root: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte once, and few requests besides."""
+    with StoreProxy(s3_server) as proxy, monkeypatch.context() as patch:
+        set_environment(patch, proxy.endpoint)
+        with Checkpointer(s3_root) as checkpointer:
+            for step in (1, 2):
+                proxy.asked.clear()
+                checkpointer.save(step, large_state(step)).result(60)
+        sent = [each for each in proxy.asked if each.method in ("PUT", "POST")]
+        data = [each for each in sent if ".distcp" in each.path]
+        image = sum(each.nbytes for each in data if each.method == "PUT")
+        assert len(data) == 3 + 2  # begin, three parts of 16 MiB, complete
+        assert sum(each.nbytes for each in sent) <= 1.01 * image
+        assert len(proxy.asked) <= len(data) + 11, [(each.method, each.path) for each in proxy.asked]
+
+
+def test_a_damaged_one(s3_root: str) -> None:
+    states = {step: large_state(step) for step in (1, 2)}
+    with Checkpointer(s3_root) as checkpointer:
+        for step, state in states.items():
+            checkpointer.save(step, state).result(60)
+        (data,) = [key for key in keys_below(s3_root) if key.endswith(".distcp") and "step-00000002" in key]
+        objects = objects_at(s3_root)
+        content = bytearray(objects.get(data)[0])  # type: ignore[index]
+        content[len(content) // 2] ^= 1
+        objects.put(data, bytes(content))
+        assert "large" in str(verify(f"{s3_root}/step-00000002").damages[0])
+        with pytest.raises(DamagedCheckpointError, match="large"):
+            checkpointer.load(zeros_like(states[2]))
+        assert checkpointer.load(into := zeros_like(states[1]), fallback=True) == 1 and same(into, states[1])
+        assert checkpointer.steps() == [1]
+        checkpointer.save(2, states[2]).result(60)
+        assert checkpointer.load(into) == 2 and same(into, states[2])
+    assert any("step-00000002.damaged-1" in key for key in keys_below(s3_root))
+
+
+def test_a_worker_that_is_killed_while_it_sends(s3_root: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer takes away what it had sent, and the next save works."""
+    workers: list[int] = []
+
+    def kill(asked: Asked) -> str | None:
+        if workers and ".index.json" in asked.path:
+            os.kill(workers.pop(), signal.SIGKILL)
+            return "cut"
+        return None
+
+    state = large_state(2)
+    with StoreProxy(s3_server, kill) as proxy, monkeypatch.context() as patch:
+        set_environment(patch, proxy.endpoint)
+        with Checkpointer(s3_root) as checkpointer:
+            checkpointer.prepare(state)
+            assert checkpointer._engine.worker is not None
+            workers.append(checkpointer._engine.worker.pid)
+            with pytest.raises(WorkerDiedError):
+                checkpointer.save(1, state).result(60)
+            assert any(".distcp" in asked.path for asked in proxy.asked)
+            assert checkpointer.steps() == [] and not [key for key in keys_below(s3_root) if ".parts-" in key]
+            checkpointer.save(2, state).result(60)
+            assert checkpointer.steps() == [2]
+            assert checkpointer.load(into := zeros_like(state)) == 2 and same(into, state)
+
+
+TRAINER = """
+import os, sys, torch
+from asyncckpt import Checkpointer
+state = {"weight": torch.arange(6 << 20, dtype=torch.float32), "step": 1}
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, state)
+os._exit(1)
+"""
+
+
+def test_a_trainer_that_dies(s3_root: str) -> None:
+    subprocess.run([sys.executable, "-c", TRAINER, s3_root], timeout=100)
+    into: dict[str, Any] = {"weight": torch.zeros(6 * MiB), "step": 0}
+    with Checkpointer(s3_root) as checkpointer:
+        assert checkpointer.load(into) == 1
+        assert torch.equal(into["weight"], torch.arange(6 * MiB, dtype=torch.float32)) and into["step"] == 1
+        deadline = time.monotonic() + 60
+        while checkpointer.steps() != [1]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def saves_and_loads(root: str, config: Config) -> list[int]:
+    rank = dist.get_rank()
+    state = {"shared": torch.arange(1000.0), f"own-{rank}": torch.full((3 * MiB,), float(rank)), "step": 0}
+    with Checkpointer(root, config) as checkpointer:
+        for step in (1, 2, 3):
+            state["step"] = step
+            checkpointer.save(step, state).result(100)
+        into = zeros_like(state)
+        assert checkpointer.load(into) == 3 and same(into, state)
+        return checkpointer.steps()
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_many_ranks(s3_root: str, tmp_path: Path) -> None:
+    assert ranks.run(3, saves_and_loads, s3_root, ranks.CONSTANT, folder=tmp_path) == [[1, 2, 3]] * 3
+    assert all(not verify(f"{s3_root}/step-{step:08d}").damages for step in (1, 2, 3))
+
+
+def test_where_one_is_already(s3_root: str) -> None:
+    with Checkpointer(s3_root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+    with Checkpointer(s3_root) as checkpointer, pytest.raises(CheckpointExistsError, match="step 1"):
+        checkpointer.save(1, small_state()).result(60)
+
+
+def test_what_is_not_for_stores(s3_root: str) -> None:
+    with pytest.raises(StorageError, match="these are s3://bucket/folder"):
+        Checkpointer("ftp://host/run")
+    with pytest.raises(StorageError, match="these are s3://"):
+        Checkpointer("s3://bucket/../run")
+    files = FileSet()
+    files.add_bytes("a", b"a")
+    with Checkpointer(s3_root) as checkpointer, pytest.raises(UnsavableStateError, match="object store"):
+        checkpointer.save(1, files)
+    with Engine(alone=True) as engine, pytest.raises(StorageError, match="not to object stores"):
+        engine.save_file(f"{s3_root}/file.pt", {"a": torch.ones(2)})
+
+
+@pytest.mark.parametrize("trouble", ["no bucket", "no endpoint", "refused"])
+def test_a_store_that_is_not_there(s3_root: str, s3_server: str, trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One clear error, the training goes on, and the next save works when the store does."""
+    spoiled = trouble == "refused"
+    root = s3_root.replace("checkpoints", "missing") if trouble == "no bucket" else s3_root
+    with StoreProxy(s3_server, lambda asked: "403" if spoiled else None) as proxy:
+        set_environment(monkeypatch, "http://127.0.0.1:9" if trouble == "no endpoint" else proxy.endpoint)
+        with Checkpointer(root) as checkpointer:
+            begun = time.monotonic()
+            save = checkpointer.save(1, small_state())
+            assert time.monotonic() - begun < 20  # the store was not waited for
+            said = {"no bucket": "no such bucket", "no endpoint": "network", "refused": "permissions"}[trouble]
+            with pytest.raises(StorageError, match=said) as caught:
+                save.result(100)
+            assert root in str(caught.value) and "Debug" not in str(caught.value)
+            spoiled = False
+            if trouble == "refused":
+                checkpointer.save(2, small_state()).result(60)
+                assert checkpointer.steps() == [2]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_faults_at_random(s3_root: str, s3_server: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is told "saved" is told the truth, and so is who is told that it failed."""
+    dice, spoiled = random.Random(seed), 0
+    quiet = False
+
+    def spoil(asked: Asked) -> str | None:
+        nonlocal spoiled
+        if quiet or dice.random() > 0.12:
+            return None
+        spoiled += 1
+        return dice.choice(FAULTS)
+
+    states, saved = {step: large_state(step) if step % 3 else small_state() for step in range(1, 11)}, []
+    with StoreProxy(s3_server, spoil) as proxy, monkeypatch.context() as patch:
+        set_environment(patch, proxy.endpoint)
+        with Checkpointer(s3_root, Config(timeout=100, commit_timeout=100)) as checkpointer:
+            for step, state in states.items():
+                with contextlib.suppress(CheckpointError):
+                    checkpointer.save(step, state).result(100)
+                    saved.append(step)
+    assert spoiled > 10 and len(saved) > 5
+    set_environment(monkeypatch, s3_server)
+    quiet = True
+    with Checkpointer(s3_root) as checkpointer:
+        assert checkpointer.steps() == saved
+        for step in saved:
+            assert not verify(f"{s3_root}/step-{step:08d}").damages
+            assert checkpointer.load(into := zeros_like(states[step]), step=step) == step and same(into, states[step])
