@@ -14,7 +14,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
-from torture import damages, disks, forks, interruptions, kills, leftovers, restarts, system_calls
+from torture import damages, disks, forks, interruptions, kills, leftovers, restarts, stores, system_calls
 from torture.frameworks import trials
 from torture.jobs import MARK
 from torture.tally import Tally
@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--forks", type=int, default=300, help="of the trainer")
     parser.add_argument("--damages", type=int, default=1000)
     parser.add_argument("--exchanges", type=int, default=300, help="of one checkpoint for another")
+    parser.add_argument("--store", type=int, default=200, help="kills, of each, and faults on S3, as moto serves it")
     parser.add_argument("--full", type=int, default=50, help="times that space runs out")
     parser.add_argument("--framework-kills", type=int, default=20, help="of trainings of each kind in --frameworks")
     parser.add_argument(
@@ -86,8 +87,8 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
 
     for ranks, count in ((1, args.kills - args.kills // 2), (2, args.kills // 2)):
         if count:
-            kills.kill_trainers(tally, folder, count, choice(f"trainers {ranks}"), ranks)
-            kills.kill_workers(tally, folder, count, choice(f"workers {ranks}"), ranks)
+            kills.kill_trainers(tally, str(folder), count, choice(f"trainers {ranks}"), ranks)
+            kills.kill_workers(tally, str(folder), count, choice(f"workers {ranks}"), ranks)
     if args.interruptions:
         interruptions.interrupt(tally, folder, args.interruptions, choice("interruptions"))
     if args.calls:
@@ -98,6 +99,8 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         damages.damage(tally, folder, args.damages, choice("damages"))
     if args.exchanges:
         damages.exchange(tally, folder, args.exchanges, choice("exchanges"))
+    if args.store:
+        stores.torture_store(tally, folder, args.store, choice("store"))
     if args.full:
         disks.fill_disks(tally, folder, args.full, choice("disks"))
     for name in args.frameworks if args.framework_kills else ():

@@ -35,7 +35,8 @@ class Job:
         self._folder = tempfile.mkdtemp(prefix="asyncckpt-meeting-")
         self.pipes: list[Connection] = []
         self.processes = []
-        environment = {name: os.environ[name] for name in (FOLDER_VARIABLE, MARK)}
+        given = {FOLDER_VARIABLE, MARK, *(name for name in os.environ if name.startswith("AWS_"))}
+        environment = {name: os.environ[name] for name in given}
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             rendezvous = f"file://{self._folder}/meeting"

@@ -7,8 +7,9 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,15 @@ from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
 from torture.jobs import Job, worker_of
 from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
 
+Check: TypeAlias = Callable[[Tally, str], None]
+"""Looks at a root when all has been done to it."""
 
-def kill_trainers(tally: Tally, folder: Path, kills: int, choice: random.Random, world_size: int) -> None:
+
+def kill_trainers(
+    tally: Tally, place: str, kills: int, choice: random.Random, world_size: int, check: Check = check_root
+) -> None:
     """Kill trainers at random instants; each next one has to find the newest step that all had staged."""
-    root = str(folder / f"trainers-{world_size}")
+    root = f"{place}/trainers-{world_size}"
     staged = 0
     for _ in tqdm(range(kills + 1), desc=f"trainer kills, {world_size} rank(s)", unit="kill", disable=None):
         victim = choice.randrange(world_size)
@@ -42,7 +48,7 @@ def kill_trainers(tally: Tally, folder: Path, kills: int, choice: random.Random,
         news = [max((each[1] for each in of_rank if each[0] == "staged"), default=0) for of_rank in said]
         staged = max(staged, min(news))
         tally.counts["trainers killed"] += 1
-    check_root(tally, root)
+    check(tally, root)
 
 
 def _check_loads(tally: Tally, job: Job, root: str, staged: int) -> None:
@@ -58,9 +64,11 @@ def _check_loads(tally: Tally, job: Job, root: str, staged: int) -> None:
         job.hear(rank, "ready")
 
 
-def kill_workers(tally: Tally, folder: Path, kills: int, choice: random.Random, world_size: int) -> None:
+def kill_workers(
+    tally: Tally, place: str, kills: int, choice: random.Random, world_size: int, check: Check = check_root
+) -> None:
     """Kill workers at random instants; the save under way may fail, on all ranks, and the next has to work."""
-    root = str(folder / f"workers-{world_size}")
+    root = f"{place}/workers-{world_size}"
     with Job(world_size, _train_on, root) as job:
         try:
             for _ in tqdm(range(kills), desc=f"worker kills, {world_size} rank(s)", unit="kill", disable=None):
@@ -70,7 +78,7 @@ def kill_workers(tally: Tally, folder: Path, kills: int, choice: random.Random, 
                 job.hear(rank, "ended")
         except (TimeoutError, RuntimeError) as error:
             tally.lose(f"{root}: {error}")
-    check_root(tally, root)
+    check(tally, root)
 
 
 def _kill_a_worker(tally: Tally, job: Job, choice: random.Random) -> None:

@@ -61,13 +61,18 @@ class Tally:
             self.lose(f"{what} took {took:.1f} s")
 
 
-def check_root(tally: Tally, root: str) -> None:
-    """All that is published is whole, and what killed workers left is removed by a later save."""
-    wait_for_attempts(root, LIMIT_S)  # a dead trainer's worker still removes what is old
+def check_published(tally: Tally, root: str) -> None:
+    """All that is published is whole."""
     for step in complete_steps(root):
         tally.counts["checkpoints verified"] += 1
         for damage in verify(step_folder(root, step)).damages:
             tally.lose(f"published, and not whole: {damage}")
+
+
+def check_root(tally: Tally, root: str) -> None:
+    """All that is published is whole, and what killed workers left is removed by a later save."""
+    wait_for_attempts(root, LIMIT_S)  # a dead trainer's worker still removes what is old
+    check_published(tally, root)
     hour_ago = time.time() - 3600
     for left in [*Path(root).glob(".*"), *Path(root).glob(".*/*")]:
         os.utime(left, (hour_ago, hour_ago))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from support import ranks
 from support.object_stores import keys_below, s3_root, s3_server, set_environment
 from support.states import same, small_state, zeros_like
-from support.store_proxy import FAULTS, Asked, StoreProxy
+from torture.store_proxy import Asked, StoreProxy
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.cli import main
@@ -245,7 +245,7 @@ def test_faults_at_random(s3_root: str, s3_server: str, seed: int, monkeypatch: 
         if quiet or dice.random() > 0.12:
             return None
         spoiled += 1
-        return dice.choice(FAULTS)
+        return dice.choice(asked.faults)
 
     states, saved = {step: large_state(step) if step % 3 else small_state() for step in range(1, 11)}, []
     with StoreProxy(s3_server, spoil) as proxy, monkeypatch.context() as patch:

@@ -6,7 +6,7 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -23,6 +23,11 @@ class Asked:
     method: str
     path: str
     nbytes: int
+
+    @property
+    def faults(self) -> Sequence[str]:
+        """Those that a store may have with it: only what writes can be in the way of another."""
+        return FAULTS if self.method == "PUT" else [fault for fault in FAULTS if fault != "409"]
 
 
 @dataclass

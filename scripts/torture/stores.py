@@ -1,0 +1,163 @@
+"""An object store as the place to save to: trainers and workers are killed, and requests are spoiled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tqdm import tqdm
+
+from asyncckpt import Checkpointer
+from asyncckpt.errors import CheckpointError
+from asyncckpt.worker.manifest import METADATA_NAME
+from asyncckpt.worker.storage import object_sweep, objects
+from asyncckpt.worker.storage.listing import list_below
+from asyncckpt.worker.storage.record import is_finalized
+from torture import kills
+from torture.jobs import Job
+from torture.store_proxy import Asked, StoreProxy
+from torture.tally import CONFIG, LIMIT_S, Tally, check_published, is_of, state_of
+
+_BUCKET = "torture"
+# Of all requests, so many are spoiled while trainers and workers are killed, and so many while they are not.
+_AT_KILLS, _ALONE = 0.02, 0.1
+
+
+class _Spoiler:
+    """Chooses what is spoiled, and counts it."""
+
+    def __init__(self, choice: random.Random) -> None:
+        self.chance = 0.0
+        self.counts: Counter[str] = Counter()
+        self._choice, self._lock = choice, threading.Lock()
+
+    def __call__(self, asked: Asked) -> str | None:
+        with self._lock:
+            if self._choice.random() >= self.chance:
+                return None
+            fault = self._choice.choice(asked.faults)
+            self.counts[fault] += 1
+            return fault
+
+
+def torture_store(tally: Tally, folder: Path, count: int, choice: random.Random) -> None:
+    """Kill ``count`` trainers and as many workers that save to S3; then spoil as many requests."""
+    spoiler = _Spoiler(choice)
+    with _served(folder) as endpoint, StoreProxy(endpoint, spoiler) as proxy:
+        _set_environment(proxy.endpoint)
+
+        def check(tally: Tally, root: str) -> None:
+            spoiler.chance = 0.0
+            _check_store(tally, root)
+
+        for chance in (0.0, _AT_KILLS):
+            place = f"s3://{_BUCKET}/{'spoiled' if chance else 'plain'}"
+            for ranks in (1, 2):
+                for kill in (kills.kill_trainers, kills.kill_workers):
+                    spoiler.chance = chance
+                    kill(tally, place, -(-count // 4), choice, ranks, check)
+        _spoil_saves(tally, f"s3://{_BUCKET}/faults", spoiler, count)
+    for fault, times in spoiler.counts.items():
+        tally.counts[f"requests to the store spoiled: {fault}"] += times
+
+
+def _spoil_saves(tally: Tally, root: str, spoiler: _Spoiler, count: int) -> None:
+    """Save until so many requests are spoiled: who is told that a step is saved, or is not, is told the truth."""
+    spoiler.chance, begun, saved = _ALONE, sum(spoiler.counts.values()), []
+    with Job(1, _save_on, root) as job, tqdm(total=count, desc="faults of the store", disable=None) as bar:
+        while bar.n < count:
+            step, is_saved = job.hear(0, "told")
+            saved += [step] if is_saved else []
+            bar.update(min(count, sum(spoiler.counts.values()) - begun) - bar.n)
+        spoiler.chance = 0.0
+        job.pipes[0].send("stop")
+        saved += job.hear(0, "ended")[0]
+    with Checkpointer(root, CONFIG) as checkpointer:
+        if checkpointer.steps() != saved:
+            tally.lose(f"{root}: {saved} were told to be saved, and {checkpointer.steps()} are there")
+        for step in saved:
+            checkpointer.load(into := state_of(0), step=step)
+            if not is_of(into, step):
+                tally.lose(f"{root}: wrong bytes of step {step}")
+    tally.counts["steps saved while requests were spoiled"] += len(saved)
+    _check_store(tally, root)
+
+
+def _save_on(pipe: Connection, rank: int, root: str) -> None:
+    last: list[int] = []
+    with Checkpointer(root, replace(CONFIG, keep_last=None)) as checkpointer:
+        for step in range(1, 10**9):
+            is_saved = False
+            with contextlib.suppress(CheckpointError):
+                checkpointer.save(step, state_of(step, rank)).result(4 * LIMIT_S)
+                is_saved = True
+            if pipe.poll():
+                last = [step] if is_saved else []
+                break
+            pipe.send(("told", step, is_saved))
+    pipe.send(("ended", last))
+
+
+def _check_store(tally: Tally, root: str) -> None:
+    """All that is published is whole; once orphans are old, nothing is there but what is published."""
+    with Checkpointer(root, CONFIG) as checkpointer:
+        checkpointer.prepare(state_of(0))  # which waits for a worker that may still be writing
+        last = max(checkpointer.steps(), default=0) + 1
+        checkpointer.save(last, state_of(last)).result(LIMIT_S)
+    check_published(tally, root)
+    store, key = objects.objects_at(root), objects.split_address(root)[1]
+    object_sweep._swept.clear()
+    object_sweep.sweep(store, key, 0.0)
+    listing = list_below(store, key)
+    published = {place for place, found in listing.records.items() if is_finalized(found)}
+    for parts in listing.parts:
+        if os.path.dirname(parts) not in published or len(listing.parts) > len(published):
+            tally.lose(f"left over: {root}/{parts}")
+    for place in published:
+        if f"{place}/{METADATA_NAME}" not in listing.seen:
+            tally.lose(f"not there for stock readers: {root}/{place}")
+
+
+@contextlib.contextmanager
+def _served(folder: Path) -> Iterator[str]:
+    """The address of a server of S3, in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with open(folder / "store.log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            deadline, endpoint = time.monotonic() + LIMIT_S, f"http://127.0.0.1:{port}"
+            while not _listens(port):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"moto does not serve: {(folder / 'store.log').read_text()[-500:]}")
+                time.sleep(0.1)
+            _set_environment(endpoint)
+            import boto3  # which comes with moto
+
+            boto3.client("s3").create_bucket(Bucket=_BUCKET)
+            yield endpoint
+        finally:
+            server.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _set_environment(endpoint: str) -> None:
+    for name in [each for each in os.environ if each.startswith("AWS_")]:
+        del os.environ[name]
+    os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    os.environ |= {"AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1"}
