@@ -38,7 +38,9 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
         buffer, slot = image
         version = version._replace(part=_part_of(buffer.plan, folder))
         if not buffer.client.has_endpoint:
-            raise CheckpointError("readers cannot find the worker, which has no endpoint: see the log")
+            raise CheckpointError(
+                "readers cannot find the worker, which has no endpoint: the engine has no job, or see the log"
+            )
         if buffer.publish(slot, version):
             return True
         why_not = "readers have all slots but that; more of them would help (Config.slots)"

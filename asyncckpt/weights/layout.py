@@ -66,13 +66,15 @@ def read_entries(image: memoryview) -> dict[str, TensorEntry]:
 
 
 def read_indexes(segment: memoryview, files: Iterable[DataFile]) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint's files by name, from the heads of their indexes (``Index.head``)."""
+    """The tensors of a checkpoint's files by the names that DCP has for them, from the heads of the files' indexes."""
     entries: dict[str, TensorEntry] = {}
     for file in files:
+        above = f"{file.folder}/" if file.folder else ""  # indexes name tensors by their place in the whole set
         head = segment[file.index_head.offset :][: file.index_head.nbytes]
         for item in starmap(Item, json.loads(bytes(head) + Index.tail(0, array("Q")))["items"]):
             if item.kind == "tensor":
                 dtype, begin = getattr(torch, item.dtype), file.begin + item.payload_at
                 shape, offsets = tuple(item.shape), tuple(item.offsets)
-                entries[item.name] = TensorEntry(item.name, dtype, shape, offsets, None, begin)
+                name = item.name.removeprefix(above)
+                entries[name] = TensorEntry(name, dtype, shape, offsets, None, begin)
     return entries
