@@ -295,12 +295,12 @@ def weights_out_of_the_image(verl: Any, folder: Path) -> None:
     """Who reads weights beside the training has those of a checkpoint as soon as it is staged, with no other copy."""
     from asyncckpt.weights import WeightSubscriber
 
-    held = None
+    held: Any = None
     gate = folder / "gate"
-    slow = {"ASYNCCKPT_TEST_GATE": str(gate), "ASYNC_CKPT_VERL_PUBLISH": "1"}
+    environment = {"ASYNCCKPT_TEST_GATE": str(gate), "ASYNC_CKPT_VERL_PUBLISH": "1"}
     with (
-        verl.group(2, folder, fault="finalize:hold:1", environment=slow) as actor,
-        verl.group(1, folder, seed=5, environment=slow) as critic,
+        verl.group(2, folder, fault="finalize:hold:1", environment=environment) as actor,
+        verl.group(1, folder, seed=5, environment=environment) as critic,
         WeightSubscriber.of_checkpoints(folder, prefix="model.") as subscriber,
     ):
         trainer = verl.driver(verl.trainers[0], folder, actor, critic)

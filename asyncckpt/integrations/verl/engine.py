@@ -241,6 +241,25 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             for pair in weights.items():
                 yield pair
 
+    async def get_checkpoint_weights(
+        self, folder: str, step: int | None = None, *, min_step: int | None = None, timeout: float = 60.0
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The actor's weights out of the image of a checkpoint that ``verl_fsdp`` publishes, the newest or ``step``.
+
+        Yields them as ``get_weights`` does, also with ``bypass_cpu``. ``self.version`` is then the checkpoint's step.
+
+        Args:
+            folder: Where the trainer's checkpoints are, its ``default_local_dir``.
+            step, min_step, timeout: As the versions, and the timeout, of ``WeightSubscriber.acquire``.
+        """
+        acquire = self.local.checkpoints(folder).acquire
+        weights = await asyncio.to_thread(acquire, min_step, version=step, timeout=timeout)
+        self.version = weights.version
+        with weights:
+            for name, tensor in weights.items():
+                converts = self._dtype is not None and tensor.is_floating_point() and tensor.itemsize > 1
+                yield name, tensor.to(self._dtype) if converts else tensor
+
     def finalize(self) -> None:
         """The sync is over. What was published stays, and so does the process group."""
         notices, self._notices = self._notices, None
