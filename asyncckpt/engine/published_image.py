@@ -51,7 +51,10 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
 
 
 def _part_of(plan: Plan, folder: str | None) -> int:
-    """The number of the part of the image that readers are to see."""
+    """The number of the part of the image that readers are to see: a whole state dict, or a folder in a set.
+
+    Only what the trainer has written stays as it is: archives are completed by the worker, in the slot.
+    """
     match plan:
         case CheckpointPlan():
             if folder is not None:
