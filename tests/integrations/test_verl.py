@@ -270,12 +270,12 @@ def a_checkpoint_is_read_out_of_its_image(workers: Crew, root: str) -> None:
             assert checkpointer.publish(checkpointer.save(step, files)).skipped == (step == 2)
             if step != 2:  # what they have of the first keeps its slot until they have the third
                 for rollout in rollouts:
-                    assert rollout.call("pull_checkpoint", root, min_step=step) == step
+                    assert rollout.call("pull_checkpoint", root, min_version=step) == step
             assert all(is_version(rollout.call("got"), step if step != 2 else 1) for rollout in rollouts)
             if step == 2:
                 for rollout in rollouts:
                     rollout.call("let_go")
-        half.call("pull_checkpoint", root, step=3)
+        half.call("pull_checkpoint", root, version=3)
         assert half.call("got")["embedding"].dtype == torch.bfloat16
         assert half.call("got")["count"].dtype == torch.int64
         with pytest.raises(WeightsTimeoutError):

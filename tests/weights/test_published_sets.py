@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.ranks import Job, alone, fsdp2_on_cpu, say
 from support.segments import mapped_segments
 from support.states import same, stock_load, zeros_like
+from support.weights import sharded
 from support.workers import wait_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -193,6 +194,27 @@ def test_a_trainer_that_takes_over_leaves_alone_what_is_read(root: Path) -> None
             assert not checkpointer.publish(checkpointer.save(6, files(6))).skipped
             with subscriber.acquire(6) as weights:
                 assert same(dict(weights.items()), model(6))
+
+
+def _publish_apart(root: str) -> None:
+    with Checkpointer(root) as checkpointer:
+        for step, theirs in ((1, "critic"), (2, "actor")):
+            its = FileSet()
+            for name in ("actor", "critic"):
+                its.add_dcp_folder(name, {"model": sharded(step)})
+            save = checkpointer.save(step, its)
+            checkpointer.publish(save, folder=theirs if dist.get_rank() else "actor")
+            dist.barrier()
+            if dist.get_rank() == 0:
+                with WeightSubscriber.of_checkpoints(root) as subscriber:
+                    say(subscriber.versions())
+            dist.barrier()
+
+
+def test_a_version_is_of_the_same_folder_on_all_ranks(tmp_path: Path, root: Path) -> None:
+    job = Job(2, _publish_apart, str(root), folder=tmp_path)
+    assert [job.hear(0), job.hear(0)] == [[], [2]]
+    assert [end.error for end in job.wait()] == [None, None]
 
 
 def _train(root: str, gate: str) -> None:

@@ -241,19 +241,16 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             for pair in weights.items():
                 yield pair
 
-    async def get_checkpoint_weights(
-        self, folder: str, step: int | None = None, *, min_step: int | None = None, timeout: float = 60.0
-    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The actor's weights out of the image of a checkpoint that ``verl_fsdp`` publishes, the newest or ``step``.
+    async def get_checkpoint_weights(self, folder: str, **which: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The actor's weights out of the image of a checkpoint, which the tie to verl's FSDP engine publishes.
 
-        Yields them as ``get_weights`` does, also with ``bypass_cpu``. ``self.version`` is then the checkpoint's step.
+        Yields them as ``get_weights`` does, also with ``bypass_cpu``. Their version is the checkpoint's step.
 
         Args:
             folder: Where the trainer's checkpoints are, its ``default_local_dir``.
-            step, min_step, timeout: As the versions, and the timeout, of ``WeightSubscriber.acquire``.
+            which: What ``WeightSubscriber.acquire`` takes; it says what is raised, too.
         """
-        acquire = self.local.checkpoints(folder).acquire
-        weights = await asyncio.to_thread(acquire, min_step, version=step, timeout=timeout)
+        weights = await asyncio.to_thread(self.local.checkpoints(folder).acquire, **which)
         self.version = weights.version
         with weights:
             for name, tensor in weights.items():
