@@ -90,8 +90,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
 
         Raises:
             AssertionError: There is nothing to take what is to be saved from.
-            CheckpointError: As ``Engine.save`` and ``Save.result`` raise; an earlier save has failed, and nobody was
-                told.
+            CheckpointError: As ``Engine.save`` and ``Save.result`` raise; an earlier save failed, and nobody was told.
         """
         if local_path is None:
             engines.shared.get().wait()
