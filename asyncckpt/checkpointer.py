@@ -136,7 +136,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._staging = [*filter(_is_copying, self._staging), save]
         return save
 
-    def publish(self, save: Save, version: int | None = None, *, roll_back: bool = False) -> Publication:
+    def publish(
+        self, save: Save, version: int | None = None, *, roll_back: bool = False, folder: str | None = None
+    ) -> Publication:
         """Let readers on this host have what was staged for a save. No copy is made.
 
         All ranks call this after ``save`` and before the next one. Readers find it by
@@ -147,19 +149,21 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             save: What to publish.
             version: As what; None: as its step. Versions grow.
             roll_back: Allow a version that does not, for a training that has gone back.
+            folder: Of a set of files: the folder of DCP's that readers see; None: the only one.
 
         Returns:
             What became of it: nothing is published where a reader holds on to what would have to go.
 
         Raises:
-            VersionError: The version is not newer than the last one. Also raises as ``save`` does.
+            VersionError: The version is not newer than the last one.
+            CheckpointError: There is no such folder, or not only one. Also raises as ``save`` does.
         """
         if not isinstance(save, Save):
             raise TypeError(f"publish takes the handle that save has returned, not a {type(save).__name__}")
         number = save.step if version is None else version
         if number is None:
             raise ValueError("a save without a step needs a version")
-        return self._engine.publish(save, number, roll_back=roll_back)
+        return self._engine.publish(save, number, roll_back=roll_back, folder=folder)
 
     def load(
         self,

@@ -44,6 +44,7 @@ class WorkerClient:
         self._questions = Questions(self._send, self._give_back)
         self._death: WorkerDiedError | None = None
         self._closing = self._detaching = False
+        self._endpoint = options.endpoint
         self.has_endpoint = False
         """Whether others can find the worker."""
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
@@ -79,7 +80,7 @@ class WorkerClient:
     def listen(self, timeout: float) -> None:
         """Have the worker take its endpoint, if it has one. Raises ``JobTakenError`` where another worker has it."""
         trouble = self._ask(messages.Listen(), messages.Listening, timeout, "making the worker known").trouble
-        self.has_endpoint = trouble is None
+        self.has_endpoint = trouble is None and self._endpoint is not None
         if trouble is not None:
             logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
 

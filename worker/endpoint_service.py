@@ -20,7 +20,7 @@ from asyncckpt.errors import JobTakenError
 from asyncckpt.worker import messages
 from asyncckpt.worker.endpoint import Endpoint, redirect_log
 from asyncckpt.worker.messages import receive, send
-from asyncckpt.worker.segment_layout import WeightsLayout
+from asyncckpt.worker.segment_layout import FileSetLayout, WeightsLayout
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.takeover import is_leaving
 
@@ -159,9 +159,13 @@ class EndpointService:
         numbers = {image.request.segment for image in images}
         published = []
         for each in self._segment_store.published():
-            if isinstance(each.layout, WeightsLayout):
-                published.append(each)
-                numbers.update((each.segment, *each.layout.slots))
+            match each.layout:
+                case WeightsLayout(slots):
+                    published.append(each)
+                    numbers.update((each.segment, *slots))
+                case FileSetLayout():
+                    published.append(each)
+                    numbers.add(each.segment)
         held = tuple(sorted(numbers))
         saves = tuple(each.path for each in self.unended_saves() if each.world_size == 1)
         send(peer, messages.Inventory(os.getpid(), self._retired, held, images, tuple(published), saves))

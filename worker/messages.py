@@ -55,7 +55,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.worker.root_claim import Claim, Claimed
-from asyncckpt.worker.segment_layout import CheckpointLayout, SegmentLayout, WeightsLayout
+from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, SegmentLayout, WeightsLayout
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
@@ -314,13 +314,13 @@ class PublishedSegment:
     """A segment in which something is published; its header page says what, and in which slots."""
 
     segment: int
-    layout: CheckpointLayout | WeightsLayout
+    layout: CheckpointLayout | FileSetLayout | WeightsLayout
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """``leaving``: it was told to retire, and is finishing. ``published``: segments of weights, of no checkpoint.
-    ``saves``: the paths of those that no other rank takes part in, and have not ended.
+    """``leaving``: it was told to retire, and is finishing. ``published``: segments of weights and of sets of files,
+    which have no images here. ``saves``: the paths of those that no other rank takes part in, and have not ended.
     """
 
     worker: int

@@ -104,6 +104,10 @@ class CheckpointLayout:
         """Of what is the same in every save."""
         return self.metadata, *(region for file in self.data_files for region in (file.index_head, file.spans))
 
+    def published_files(self, part: int) -> tuple[DataFile, ...]:
+        """Those that readers of a published image see: all. ``part``: 0."""
+        return self.data_files
+
     def data(self, slot: int, file: DataFile) -> Region:
         """Where ``file`` is in the image of ``slot``."""
         return Region(self.slots[slot] + file.begin, file.nbytes)
@@ -113,7 +117,8 @@ class CheckpointLayout:
 class FileSetLayout:
     """Where in a segment the large files of a set stand; ``data_bytes`` and ``slots`` as above.
 
-    ``files``: those first whose bytes are all the trainer's. ``metadata`` has a ``.metadata`` for each folder of DCP's.
+    ``files``: those first whose bytes are all the trainer's. ``metadata`` has a ``.metadata`` for each folder of DCP's:
+    those are its parts that can be published, in that order.
     """
 
     files: tuple[LargeFile, ...]
@@ -124,6 +129,11 @@ class FileSetLayout:
     def constants(self) -> tuple[Region, ...]:
         """Of what is the same in every save: nobody asks, as no image of a set is held."""
         return ()
+
+    def published_files(self, part: int) -> tuple[DataFile, ...]:
+        """Those that readers of a published image see: of the folder of that number."""
+        folder, _ = self.metadata[part]
+        return tuple(file for file in self.files if isinstance(file, DataFile) and file.folder == folder)
 
 
 @dataclass(frozen=True)

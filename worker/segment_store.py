@@ -23,7 +23,7 @@ from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker import messages
 from asyncckpt.worker.endpoint import announce_memory, announced_bytes, host_lock
 from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.segment_layout import CheckpointLayout, Region, SegmentLayout, WeightsLayout
+from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, SegmentLayout, WeightsLayout
 from asyncckpt.worker.takeover import retire_idle_workers
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class SegmentStore:
             return tuple(
                 messages.PublishedSegment(number, hosted.layout)
                 for number, hosted in self._hosted.items()
-                if isinstance(hosted.layout, CheckpointLayout | WeightsLayout)
+                if isinstance(hosted.layout, CheckpointLayout | FileSetLayout | WeightsLayout)
                 and hosted.slots.publications(len(hosted.layout.slots))
             )
 

@@ -19,6 +19,7 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
 from asyncckpt.worker.endpoint import connect, endpoint_names, job_taken_error, peer_pid
 from asyncckpt.worker.messages import (
+    HeldImage,
     Inspect,
     Inventory,
     ListPublished,
@@ -31,6 +32,7 @@ from asyncckpt.worker.messages import (
     receive,
     send,
 )
+from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout
 from asyncckpt.worker.storage.history import was_removed
 
 logger = logging.getLogger(__name__)
@@ -104,11 +106,20 @@ class Takeover:
             time.sleep(_POLL_S)
         return None
 
+    def images_in(self, number: int) -> tuple[HeldImage, ...]:
+        """Those in the segment of that number."""
+        return tuple(each for each in self.images if each.request.segment == number)
+
+    def layouts(self) -> dict[int, CheckpointLayout | FileSetLayout]:
+        """Those of the segments that saves were staged in, by their numbers."""
+        published = {each.segment: each.layout for each in self.published if isinstance(each.layout, FileSetLayout)}
+        return {**published, **{each.request.segment: each.layout for each in self.images}}
+
     def published_versions(self) -> dict[PublishedVersion, bool]:
-        """What is published in the segments of the images, and whether its checkpoint was not removed."""
+        """What is published where saves were staged, and whether its checkpoint was not removed (of sets: yes)."""
         found: dict[PublishedVersion, bool] = {}
         places = {(each.request.segment, each.request.slot): each for each in self.images}
-        for number, layout in {each.request.segment: each.layout for each in self.images}.items():
+        for number, layout in self.layouts().items():
             table = SlotTable(self.segments[number].view)
             for version, slot in table.publications(len(layout.slots)).items():
                 image = places.get((number, slot))

@@ -190,23 +190,23 @@ class Engine(AbstractContextManager["Engine"]):
             else:
                 self._usable().connect_worker(self._supervisor.running)
 
-    def publish(self, save: Save, version: int, *, roll_back: bool = False) -> Publication:
+    def publish(self, save: Save, version: int, *, roll_back: bool = False, folder: str | None = None) -> Publication:
         """Let readers see what was staged for a save, where it is; with ``overlap`` this waits until all is.
 
         Args:
-            save: What to publish. Skipped where its image is not there any more, or readers have all other slots.
-            version: As what.
+            save, version: What, and as what. Skipped where its image is gone, or readers have all other slots.
             roll_back: Allow a version that is not newer than the last one.
+            folder: Of a set of files: the folder of DCP's that readers see; None: the only one.
 
         Raises:
-            VersionError: It is not newer. Also raises as ``save`` does.
+            VersionError, CheckpointError: It is not newer; it is no such folder. Also raises as ``save`` does.
         """
         with self._turn.take():
             group = self._usable()
             gather = partial(known_by_all, group, next(self._numbers))
             published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
-            is_shown = show(self._buffers.image_of(save), published)
+            is_shown = show(self._buffers.image_of(save), published, folder)
             if is_shown or not group.alone:  # other ranks may have published it, and all have to know the same
                 self._versions.note(published)
             return Publication(published.version, published.epoch, skipped=not is_shown)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.publication import VersionState
 from asyncckpt.ranks.group import Group
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.staging.buffer import StagingBuffer
+from asyncckpt.staging.buffer import Plan, StagingBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -19,14 +20,27 @@ def known_by_all(group: Group, number: int, known: VersionState) -> list[Version
     return group.ask_all("epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know))
 
 
-def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion) -> bool:
-    """Let readers see ``version`` in that slot. Returns whether they do."""
+def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, folder: str | None) -> bool:
+    """Let readers see an image as ``version``.
+
+    Args:
+        image: The slot that has it; None: none has any more.
+        version: As what.
+        folder: Of a set of files: the folder of DCP's that readers see; None: the only one.
+
+    Returns:
+        Whether they do.
+
+    Raises:
+        CheckpointError: It is nothing that can be published, or readers could not find it.
+    """
     if image is not None:
         buffer, slot = image
-        if not isinstance(buffer.plan, CheckpointPlan):
-            raise CheckpointError("files cannot be published, only state dicts; a WeightPublisher publishes tensors")
+        version = version._replace(part=_part_of(buffer.plan, folder))
         if not buffer.client.has_endpoint:
-            raise CheckpointError("readers cannot find the worker, which has no endpoint: see the log")
+            raise CheckpointError(
+                "readers cannot find the worker, which has no endpoint: the engine has no job, or see the log"
+            )
         if buffer.publish(slot, version):
             return True
         why_not = "readers have all slots but that; more of them would help (Config.slots)"
@@ -34,3 +48,28 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion) -> 
         why_not = "its image is not in memory any more, or never was"
     logger.warning("version %d is not published: %s", version.version, why_not)
     return False
+
+
+def _part_of(plan: Plan, folder: str | None) -> int:
+    """The number of the part of the image that readers are to see: a whole state dict, or a folder in a set.
+
+    Only what the trainer has written stays as it is: archives are completed by the worker, in the slot.
+    """
+    match plan:
+        case CheckpointPlan():
+            if folder is not None:
+                raise CheckpointError(f"a state dict is published whole, and has no folder {folder!r}")
+            return 0
+        case FileSetPlan():
+            folders = [name for name, part in plan.parts.items() if isinstance(part, CheckpointPlan)]
+            if folder is None and len(folders) == 1:
+                return 0
+            if folder in folders:
+                return folders.index(folder)
+            wrong = "it has to be named" if folder is None else f"{folder!r} is none"
+            raise CheckpointError(
+                "of a set of files one of the folders of DCP's can be published, and no other file; of those in this"
+                f" set, {folders}, {wrong}"
+            )
+        case _:
+            raise CheckpointError("a file cannot be published, only state dicts; a WeightPublisher publishes tensors")

@@ -27,7 +27,12 @@ class Engines:
         self._unused: list[Config] = []
 
     def get(
-        self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False, config: Config | None = None
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        alone: bool = False,
+        config: Config | None = None,
+        job: str | None = None,
     ) -> Engine:
         """The engine of these ranks, which is made by the first call.
 
@@ -36,13 +41,14 @@ class Engines:
             alone: This process, whatever the job.
             config: For an engine that has to be made; None: what the environment says. Another one than that of an
                 engine that is there is not used, with a warning.
+            job: Of an engine that has to be made: by this text readers find what it publishes; None: they do not.
         """
         if self._owner != os.getpid():  # a fork has none yet: the engines are those of the process it was forked from
             self._of_others.append(self._engines)
             self._engines, self._owner = {}, os.getpid()
         key = False if alone else process_group
         if key not in self._engines:
-            self._engines[key] = Engine(config, process_group, alone=alone)
+            self._engines[key] = Engine(config, process_group, alone=alone, job=job)
         engine = self._engines[key]
         if config is not None and config not in (engine.config, *self._unused):
             self._unused.append(config)

@@ -335,13 +335,9 @@ class BufferPool:
         Raises ``WorkerDiedError``, ``SaveTimeoutError``.
         """
         if predecessor is not None and not self.detached:
-            images = {
-                number: tuple(each for each in predecessor.images if each.request.segment == number)
-                for number in predecessor.segments
-            }
             self.detached = [
-                DetachedBuffer(segment, images[number][0].layout, images[number])
-                for number, segment in predecessor.segments.items()
+                DetachedBuffer(predecessor.segments[number], layout, predecessor.images_in(number))
+                for number, layout in predecessor.layouts().items()
             ]
         self.detached = [each for each in self.detached if not each.segment.closed]  # of a call that was interrupted
         for detached in self.detached:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from asyncckpt.planning import safetensors_plan
 from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
 from asyncckpt.worker.manifest import Index, Item
-from asyncckpt.worker.segment_layout import CheckpointLayout
+from asyncckpt.worker.segment_layout import DataFile
 
 # The offsets and the whole shapes of parts of sharded tensors stand under this name in the format's metadata.
 _PARTS = "asyncckpt.parts"
@@ -65,14 +65,16 @@ def read_entries(image: memoryview) -> dict[str, TensorEntry]:
     return entries
 
 
-def read_indexes(segment: memoryview, layout: CheckpointLayout) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint by name, from the heads of its indexes (``Index.head``)."""
+def read_indexes(segment: memoryview, files: Iterable[DataFile]) -> dict[str, TensorEntry]:
+    """The tensors of a checkpoint's files by the names that DCP has for them, from the heads of the files' indexes."""
     entries: dict[str, TensorEntry] = {}
-    for file in layout.data_files:
+    for file in files:
+        above = f"{file.folder}/" if file.folder else ""  # indexes name tensors by their place in the whole set
         head = segment[file.index_head.offset :][: file.index_head.nbytes]
         for item in starmap(Item, json.loads(bytes(head) + Index.tail(0, array("Q")))["items"]):
             if item.kind == "tensor":
                 dtype, begin = getattr(torch, item.dtype), file.begin + item.payload_at
                 shape, offsets = tuple(item.shape), tuple(item.offsets)
-                entries[item.name] = TensorEntry(item.name, dtype, shape, offsets, None, begin)
+                name = item.name.removeprefix(above)
+                entries[name] = TensorEntry(name, dtype, shape, offsets, None, begin)
     return entries

@@ -16,7 +16,7 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, read_entries, read_indexes
 from asyncckpt.worker.messages import PublishedSegment
-from asyncckpt.worker.segment_layout import CheckpointLayout
+from asyncckpt.worker.segment_layout import WeightsLayout
 from asyncckpt.worker.takeover import ReaderClient
 
 
@@ -84,8 +84,8 @@ class _MappedSegment:
         self._layout = published.layout
         self._slots = ReadableSlots(self._segment, len(published.layout.slots))
         self._images: dict[int, Segment] = {}
-        self._entries: dict[str, TensorEntry] = {}
-        """The same in all slots; empty as long as they were not asked for."""
+        self._entries: dict[int, dict[str, TensorEntry]] = {}
+        """Of each part that was asked for; the same in all slots."""
 
     def update(self, published: PublishedSegment) -> None:
         """It may have more slots than before."""
@@ -106,7 +106,7 @@ class _MappedSegment:
         if slot is None or fd is None:
             return None
         try:
-            return self._leased(fd, slot)
+            return self._leased(fd, slot, version.part)
         except BaseException:
             os.close(fd)
             raise
@@ -117,18 +117,18 @@ class _MappedSegment:
         for segment in (self._segment, *self._images.values()):
             segment.close()
 
-    def _leased(self, fd: int, slot: int) -> Lease:
-        layout = self._layout
-        if isinstance(layout, CheckpointLayout):
-            image, begin, nbytes = self._segment, layout.slots[slot], layout.data_bytes
-            entries = self._entries or read_indexes(image.view, layout)
-        else:
+    def _leased(self, fd: int, slot: int, part: int) -> Lease:
+        layout, entries = self._layout, self._entries.get(part)
+        if isinstance(layout, WeightsLayout):
             if slot not in self._images:
                 self._images[slot] = self.client.open_segment(layout.slots[slot])
             image = self._images[slot]
             begin, nbytes = 0, image.nbytes
-            entries = self._entries or read_entries(image.view)
-        self._entries = entries
+            entries = entries or read_entries(image.view)
+        else:
+            image, begin, nbytes = self._segment, layout.slots[slot], layout.data_bytes
+            entries = entries or read_indexes(image.view, layout.published_files(part))
+        self._entries[part] = entries
         return Lease(fd, entries, image, range(begin, begin + nbytes))
 
 

@@ -17,14 +17,21 @@ from support.states import same
 from support.verl_workers import Crew, WorkerGroup, crew, is_version, load, manager, weights
 from support.workers import send_away
 
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
+from asyncckpt import Checkpointer, FileSet
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    RankFailedError,
+    VersionError,
+    WeightsTimeoutError,
+)
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 NEWEST = VERL[-1]
 
-Scenario = Callable[[Crew], None]
+Scenario = Callable[..., None]
 
 
 @pytest.fixture
@@ -40,17 +47,17 @@ def hosts(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
-def play(scenario: Scenario, release: str, hosts: list[str]) -> None:
+def play(scenario: Scenario, release: str, hosts: list[str], *more: str) -> None:
     """Has a process that finds this release of verl play the ``scenario``, which ends with an error if one is there."""
     code = f"import sys; sys.path[:0] = {HERE!r}; import test_verl; test_verl.main()"
-    python(code, release, arguments=(scenario.__name__, *hosts))
+    python(code, release, arguments=(scenario.__name__, *hosts, *more))
 
 
 def main() -> None:
     """In that process."""
     scenario: Scenario = globals()[sys.argv[1]]
-    with crew(sys.argv[2:]) as workers:
-        scenario(workers)
+    with crew(sys.argv[2:4]) as workers:
+        scenario(workers, *sys.argv[4:])
 
 
 @pytest.mark.parametrize("release", VERL)
@@ -246,6 +253,33 @@ def dtype(workers: Crew) -> None:
         got = rollout.call("got")
         assert got["count"].dtype == torch.int64
         assert same(dict(sorted(got.items())), dict(sorted(wanted.items())))
+
+
+def test_a_checkpoint_is_read_out_of_its_image(hosts: list[str], root: Path) -> None:
+    play(a_checkpoint_is_read_out_of_its_image, NEWEST, hosts, str(root))
+
+
+def a_checkpoint_is_read_out_of_its_image(workers: Crew, root: str) -> None:
+    """Such as the manager of the FSDP engine publishes, see ``test_verl_fsdp.py``."""
+    rollouts = [workers.rollout(0), workers.rollout(0, bypass_cpu=True)]
+    half, elsewhere = workers.rollout(0, rollout_dtype="bfloat16"), workers.rollout(1)
+    with Checkpointer(root) as checkpointer:
+        for step in range(1, 4):
+            files = FileSet()
+            files.add_dcp_folder("", {"model": dict(weights(step)), "optimizer": dict(weights(100))})
+            assert checkpointer.publish(checkpointer.save(step, files)).skipped == (step == 2)
+            if step != 2:  # what they have of the first keeps its slot until they have the third
+                for rollout in rollouts:
+                    assert rollout.call("pull_checkpoint", root, min_version=step) == step
+            assert all(is_version(rollout.call("got"), step if step != 2 else 1) for rollout in rollouts)
+            if step == 2:
+                for rollout in rollouts:
+                    rollout.call("let_go")
+        half.call("pull_checkpoint", root, version=3)
+        assert half.call("got")["embedding"].dtype == torch.bfloat16
+        assert half.call("got")["count"].dtype == torch.int64
+        with pytest.raises(WeightsTimeoutError):
+            elsewhere.call("pull_checkpoint", root, timeout=0.1)
 
 
 def test_all_of_verl(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

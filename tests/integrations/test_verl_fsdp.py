@@ -45,6 +45,7 @@ def main() -> None:
         adapters_alone,
         bad_input,
         callers_of_their_own,
+        weights_out_of_the_image,
     ]
     chosen = sys.argv[2:]
     for part in parts:
@@ -156,6 +157,7 @@ def killed_while_writing(verl: Any, folder: Path) -> None:
             verl.settle(trainer)
     wait_reached(gate)
     actor.kill()
+    trainer._asyncckpt_tracker._expected.clear()  # its driver is killed, too
     assert latest(folder) == 1
     with verl.group(2, folder, seed=9) as actor:
         actor.load_checkpoint(str(folder / "global_step_1" / "actor"))
@@ -288,3 +290,47 @@ def callers_of_their_own(verl: Any, folder: Path) -> None:
     with verl.group(2, folder, seed=9) as actor:
         assert actor.call("handle", str(folder), "load_checkpoint") == [(3, 3), (3, 3)]
         verl.check_same(actor.call("state"), state)
+
+
+def weights_out_of_the_image(verl: Any, folder: Path) -> None:
+    """Who reads weights beside the training has those of a checkpoint as soon as it is staged, with no other copy."""
+    from asyncckpt.weights import WeightSubscriber
+
+    held: Any = None
+    gate = folder / "gate"
+    environment = {"ASYNCCKPT_TEST_GATE": str(gate), "ASYNC_CKPT_VERL_PUBLISH": "1"}
+    with (
+        verl.group(2, folder, fault="finalize:hold:1", environment=environment) as actor,
+        verl.group(1, folder, seed=5, environment=environment) as critic,
+        WeightSubscriber.of_checkpoints(folder, prefix="model.") as subscriber,
+    ):
+        trainer = verl.driver(verl.trainers[0], folder, actor, critic)
+        models = {}
+        for step in range(1, 5):
+            actor.call("train"), critic.call("train")
+            models[step] = actor.call("state")[0]["model"]
+            verl.save(trainer, step)
+            assert subscriber.versions() == [1 if step < 4 else 4]  # one slot is always for saves
+            if step == 1:
+                held = subscriber.acquire()
+                assert not (folder / "global_step_1" / "actor").exists()  # it is not durable yet
+                gate.touch()
+            if step == 3:
+                held.release()
+            if step == 4:
+                held = subscriber.acquire(4)
+            if step != 3:
+                verl.check_same(dict(sorted(held.items())), dict(sorted(models[held.version].items())))
+            verl.settle(trainer)
+        held.release()
+        # A training that has gone back takes its readers along.
+        actor.load_checkpoint(str(folder / "global_step_2" / "actor"))
+        verl.save(trainer, 2)
+        with subscriber.acquire() as weights:
+            assert weights.version == 2
+            verl.check_same(dict(weights.items()), models[2])
+    assert latest(folder) == 2
+    for step in (3, 4):
+        with verl.group(1, folder, seed=9) as actor:
+            actor.load_checkpoint(str(folder / f"global_step_{step}" / "actor"))
+            verl.check_same(actor.call("state")[0]["model"], models[step])

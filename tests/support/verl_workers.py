@@ -311,6 +311,10 @@ def _rollout(engine_kwargs: dict[str, Any]) -> Any:
         def got(self) -> dict[str, torch.Tensor]:
             return {name: tensor.clone() for name, tensor in self.server_adapter.got.items()}
 
+        def let_go(self) -> None:
+            """Of what it has got."""
+            self.server_adapter.got = {}
+
         def options(self) -> Any:
             return self.server_adapter.options
 
@@ -341,6 +345,14 @@ def _rollout(engine_kwargs: dict[str, Any]) -> Any:
             """What a rollout does between its requests."""
             engine = self.checkpoint_engine
             await self.server_adapter.update_weights(engine.get_weights(**which), wire_format=engine.wire_format)
+            return engine.version
+
+        async def pull_checkpoint(self, folder: str, **which: Any) -> Any:
+            """The same, from the image of a checkpoint."""
+            engine = self.checkpoint_engine
+            await self.server_adapter.update_weights(
+                engine.get_checkpoint_weights(folder, **which), wire_format=engine.wire_format
+            )
             return engine.version
 
     config = types.SimpleNamespace(

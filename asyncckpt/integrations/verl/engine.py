@@ -241,6 +241,22 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             for pair in weights.items():
                 yield pair
 
+    async def get_checkpoint_weights(self, folder: str, **which: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The actor's weights out of the image of a checkpoint, which the tie to verl's FSDP engine publishes.
+
+        Yields them as ``get_weights`` does, also with ``bypass_cpu``. Their version is the checkpoint's step.
+
+        Args:
+            folder: Where the trainer's checkpoints are, its ``default_local_dir``.
+            which: What ``WeightSubscriber.acquire`` takes; it says what is raised, too.
+        """
+        weights = await asyncio.to_thread(self.local.checkpoints(folder).acquire, **which)
+        self.version = weights.version
+        with weights:
+            for name, tensor in weights.items():
+                converts = self._dtype is not None and tensor.is_floating_point() and tensor.itemsize > 1
+                yield name, tensor.to(self._dtype) if converts else tensor
+
     def finalize(self) -> None:
         """The sync is over. What was published stays, and so does the process group."""
         notices, self._notices = self._notices, None

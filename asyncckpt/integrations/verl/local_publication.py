@@ -59,6 +59,7 @@ class LocalPublication:
         self._publisher: WeightPublisher | None = None
         self._substitute: WeightPublisher | None = None
         self._subscriber: tuple[str, WeightSubscriber] | None = None
+        self._checkpoints: dict[str, WeightSubscriber] = {}
 
     @property
     def is_published_here(self) -> bool:
@@ -111,6 +112,13 @@ class LocalPublication:
             self._subscriber = address, WeightSubscriber(address)
         return self._subscriber[1]
 
+    def checkpoints(self, folder: str) -> WeightSubscriber:
+        """The subscriber to the models in the images of the checkpoints in ``folder``; for any thread."""
+        if folder not in self._checkpoints:
+            job_id = Config.from_env().job_id
+            self._checkpoints[folder] = WeightSubscriber.of_checkpoints(folder, job_id=job_id, prefix="model.")
+        return self._checkpoints[folder]
+
     def forget_versions(self) -> None:
         """Let versions be acquired that are older than the last."""
         self._subscriber = None
@@ -118,7 +126,7 @@ class LocalPublication:
     def close(self) -> None:
         """Give everything back, what was published too."""
         subscriber = None if self._subscriber is None else self._subscriber[1]
-        for each in (subscriber, self._publisher, self._substitute):
+        for each in (subscriber, self._publisher, self._substitute, *self._checkpoints.values()):
             if each is not None:
                 each.close()
         self._subscriber = self._publisher = self._substitute = None

@@ -15,7 +15,9 @@ import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fs import is_non_local
 
+from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
+from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations.capture import begin_save, capturing, replaced, told_to_all
 from asyncckpt.integrations.verl_fsdp.contents import (
     extra_file,
@@ -28,6 +30,7 @@ from asyncckpt.integrations.verl_fsdp.contents import (
 )
 from asyncckpt.integrations.verl_fsdp.deferred import DeferredStep
 from asyncckpt.integrations.verl_fsdp.tracker import folder_of_tracker, latest_step
+from asyncckpt.publication import job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, on_all
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.manifest import MANIFEST_NAME
@@ -35,6 +38,10 @@ from asyncckpt.worker.storage import absolute, remove_old_checkpoint
 
 logger = logging.getLogger(__name__)
 
+PUBLISH_VARIABLE = "ASYNC_CKPT_VERL_PUBLISH"
+"""An environment variable: with "1" the weights of each checkpoint of the actor are published, as its step."""
+
+_ACTOR = "actor"  # as verl's trainers call its folder
 _made = itertools.count()
 
 
@@ -83,8 +90,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
 
         Raises:
             AssertionError: There is nothing to take what is to be saved from.
-            CheckpointError: As ``Engine.save`` and ``Save.result`` raise; an earlier save has failed, and nobody was
-                told.
+            CheckpointError: As ``Engine.save`` and ``Save.result`` raise; an earlier save failed, and nobody was told.
         """
         if local_path is None:
             engines.shared.get().wait()
@@ -99,6 +105,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         self._check("save", has_model=self.should_save_model, has_optimizer=self.should_save_optimizer)
         self._remove_older()
         step, place = int(global_step), absolute(local_path)
+        publishes = self._begin_publishing(place)
         with told_to_all(place, step, None), capturing(os.path.basename(place), self._kind) as capture:
             self._capture_small_files(str(capture.folder), step)
             if state := self._state():
@@ -108,6 +115,8 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
                 capture.files.add_bytes(extra_name(self.rank, self.world_size), data)
         save = begin_save(place, capture, step, None)
         self._begun.append(_Begun(save, max_ckpt_to_keep))
+        if publishes:
+            _publish(save, step)
         if not isinstance(global_step, DeferredStep):
             save.result()  # whoever asked names the step as the latest when this returns
             self._remove_older()
@@ -156,6 +165,16 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         for name, is_wanted in (("model", has_model), ("optimizer", has_optimizer)):
             if is_wanted and getattr(self, name) is None:  # verl asserts it, in these words
                 raise AssertionError(f"{name} must be provided when checkpoint_contents.{what} includes ['{name}']")
+
+    def _begin_publishing(self, place: str) -> bool:
+        """Whether rollouts are to have the weights out of the image of this save. Then its engine is one they find."""
+        root = folder_of_tracker(place)
+        if root is None or os.path.basename(place) != _ACTOR or not self.should_save_model:
+            return False
+        if os.environ.get(PUBLISH_VARIABLE) != "1":
+            return False
+        engines.shared.get(job=job_of_checkpoints(root, Config.from_env().job_id))
+        return True
 
     def _why_stock(self, local_path: str) -> str | None:
         """Why verl has to save itself; None: it need not."""
@@ -208,3 +227,12 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
                     self.previous_saved_paths.remove(path)
                 self.register_checkpoint(path, each.max_ckpt_to_keep)
         self._begun = self._begun[passed:]
+
+
+def _publish(save: Save, step: int) -> None:
+    """Let readers have the weights where they are staged. What is wrong with that is no fault of the checkpoint."""
+    try:
+        # A training that is resumed goes back, and so do its readers.
+        engines.shared.get().publish(save, step, roll_back=True)
+    except CheckpointError as error:
+        logger.warning("the weights of step %d are not published: %s", step, error)
