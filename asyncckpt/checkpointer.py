@@ -83,14 +83,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         config = Config.given(config)
         self.root = absolute(root)
-        claim = None if is_address(self.root) else Claim(self.root, config.job_id)  # a store has no locks
         try:
-            if claim is not None:
+            if not is_address(self.root):
                 os.makedirs(self.root, exist_ok=True)
         except OSError as error:
             why = "this is a file" if isinstance(error, FileExistsError) else error.strerror
             raise StorageError(f"making the folder for checkpoints failed: {why}", path=self.root) from error
-        self._engine = Engine(config, process_group, job=job_of_checkpoints(self.root, config.job_id), claim=claim)
+        job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id)
+        self._engine = Engine(config, process_group, job=job, claim=claim)
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._staging: list[Save] = []  # those whose tensors may still be read
@@ -127,8 +127,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         none but ``ClosedError``: the handle has it.)
         """
         step = whole_number(step, "step")
-        is_unknown = not self._has_saved and self._origin is None and not is_address(self.root)  # that might take long
-        if is_unknown and is_first(self._process_group):
+        if not self._has_saved and self._origin is None and is_first(self._process_group):
             _warn_of_others(self.root)
         self._has_saved = True
         retention = retention_of(self.config, self._origin, self.root, step)
@@ -364,6 +363,8 @@ def _is_copying(save: Save) -> bool:
 
 def _warn_of_others(root: str) -> None:
     """Say what becomes of checkpoints that are there, and were not loaded: whoever forgot to should know at once."""
+    if is_address(root):
+        return  # no save waits for a store
     with contextlib.suppress(CheckpointError):  # the save says it better
         if (newest := newest_step(root)) is not None:
             logger.warning(

@@ -29,6 +29,8 @@ FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 
 _BACKLOG = 64
 _MEMORY = ".memory"
+ROOT_LOCK = ".root"
+"""How the name of the lock of a root ends that is on an object store."""
 _LOG_BYTES = 10_000
 _PAUSE_S = 0.1
 # How long a worker may take to accept a connection.
@@ -309,7 +311,7 @@ def _sweep(folder: int) -> None:
     """Remove what workers left that were killed."""
     for entry in os.listdir(folder):
         with contextlib.suppress(OSError):
-            if entry.endswith(_MEMORY):
+            if entry.endswith((_MEMORY, ROOT_LOCK)):
                 _is_stale(entry, folder)
     for entry in _locks(folder):
         with contextlib.suppress(OSError):

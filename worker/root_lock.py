@@ -3,6 +3,7 @@
 The first rank's worker holds it from before its first save until its last one has ended, also when its trainer has
 died meanwhile. It is a lock of the kernel, on a small file in the folder: it ends with its holder, however that ends.
 The file says who that is, for those who are refused, and which job the folder is of. Who only reads needs no lock.
+An object store has no locks: the file of a root there is in the runtime folder, and holds for this host alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from asyncckpt.errors import JobTakenError
+from asyncckpt.worker.endpoint import ROOT_LOCK, endpoint_name, endpoint_scope, runtime_folder
 from asyncckpt.worker.root_claim import Claim, Claimed, RootHolder
+from asyncckpt.worker.storage import is_address
 from asyncckpt.worker.storage.file_system import lock_alone
 from asyncckpt.worker.takeover import is_running
 
@@ -36,9 +39,9 @@ _NOTICE_S = 5.0
 class RootLock:
     """The lock of one root, held by this process until ``release``."""
 
-    def __init__(self, fd: int, holder: RootHolder) -> None:
+    def __init__(self, fd: int, path: str, holder: RootHolder) -> None:
         """Say in the file who holds it; ``take`` does."""
-        self._fd = fd
+        self._fd, self._path = fd, path
         self._holder = holder
         self._write()
 
@@ -48,7 +51,9 @@ class RootLock:
 
         Raises ``JobTakenError`` where the folder is of another job, ``OSError`` where there can be no lock.
         """
-        path = os.path.join(claim.root, LOCK_NAME)
+        if is_address(claim.root):
+            endpoint_scope()  # makes the runtime folder
+        path = _lock_path(claim.root)
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
             try:
@@ -61,7 +66,7 @@ class RootLock:
                     _check_job(claim, found)
                     job_id = claim.job_id or found.job_id
                     own = RootHolder(socket.gethostname(), _scope(), os.getpid(), trainer, job_id, leaving=False)
-                    lock = cls(fd, own)
+                    lock = cls(fd, path, own)
                     fd = -1
                     return lock
             finally:
@@ -74,7 +79,10 @@ class RootLock:
         self._write()
 
     def release(self) -> None:
-        """Let others save there. What the file says stays."""
+        """Let others save there. What the file says stays, where it is beside checkpoints."""
+        if self._path.endswith(ROOT_LOCK):
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
         os.close(self._fd)
 
     def _write(self) -> None:
@@ -129,7 +137,7 @@ def is_finishing(root: str) -> bool:
     refuse it to a worker that wants it.
     """
     with contextlib.suppress(OSError):
-        fd = os.open(os.path.join(root, LOCK_NAME), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(_lock_path(root), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             holder, inode = _read(fd), os.fstat(fd).st_ino
         finally:
@@ -150,7 +158,7 @@ def check_job(root: str, job_id: str | None) -> None:
     if job_id is None:
         return
     with contextlib.suppress(OSError):  # nobody has ever claimed it, or nobody can say
-        fd = os.open(os.path.join(root, LOCK_NAME), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(_lock_path(root), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             found = _read(fd)
         finally:
@@ -181,6 +189,12 @@ def _read(fd: int) -> RootHolder:
 
 
 _FIELDS = ("host", "scope", "worker", "trainer", "leaving")
+
+
+def _lock_path(root: str) -> str:
+    if is_address(root):
+        return os.path.join(runtime_folder(), endpoint_name(root, 0) + ROOT_LOCK)
+    return os.path.join(root, LOCK_NAME)
 
 
 def _scope() -> str:

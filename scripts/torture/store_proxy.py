@@ -27,7 +27,11 @@ class Asked:
     @property
     def faults(self) -> Sequence[str]:
         """Those that a store may have with it: only what writes can be in the way of another."""
-        return FAULTS if self.method == "PUT" else [fault for fault in FAULTS if fault != "409"]
+        return (
+            FAULTS
+            if self.method == "PUT" and "uploadId" not in self.path
+            else [fault for fault in FAULTS if fault != "409"]
+        )
 
 
 @dataclass

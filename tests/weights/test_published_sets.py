@@ -79,9 +79,9 @@ def test_the_folder_is_read_where_it_is_staged(root: Path) -> None:
             with WeightSubscriber.of_checkpoints(root) as subscriber, subscriber.acquire() as weights:
                 assert set(weights) == {"model.w", "model.b"}  # of no other file
             path = save.result(60)
-        assert not verify(str(path)).damages
+        assert not verify(path).damages
         state: dict[str, Any] = {"model": zeros_like(model(2)), "step": 0}
-        stock_load(state, path / "actor")
+        stock_load(state, f"{path}/actor")
         assert same(state, {"model": model(2), "step": 2})
 
 

@@ -14,7 +14,7 @@ from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoin
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.listing import Listing, list_below
 from asyncckpt.worker.storage.objects import Objects
-from asyncckpt.worker.storage.record import PARTS, Record, change_record, digest, read_record
+from asyncckpt.worker.storage.record import PARTS, PlaceRecord, change_record, digest, read_record
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, exists_error
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class ObjectAttempt(OpenAttempt):
         there, self._listing = self._listing or list_below(self._objects, self._place), None
         is_strange = existing in ("refuse", "replace") and not may_replace(there, existing)
 
-        def decide(record: Record) -> Record | None:
+        def decide(record: PlaceRecord) -> PlaceRecord | None:
             if record.is_of(self._digest):
                 return None  # it was done, and the answer lost
             if self._digest in record.revoked:
@@ -74,14 +74,14 @@ class ObjectAttempt(OpenAttempt):
                 raise exists_error(final, existing)
             if existing == "set aside" and record.is_finalized:
                 keep_aside(self._objects, self._place, record, "abandoned")
-            return Record(manifest, PARTS + self._digest, record.revoked)
+            return PlaceRecord(manifest, PARTS + self._digest, record.revoked)
 
         try:
             before = change_record(self._objects, self._place, decide, is_new=there.own_record is None)
         except StorageError:
             if not revoke_attempt(self._objects, self._place, self._digest):  # else it was done, before it failed
                 raise
-            before = Record()
+            before = PlaceRecord()
         # It is decided: what fails from here on, a later save makes good.
         try:
             publish_metadata(self._objects, self._place, self._digest, metadata)
@@ -246,26 +246,26 @@ def may_replace(there: Listing, existing: Existing) -> bool:
 def revoke_attempt(objects: Objects, place: str, its: str) -> bool:
     """See that the attempt with that digest never will be finalized. Returns whether it is. Raises ``StorageError``."""
 
-    def revoke(record: Record) -> Record | None:
+    def revoke(record: PlaceRecord) -> PlaceRecord | None:
         return None if record.is_of(its) or its in record.revoked else record.revoking(its)
 
     return change_record(objects, place, revoke).is_of(its)
 
 
-def keep_aside(objects: Objects, place: str, record: Record, why: str) -> None:
+def keep_aside(objects: Objects, place: str, record: PlaceRecord, why: str) -> None:
     """Have a checkpoint also stand at ``place.why-1``, or the next that is free; its files stay where they are.
 
     Raises ``StorageError``.
     """
     number = 1
     parts = record.parts if record.parts.startswith("../") else f"../{place.rpartition('/')[2]}/{record.parts}"
-    aside = Record(record.manifest, parts).encode()
+    aside = PlaceRecord(record.manifest, parts).encode()
     while not objects.put_if(f"{place}.{why}-{number}/{MANIFEST_NAME}", aside, None):
         number += 1
     logger.warning("%s/%s is now %s.%s-%d", objects.base, place, place, why, number)
 
 
-def remove_parts(objects: Objects, place: str, record: Record) -> None:
+def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:
     """Remove the files of the attempt that was finalized at ``place``. Raises ``StorageError``."""
     if record.parts:
         remove_below(objects, posixpath.normpath(f"{place}/{record.parts}"))

@@ -32,7 +32,7 @@ from asyncckpt.worker.storage.object_attempt import (
     revoke_attempt,
 )
 from asyncckpt.worker.storage.objects import Found, Objects, split_address
-from asyncckpt.worker.storage.record import PARTS, Record, change_record, digest, read_record, record_key
+from asyncckpt.worker.storage.record import PARTS, PlaceRecord, change_record, digest, read_record, record_key
 from asyncckpt.worker.storage.storage import FileStamp, InputFile, Resolution, Storage
 
 logger = logging.getLogger(__name__)
@@ -160,10 +160,10 @@ class ObjectStorage(Storage):
     def remove_checkpoint(self, path: str) -> bool:
         place = self._key(path)
 
-        def unname(found: Record) -> Record:
+        def unname(found: PlaceRecord) -> PlaceRecord:
             if not found.is_finalized:
                 raise StorageError("removing a checkpoint failed: there is none", path=path)
-            return Record(revoked=found.revoked)
+            return PlaceRecord(revoked=found.revoked)
 
         removed = change_record(self._objects, place, unname)
         self._objects.delete([f"{place}/{METADATA_NAME}"])
@@ -178,13 +178,13 @@ class ObjectStorage(Storage):
         if not found.is_finalized or version is None:
             raise StorageError("setting a checkpoint aside failed: there is none", path=path)
         keep_aside(self._objects, place, found, why)
-        if self._objects.put_if(record_key(place), Record(revoked=found.revoked).encode(), version):
+        if self._objects.put_if(record_key(place), PlaceRecord(revoked=found.revoked).encode(), version):
             self._objects.delete([f"{place}/{METADATA_NAME}"])
 
     def _key(self, path: str) -> str:
         return split_address(path)[1]
 
-    def _names_elsewhere(self, place: str, record: Record) -> set[str]:
+    def _names_elsewhere(self, place: str, record: PlaceRecord) -> set[str]:
         """The files of a checkpoint that was set aside: they stayed where they were."""
         if not record.parts.startswith("../"):
             return set()
@@ -202,12 +202,12 @@ class ObjectStorage(Storage):
             known = self._parts.get(place)
             if known is not None:
                 yield f"{known}/{name}"
-            found, _ = read_record(self._objects, place) if place else (Record(), None)
+            found, _ = read_record(self._objects, place) if place else (PlaceRecord(), None)
             if found.parts:
                 yield f"{self._remember(place, found)}/{name}"
         yield key
 
-    def _remember(self, place: str, found: Record) -> str:
+    def _remember(self, place: str, found: PlaceRecord) -> str:
         if len(self._parts) >= _MOST_REMEMBERED:
             self._parts.clear()
         self._parts[place] = posixpath.normpath(f"{place}/{found.parts}")

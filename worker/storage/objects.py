@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ SCHEMES = ("s3", "gs", "az")
 _REQUEST = timedelta(seconds=120)
 _RETRIES, _RETRY = 10, timedelta(seconds=60)
 _CONNECT = timedelta(seconds=10)
+_CONFLICT_PAUSES_S = (0.1, 0.4, 1.6)
 # Parts of one object under way at a time.
 _PARTS_AT_ONCE = 8
 
@@ -78,7 +80,14 @@ class Objects:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Make an object, or replace it, by one request."""
+        from obstore.exceptions import AlreadyExistsError
+
         with self._translated("writing", key):
+            for pause in _CONFLICT_PAUSES_S:  # "409", which obstore does not repeat: another request is in the way
+                with contextlib.suppress(AlreadyExistsError):
+                    self._store.put(key, data, use_multipart=False)
+                    return
+                time.sleep(pause)
             self._store.put(key, data, use_multipart=False)
 
     def put_if(self, key: str, data: bytes, version: Version | None) -> bool:

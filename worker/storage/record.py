@@ -37,7 +37,7 @@ def digest(attempt: str) -> str:
 
 
 @dataclass(frozen=True)
-class Record:
+class PlaceRecord:
     """``manifest``: its bytes, empty where no attempt is finalized. ``parts``: where the files of that stand, from the
     place of the record on. ``revoked``: the digests of attempts that never will be finalized, the latest last.
     """
@@ -55,7 +55,7 @@ class Record:
         """Whether the attempt with that digest is the finalized one."""
         return self.is_finalized and posixpath.basename(self.parts) == PARTS + digest
 
-    def revoking(self, digest: str) -> Record:
+    def revoking(self, digest: str) -> PlaceRecord:
         """This one, with one attempt more revoked."""
         return replace(self, revoked=(*self.revoked, digest)[-_MOST_REVOKED:])
 
@@ -66,7 +66,7 @@ class Record:
         return body.ljust(_FINALIZED_BYTES) if self.is_finalized else body
 
     @classmethod
-    def parse(cls, body: bytes) -> Record:
+    def parse(cls, body: bytes) -> PlaceRecord:
         """A damaged one may be a manifest without parts: whoever reads that finds the damage."""
         text = body.rstrip(b" \n")
         manifest, _, line = text.rpartition(b"\n")
@@ -88,15 +88,15 @@ def record_key(place: str) -> str:
     return f"{place}/{MANIFEST_NAME}"
 
 
-def read_record(objects: Objects, place: str) -> tuple[Record, Version | None]:
+def read_record(objects: Objects, place: str) -> tuple[PlaceRecord, Version | None]:
     """The record of the key ``place``, an empty one where there is none, and its version. Raises ``StorageError``."""
     found = objects.get(record_key(place))
-    return (Record(), None) if found is None else (Record.parse(found[0]), found[1])
+    return (PlaceRecord(), None) if found is None else (PlaceRecord.parse(found[0]), found[1])
 
 
 def change_record(
-    objects: Objects, place: str, change: Callable[[Record], Record | None], *, is_new: bool = False
-) -> Record:
+    objects: Objects, place: str, change: Callable[[PlaceRecord], PlaceRecord | None], *, is_new: bool = False
+) -> PlaceRecord:
     """Replace a record on the condition that nobody else has changed it meanwhile.
 
     Args:
@@ -112,7 +112,7 @@ def change_record(
         StorageError: The store refuses. What ``change`` raises is raised.
     """
     for attempt in range(_MOST_CHANGES):
-        before, version = (Record(), None) if is_new and not attempt else read_record(objects, place)
+        before, version = (PlaceRecord(), None) if is_new and not attempt else read_record(objects, place)
         after = change(before)
         if after is None or objects.put_if(record_key(place), after.encode(), version):
             return before
