@@ -51,7 +51,8 @@ class ObjectAttempt(OpenAttempt):
         if name in self._created:
             raise StorageError("this file is being written already", path=f"{self.path}/{name}")
         key = None if name == MANIFEST_NAME else f"{self._parts}/{name}"
-        self._created[name] = ObjectFile(self._objects, f"{self.path}/{name}", key, self._part_bytes)
+        is_kept = name in (MANIFEST_NAME, METADATA_NAME)
+        self._created[name] = ObjectFile(self._objects, f"{self.path}/{name}", key, self._part_bytes, is_kept)
         return self._created[name]
 
     def names(self) -> set[str]:
@@ -60,8 +61,8 @@ class ObjectAttempt(OpenAttempt):
 
     def finalize(self, existing: Existing) -> None:
         final = f"{self._objects.base}/{self._place}"
-        manifest = bytes(self._created[MANIFEST_NAME].data())
-        metadata = bytes(self._created[METADATA_NAME].data()) if METADATA_NAME in self._created else None
+        manifest = self._created[MANIFEST_NAME].kept
+        metadata = self._created[METADATA_NAME].kept if METADATA_NAME in self._created else None
         there, self._listing = self._listing or list_below(self._objects, self._place), None
         is_strange = existing in ("refuse", "replace") and not may_replace(there, existing)
 
@@ -115,9 +116,19 @@ class ObjectFile(OutputFile):
 
     direct = False
 
-    def __init__(self, objects: Objects, path: str, key: str | None, part_bytes: int) -> None:
-        """``key``: where it goes; None: nowhere, it is only kept."""
+    def __init__(self, objects: Objects, path: str, key: str | None, part_bytes: int, is_kept: bool) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            objects: The bucket's.
+            path: For errors.
+            key: Where it goes; None: nowhere.
+            part_bytes: How much is sent by one request.
+            is_kept: Whether its bytes are ``kept`` when they are sent.
+        """
         self.path = path
+        self.kept = b""
+        self._is_kept = is_kept
         self._objects, self._key, self._part_bytes = objects, key, part_bytes
         self._changed = threading.Condition()
         self._pieces: dict[int, memoryview] = {}
@@ -150,12 +161,16 @@ class ObjectFile(OutputFile):
         with self._changed:
             self._is_whole = True
             self._changed.notify_all()
+        pieces = [self._pieces[offset] for offset in sorted(self._pieces)]
+        if self._is_kept:
+            self.kept = b"".join(pieces)
         if self._thread is not None:
             self._thread.join()
             if self._failure is not None:
                 raise self._failure
         elif self._key is not None:
-            self._objects.put(self._key, self.data())
+            self._objects.put(self._key, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        self._pieces.clear()  # their memory may be needed elsewhere
 
     def close(self) -> None:
         """What is not whole is thrown away, also on the store."""
@@ -164,11 +179,7 @@ class ObjectFile(OutputFile):
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-
-    def data(self) -> bytes | memoryview:
-        """All of it."""
-        pieces = [self._pieces[offset] for offset in sorted(self._pieces)]
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._pieces.clear()
 
     def _send(self, key: str) -> None:
         try:
@@ -187,6 +198,8 @@ class ObjectFile(OutputFile):
                     raise StorageError("the rest of it is not coming", path=self.path)
                 piece = self._pieces.get(at)
             if piece is None:
+                if at < max(self._pieces, default=0):
+                    raise StorageError(f"nothing was written at byte {at:,}", path=self.path)
                 return
             yield piece
             at += len(piece)
@@ -262,7 +275,7 @@ def keep_aside(objects: Objects, place: str, record: PlaceRecord, why: str) -> N
     aside = PlaceRecord(record.manifest, parts).encode()
     while not objects.put_if(f"{place}.{why}-{number}/{MANIFEST_NAME}", aside, None):
         number += 1
-    logger.warning("%s/%s is now %s.%s-%d", objects.base, place, place, why, number)
+    logger.warning("%s/%s is now to be found as %s.%s-%d", objects.base, place, place, why, number)
 
 
 def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:

@@ -176,8 +176,21 @@ def test_large_objects_are_sent_in_parts_from_where_they_are(s3_root: str) -> No
     file.sync()
     file.close()
     assert storage.read(f"{opened.path}/__0_0.distcp") == data[:-4000]
+    metadata = opened.create(METADATA_NAME, large=False)
+    for at, piece in pieces[:2]:
+        metadata.write(piece, at)
+    metadata.sync()
+    put(opened, MANIFEST_NAME, Manifest("a-1", 1, 0.0, 1, False, 0, {}, {}).encode())
     broken = opened.create("__1_0.distcp", large=True)
     for at, piece in pieces[:2]:
         broken.write(piece, at)
     broken.close()  # before it was whole
-    assert opened.names() == {"__0_0.distcp"}
+    gap = opened.create("__2_0.distcp", large=True)
+    gap.write(pieces[0][1], 0)
+    gap.write(pieces[2][1], pieces[2][0])
+    with pytest.raises(StorageError, match="nothing was written"):
+        gap.sync()
+    gap.close()
+    assert opened.names() == {"__0_0.distcp", METADATA_NAME, MANIFEST_NAME}
+    opened.finalize("refuse")
+    assert objects_at(s3_root).get(f"{split_address(s3_root)[1]}/it/.metadata")[0] == data[: 32 << 20]  # type: ignore[index]
