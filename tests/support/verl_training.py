@@ -32,6 +32,8 @@ from support.ranks import faulty
 from support.states import same
 
 LIMIT_S = 60.0
+WORDS = 32
+"""Of the model: most of its parameters."""
 
 _impl: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
 _managers = importlib.import_module("verl.utils.checkpoint.fsdp_checkpoint_manager")
@@ -65,7 +67,7 @@ class Engine(_impl.FSDPEngine):  # type: ignore[misc]
     def _build_model_optimizer(self) -> None:
         torch.manual_seed(self._seed)
         np.random.seed(self._seed + dist.get_rank())
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": WORDS}
         config = LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **sizes)
         model: Any = LlamaForCausalLM(config)
         if self._lora:
@@ -151,6 +153,19 @@ class Loader:
         self.position = state["position"]
 
 
+def serve(engine: Engine, pipe: Connection) -> None:
+    """Do what the driver says over the pipe, until it is gone."""
+    with contextlib.suppress(EOFError):
+        while True:
+            method, args, named = pipe.recv()
+            try:
+                answer = getattr(engine, method)(*args, **named)
+            except Exception as error:
+                traceback.print_exc()
+                answer = error
+            pipe.send(answer)
+
+
 _ends_here: list[Connection] = []  # of the pipes to all workers
 
 
@@ -164,15 +179,7 @@ def _work(pipe: Connection, rank: int, world: int, meeting: str, options: dict[s
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
         engine = Engine(**options)
         engine.initialize()
-        while True:
-            method, args, named = pipe.recv()
-            try:
-                answer = getattr(engine, method)(*args, **named)
-            except Exception as error:
-                traceback.print_exc()
-                answer = error
-            pipe.send(answer)
-    except EOFError:
+        serve(engine, pipe)
         engines.shared.close()
     except BaseException:
         traceback.print_exc()
@@ -180,37 +187,19 @@ def _work(pipe: Connection, rank: int, world: int, meeting: str, options: dict[s
         os._exit(0)
 
 
-class Group:
+class Workers:
     """The workers of a model, one rank each; a method of it is one of all of them, as of verl's worker groups."""
 
-    def __init__(
-        self,
-        world: int,
-        folder: Path,
-        contents: tuple[str, ...] = ("model", "optimizer", "extra"),
-        lora: bool = False,
-        seed: int = 0,
-        **faults: Any,
-    ) -> None:
-        context = get_context("fork")
-        meeting = str(folder / f"meeting-{os.urandom(4).hex()}")
-        options = {"contents": list(contents), "lora": lora, "seed": seed, **faults}
-        self._pipes, self._processes = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            _ends_here.append(ours)
-            process = context.Process(target=_work, args=(theirs, rank, world, meeting, options))
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+    def __init__(self, pipes: list[Connection]) -> None:
+        """By the pipe to each."""
+        self.pipes = pipes
 
     def call(self, method: str, *args: Any, **named: Any) -> list[Any]:
         """What all ranks return; raises the first error of one of them."""
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.send((method, args, named))
         answers = []
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(LIMIT_S):
                 raise TimeoutError(f"rank {rank} does not return from {method}")
             answers.append(pipe.recv())
@@ -225,6 +214,33 @@ class Group:
     def load_checkpoint(self, *args: Any, **named: Any) -> None:
         self.call("load_checkpoint", *args, **named)
 
+
+class Group(Workers):
+    """Workers that are started here."""
+
+    def __init__(
+        self,
+        world: int,
+        folder: Path,
+        contents: tuple[str, ...] = ("model", "optimizer", "extra"),
+        lora: bool = False,
+        seed: int = 0,
+        **faults: Any,
+    ) -> None:
+        context = get_context("fork")
+        meeting = str(folder / f"meeting-{os.urandom(4).hex()}")
+        options = {"contents": list(contents), "lora": lora, "seed": seed, **faults}
+        super().__init__([])
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            _ends_here.append(ours)
+            process = context.Process(target=_work, args=(theirs, rank, world, meeting, options))
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self._processes.append(process)
+
     def kill(self) -> None:
         """All of them at once."""
         for process in self._processes:
@@ -232,7 +248,7 @@ class Group:
         self.close()
 
     def close(self) -> None:
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             _ends_here.remove(pipe)
             pipe.close()
         self._end()
