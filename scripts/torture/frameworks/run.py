@@ -179,8 +179,8 @@ class Run:
             self._count("last trainings that had nothing to do")
         from_memory = (self._folder / "output").read_text().count("from memory\n") // self._kind.world_size
         self._count("resumes from memory", from_memory)
-        scratch = len(list((self._folder / "scratch").iterdir()))
-        self._count("scratch folders of killed ranks in $TMPDIR", scratch)
+        scratch = [each for each in (self._folder / "scratch").iterdir() if each.is_dir()]  # verl leaves files, too
+        self._count("scratch folders of killed ranks in $TMPDIR", len(scratch))
 
     def _check_end(self, ranks: Ranks) -> None:
         """A training that has saved, and has ended well, leaves no worker, and nothing of saves that were killed."""
