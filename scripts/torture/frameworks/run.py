@@ -179,7 +179,7 @@ class Run:
             self._count("last trainings that had nothing to do")
         from_memory = (self._folder / "output").read_text().count("from memory\n") // self._kind.world_size
         self._count("resumes from memory", from_memory)
-        scratch = [each for each in (self._folder / "scratch").iterdir() if each.is_dir()]  # verl leaves files, too
+        scratch = list((self._folder / "scratch").glob("asyncckpt-*"))  # the frameworks leave some, too
         self._count("scratch folders of killed ranks in $TMPDIR", len(scratch))
 
     def _check_end(self, ranks: Ranks) -> None:
