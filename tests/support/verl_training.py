@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,18 +195,20 @@ class Workers:
         self.pipes = pipes
 
     def call(self, method: str, *args: Any, **named: Any) -> list[Any]:
-        """What all ranks return; raises the first error of one of them."""
+        """What all ranks return. Raises the first error of one of them, as Ray does, whatever the others still do."""
         for pipe in self.pipes:
             pipe.send((method, args, named))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(LIMIT_S):
-                raise TimeoutError(f"rank {rank} does not return from {method}")
-            answers.append(pipe.recv())
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
+        answers: dict[Connection, Any] = {}
+        while missing := [pipe for pipe in self.pipes if pipe not in answers]:
+            ready = wait(missing, LIMIT_S)
+            if not ready:
+                raise TimeoutError(f"{len(missing)} ranks do not return from {method}")
+            for pipe in missing:
+                if pipe in ready:
+                    answers[pipe] = pipe.recv()
+                    if isinstance(answers[pipe], Exception):
+                        raise answers[pipe]
+        return [answers[pipe] for pipe in self.pipes]
 
     def save_checkpoint(self, *args: Any, **named: Any) -> None:
         self.call("save_checkpoint", *args, **named)
