@@ -7,11 +7,12 @@ are reserved for it.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,21 @@ _NO_STORAGES = {
     torch.nn.Parameter,
     type,
 }
+# Of these a tensor on the host pickles in one way, whatever is in it.
+_PLAIN = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
+# Newer releases have no names.
+_has_names: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "has_names", lambda tensor: False)
 # What torch.save aligns storages to, where it has no setting for that (as torch 2.6).
 _ALIGNMENT = 64
 
@@ -79,6 +95,17 @@ class _Pickler(pickle.Pickler):
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
+        self._rebuild = _rebuild_function()
+
+    def reducer_override(self, obj: object) -> Any:
+        """What ``__reduce_ex__`` of a plain tensor says, without all that torch asks it before."""
+        if type(obj) is not torch.Tensor or self._rebuild is None or not _is_plain(obj):
+            return NotImplemented
+        storage = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=obj.untyped_storage(), dtype=obj.dtype, _internal=True
+        )
+        hooks: OrderedDict[int, object] = OrderedDict()
+        return self._rebuild, (storage, obj.storage_offset(), tuple(obj.size()), obj.stride(), False, hooks)
 
     def persistent_id(self, obj: object) -> Any:
         if type(obj) in _NO_STORAGES:
@@ -100,6 +127,23 @@ class _Pickler(pickle.Pickler):
         key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
         faked = getattr(obj, "_fake_device", None)
         return "storage", kind, key, location_tag(storage) if faked is None else str(faked), numel
+
+
+def _rebuild_function() -> Callable[..., torch.Tensor] | None:
+    """What rebuilds a plain tensor, if that pickles as in all releases of torch so far; None: it is asked itself."""
+    rebuild, args, *more = torch.empty(1, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
+    is_known = args[1:] == (0, (1,), (1,), False, OrderedDict()) and not more
+    return rebuild if is_known and torch.Tensor not in copyreg.dispatch_table else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has nothing that torch would pickle beside its place in a storage of the host, or warn of."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype in _PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.__dict__ or tensor.is_nested or tensor.is_neg() or _has_names(tensor))
+    )
 
 
 @dataclass

@@ -39,6 +39,7 @@ def main() -> None:
         other_numbers_of_ranks,
         named_when_durable,
         killed_while_writing,
+        what_killed_workers_left,
         a_failing_one_keeps_the_older,
         stock_checkpoints,
         small_files,
@@ -137,7 +138,9 @@ def named_when_durable(verl: Any, folder: Path) -> None:
         assert latest(folder) == 3
         # What is there is replaced before this returns.
         before = (folder / "global_step_3" / "actor" / "asyncckpt.json").read_bytes()
+        inode = (folder / TRACKER).stat().st_ino
         verl.save(trainer, 3)
+        assert (folder / TRACKER).stat().st_ino != inode  # nobody is to find it half written
         assert (folder / "global_step_3" / "actor" / "asyncckpt.json").read_bytes() != before
         assert files_in(folder / "global_step_3") == {"actor", "critic", "data.pt"}
 
@@ -168,6 +171,29 @@ def killed_while_writing(verl: Any, folder: Path) -> None:
         assert trainer.global_steps == latest(folder) == 2
         verl.check_same(actor.call("state"), states[1])
     assert files_in(folder / "global_step_2") == {"actor", "data.pt"}
+
+
+def what_killed_workers_left(verl: Any, folder: Path) -> None:
+    """It goes when it is old, also in the folder of a step that is never saved again."""
+    old, new = (folder / f"global_step_{step}" / ".actor.0123456789ab-7.partial" for step in (4, 6))
+    for attempt in (old, new):
+        attempt.mkdir(parents=True)
+        (attempt / "__0_0.distcp").touch()
+
+    def age(attempt: Path) -> None:
+        for path in (attempt / "__0_0.distcp", attempt):
+            os.utime(path, (0, 0))
+
+    age(old)
+    with verl.group(1, folder) as actor:
+        trainer = verl.driver(verl.trainers[0], folder, actor)
+        trainer._load_checkpoint()
+        assert list((folder / "global_step_4").iterdir()) == [] and new.exists()
+        age(new)
+        for step in (7, 8):
+            verl.save(trainer, step)
+            verl.settle(trainer)
+            assert list((folder / "global_step_6").iterdir()) == []
 
 
 def a_failing_one_keeps_the_older(verl: Any, folder: Path) -> None:

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,8 @@ from support.ranks import faulty
 from support.states import same
 
 LIMIT_S = 60.0
+WORDS = 32
+"""Of the model: most of its parameters."""
 
 _impl: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
 _managers = importlib.import_module("verl.utils.checkpoint.fsdp_checkpoint_manager")
@@ -65,7 +67,7 @@ class Engine(_impl.FSDPEngine):  # type: ignore[misc]
     def _build_model_optimizer(self) -> None:
         torch.manual_seed(self._seed)
         np.random.seed(self._seed + dist.get_rank())
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": WORDS}
         config = LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **sizes)
         model: Any = LlamaForCausalLM(config)
         if self._lora:
@@ -151,6 +153,19 @@ class Loader:
         self.position = state["position"]
 
 
+def serve(engine: Engine, pipe: Connection) -> None:
+    """Do what the driver says over the pipe, until it is gone."""
+    with contextlib.suppress(EOFError):
+        while True:
+            method, args, named = pipe.recv()
+            try:
+                answer = getattr(engine, method)(*args, **named)
+            except Exception as error:
+                traceback.print_exc()
+                answer = error
+            pipe.send(answer)
+
+
 _ends_here: list[Connection] = []  # of the pipes to all workers
 
 
@@ -164,15 +179,7 @@ def _work(pipe: Connection, rank: int, world: int, meeting: str, options: dict[s
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
         engine = Engine(**options)
         engine.initialize()
-        while True:
-            method, args, named = pipe.recv()
-            try:
-                answer = getattr(engine, method)(*args, **named)
-            except Exception as error:
-                traceback.print_exc()
-                answer = error
-            pipe.send(answer)
-    except EOFError:
+        serve(engine, pipe)
         engines.shared.close()
     except BaseException:
         traceback.print_exc()
@@ -180,8 +187,38 @@ def _work(pipe: Connection, rank: int, world: int, meeting: str, options: dict[s
         os._exit(0)
 
 
-class Group:
+class Workers:
     """The workers of a model, one rank each; a method of it is one of all of them, as of verl's worker groups."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        """By the pipe to each."""
+        self.pipes = pipes
+
+    def call(self, method: str, *args: Any, **named: Any) -> list[Any]:
+        """What all ranks return. Raises the first error of one of them, as Ray does, whatever the others still do."""
+        for pipe in self.pipes:
+            pipe.send((method, args, named))
+        answers: dict[Connection, Any] = {}
+        while missing := [pipe for pipe in self.pipes if pipe not in answers]:
+            ready = wait(missing, LIMIT_S)
+            if not ready:
+                raise TimeoutError(f"{len(missing)} ranks do not return from {method}")
+            for pipe in missing:
+                if pipe in ready:
+                    answers[pipe] = pipe.recv()
+                    if isinstance(answers[pipe], Exception):
+                        raise answers[pipe]
+        return [answers[pipe] for pipe in self.pipes]
+
+    def save_checkpoint(self, *args: Any, **named: Any) -> None:
+        self.call("save_checkpoint", *args, **named)
+
+    def load_checkpoint(self, *args: Any, **named: Any) -> None:
+        self.call("load_checkpoint", *args, **named)
+
+
+class Group(Workers):
+    """Workers that are started here."""
 
     def __init__(
         self,
@@ -195,35 +232,16 @@ class Group:
         context = get_context("fork")
         meeting = str(folder / f"meeting-{os.urandom(4).hex()}")
         options = {"contents": list(contents), "lora": lora, "seed": seed, **faults}
-        self._pipes, self._processes = [], []
+        super().__init__([])
+        self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
             _ends_here.append(ours)
             process = context.Process(target=_work, args=(theirs, rank, world, meeting, options))
             process.start()
             theirs.close()
-            self._pipes.append(ours)
+            self.pipes.append(ours)
             self._processes.append(process)
-
-    def call(self, method: str, *args: Any, **named: Any) -> list[Any]:
-        """What all ranks return; raises the first error of one of them."""
-        for pipe in self._pipes:
-            pipe.send((method, args, named))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(LIMIT_S):
-                raise TimeoutError(f"rank {rank} does not return from {method}")
-            answers.append(pipe.recv())
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
-
-    def save_checkpoint(self, *args: Any, **named: Any) -> None:
-        self.call("save_checkpoint", *args, **named)
-
-    def load_checkpoint(self, *args: Any, **named: Any) -> None:
-        self.call("load_checkpoint", *args, **named)
 
     def kill(self) -> None:
         """All of them at once."""
@@ -232,7 +250,7 @@ class Group:
         self.close()
 
     def close(self) -> None:
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             _ends_here.remove(pipe)
             pipe.close()
         self._end()

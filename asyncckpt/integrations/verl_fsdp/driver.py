@@ -44,18 +44,22 @@ def wrap(trainer_class: Any) -> None:
 
 def _save(trainer: Any, stock: Callable[[], None]) -> None:
     groups, tracker, step = _fsdp_groups(trainer), _tracker(trainer), int(trainer.global_steps)
-    # A step that is saved again is replaced while its tracker may name it, so all wait until that is done.
-    if groups is None or os.path.lexists(tracker.step_folder(step)):
+    if groups is None:
         stock()
         return
+    # A step that is saved again is replaced while its tracker may name it, so all wait until that is done.
+    is_there = os.path.lexists(tracker.step_folder(step))
     parts: list[str] = []
     with contextlib.ExitStack() as replacements:
-        for group in groups:
+        for group in () if is_there else groups:
             deferred = functools.partial(_save_deferred, group.save_checkpoint, parts)
             replacements.enter_context(replaced(group, "save_checkpoint", deferred))
         replacements.enter_context(_not_naming_it(trainer.config.actor_rollout_ref.actor))
         stock()
-    tracker.expect(step, parts)
+    if is_there:
+        tracker.reach(step)
+    else:
+        tracker.expect(step, parts)
     if step >= trainer.total_training_steps:  # the job ends, and with it all who could name this step
         for group in groups:
             group.save_checkpoint(None)  # waits, and raises what has failed

@@ -12,13 +12,15 @@ import json
 import logging
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.loading.source import wait_for_attempts
+from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.file_system import replace_text, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 _TRACKER = "latest_checkpointed_iteration.txt"
 _STEP = re.compile(r"global_step_(\d+)")
 _NOTE = "asyncckpt_parts.json"
+_NEW_NOTE = f".{_NOTE}.new"  # left by a driver that was killed while it wrote its note
 _POLL_S = 0.05
 
 
@@ -67,8 +70,9 @@ class _Step:
 
     def forget(self) -> None:
         """Remove its note: nobody waits for it any more."""
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(self.folder, _NOTE))
+        for name in (_NOTE, _NEW_NOTE):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(self.folder, name))
 
 
 class StepTracker:
@@ -83,6 +87,8 @@ class StepTracker:
         """
         self._folder, self._timeout = folder, timeout
         self._expected: list[_Step] = []
+        self._littered: list[str] = []
+        """Folders of steps in which killed workers have left something."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -112,6 +118,21 @@ class StepTracker:
                 self._thread = threading.Thread(target=self._run, name="asyncckpt-tracker", daemon=True)
                 self._thread.start()
 
+    def reach(self, step: int) -> None:
+        """Advance to ``step``, all of which is there; steps that are still expected are overtaken.
+
+        Raises ``OSError``.
+        """
+        reached = _Step(step, self.step_folder(step), (), 0.0)
+        _sync_files(reached.folder, ())
+        with self._changed:
+            for each in [*self._expected, reached]:
+                each.forget()
+            self._expected.clear()
+            self._changed.notify_all()
+            self._reach(reached)
+        self._clean_up()
+
     def wait(self) -> None:
         """Return when no step is expected any more; a step that failed has been given up by then.
 
@@ -135,6 +156,8 @@ class StepTracker:
             return
         for number, name in steps:
             folder = os.path.join(self._folder, name)
+            if _is_littered(folder):
+                self._littered.append(folder)
             try:
                 with open(os.path.join(folder, _NOTE), encoding="utf-8") as file:
                     parts = tuple(json.load(file))
@@ -144,6 +167,7 @@ class StepTracker:
             if (step := _Step(number, folder, parts, 0.0)).is_durable():
                 self._reach(step)
             step.forget()
+        self._clean_up()
 
     def _run(self) -> None:
         while True:
@@ -154,6 +178,7 @@ class StepTracker:
                     return
             ended = [step for step in expected if self._has_ended(step)]
             with self._changed:
+                ended = [step for step in ended if step in self._expected]
                 if ended:  # and with it those before it, which failed, or were overtaken
                     passed = self._expected[: self._expected.index(ended[-1]) + 1]
                     self._expected = self._expected[len(passed) :]
@@ -166,7 +191,10 @@ class StepTracker:
     def _has_ended(self, step: _Step) -> bool:
         try:
             if step.is_durable():
-                self._reach(step)
+                with self._changed:
+                    if step in self._expected:
+                        self._reach(step)
+                self._clean_up()
                 return True
         except OSError as error:
             logger.error("the tracker is not advanced to step %d: %s", step.number, error)
@@ -180,6 +208,29 @@ class StepTracker:
         sync_folder(step.folder)  # a name can be seen a moment before it is durable
         advance(self._folder, step.number)
         logger.info("step %d is durable, and the latest", step.number)
+
+    def _clean_up(self) -> None:
+        """Remove what killed workers left, once it is so old that nobody can be writing it.
+
+        The workers do that beside what they write, and so in the folder of a step only if that is saved again.
+        """
+        storage, left = storage_for(self._folder), []
+        for folder in self._littered:
+            try:
+                if _is_littered(folder):  # else it may be gone
+                    # An attempt at nothing: storage removes what is left beside it.
+                    path, attempt = os.path.join(folder, "nothing"), f"{secrets.token_hex(6)}-0"
+                    storage.begin_checkpoint(path, attempt, 0, self._timeout).discard()
+                if not _is_littered(folder):
+                    continue
+            except StorageError as error:
+                logger.info("what was left in %s stays: %s", folder, error)
+            left.append(folder)
+        self._littered = left
+
+
+def _is_littered(folder: str) -> bool:
+    return any(name.startswith(".") for name in storage_for(folder).names_in(folder))
 
 
 def _sync_files(folder: str, but: Sequence[str]) -> None:

@@ -107,12 +107,13 @@ def wait_for_step(kind: Kind, folder: Path, step: int) -> list[str]:
     return []
 
 
-def settle(root: Path) -> None:
-    """Wait until no worker writes in the folder of checkpoints any more, and make what is left there of attempts old
+def settle(kind: Kind, folder: Path) -> None:
+    """Wait until no worker writes in the folder of a training any more, and make what is left there of attempts old
     enough to be removed.
     """
-    wait_for_attempts(str(root), LIMIT_S)
     hour_ago = time.time() - 3600
-    for path in root.glob(".*"):
-        for file in [*path.rglob("*"), path]:
-            os.utime(file, (hour_ago, hour_ago), follow_symlinks=False)
+    for root in kind.roots(folder):
+        wait_for_attempts(str(root), LIMIT_S)
+        for path in root.glob(".*"):
+            for file in [*path.rglob("*"), path]:
+                os.utime(file, (hour_ago, hour_ago), follow_symlinks=False)

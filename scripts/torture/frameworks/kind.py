@@ -34,6 +34,10 @@ class Kind:
     read: Callable[[str], tuple[int, Any]]
     """The step of a checkpoint, and all in it that matters, read by stock functions. Raises whatever they raise."""
     root: str = ""
-    """Where the checkpoints are in the folder."""
+    """Where the checkpoints are in the folder: a pattern."""
     verifies: bool = True
     """Whether ``asyncckpt verify`` knows these checkpoints: it does not know single files."""
+
+    def roots(self, folder: Path) -> list[Path]:
+        """The folders with checkpoints in that of a training."""
+        return list(folder.glob(self.root)) if self.root else [folder]

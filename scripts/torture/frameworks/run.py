@@ -67,7 +67,6 @@ class Run:
     def __init__(self, runs: Runs, folder: Path) -> None:
         self._runs, self._kind, self._choice = runs, runs.kind, runs.choice
         self._folder, self._training = folder, folder / "training"
-        self._root = self._training / runs.kind.root
         self._staged = self._newest = 0
         self._trouble = False
         self._how: list[str] = []
@@ -142,7 +141,7 @@ class Run:
             time.sleep(0.002)
 
     def _is_writing(self) -> bool:
-        return any(self._root.glob(".*.partial"))
+        return any(any(root.glob(".*.partial")) for root in self._kind.roots(self._training))
 
     def _kill_worker(self, ranks: Ranks, victim: int) -> bool:
         workers = ranks.workers(victim)
@@ -165,7 +164,7 @@ class Run:
 
     def _finish(self, attempt: int) -> None:
         """Have it train to its end, and look at all there is then."""
-        in_child(checks.settle, self._root)
+        in_child(checks.settle, self._kind, self._training)
         self._check_folder(waits=True)
         ranks = self._start(attempt)
         if not ranks.wait(_LIMIT_S, _GRACE_S) or any(process.exitcode for process in ranks.processes):
@@ -180,15 +179,16 @@ class Run:
             self._count("last trainings that had nothing to do")
         from_memory = (self._folder / "output").read_text().count("from memory\n") // self._kind.world_size
         self._count("resumes from memory", from_memory)
-        scratch = len(list((self._folder / "scratch").iterdir()))
-        self._count("scratch folders of killed ranks in $TMPDIR", scratch)
+        scratch = list((self._folder / "scratch").glob("asyncckpt-*"))  # the frameworks leave some, too
+        self._count("scratch folders of killed ranks in $TMPDIR", len(scratch))
 
     def _check_end(self, ranks: Ranks) -> None:
         """A training that has saved, and has ended well, leaves no worker, and nothing of saves that were killed."""
         if [[each["end"] for each in said if "end" in each] for said in ranks.said()] != self._runs.ends:
             self._lose("the training has ended with other values")
-        for path in self._root.glob(".*"):
-            self._lose(f"left over: {path}")
+        for root in self._kind.roots(self._training):
+            for path in root.glob(".*"):
+                self._lose(f"left over: {path}")
         deadline = time.monotonic() + LIMIT_S
         while (left := ranks.workers()) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -20,27 +20,37 @@ from torture.tally import Tally
 
 
 class _Place(NamedTuple):
-    """Where a kind of training is, and what has to be installed for it."""
+    """Where a kind of training is, and what has to be there for it."""
 
     module: str
     name: str
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    """Modules that are installed."""
+    peers: tuple[str, ...] = ()
+    """What ``scripts/peers.sh`` unpacks: the beginnings of the names of folders."""
+    python: tuple[int, int] = (3, 10)
+    torch: tuple[int, int] = (2, 6)
 
 
 _HUGGINGFACE, _LIGHTNING = ("transformers", "accelerate", "safetensors"), ("lightning",)
+_TORCHTITAN = ("torchtitan-", "torchdata-", "spmd-types-", "tyro-", "docstring-parser-", "typeguard-")
+_DEEPSPEED = ("deepspeed-", "hjson-", "py-cpuinfo-", "einops-", "msgpack-")
 _KINDS = {
     "huggingface": _Place("torture.frameworks.huggingface", "KIND", _HUGGINGFACE),
     "huggingface-ranks": _Place("torture.frameworks.huggingface", "TWO_RANKS", _HUGGINGFACE),
     "lightning": _Place("torture.frameworks.lightning", "KIND", _LIGHTNING),
     "lightning-sharded": _Place("torture.frameworks.lightning", "SHARDED", _LIGHTNING),
-    "torchtitan": _Place("torture.frameworks.torchtitan", "KIND", ()),
+    # torchtitan 0.3 is for this Python, and a torch of its time.
+    "torchtitan": _Place("torture.frameworks.torchtitan", "KIND", (), _TORCHTITAN, (3, 11), (2, 13)),
+    # FSDP2 of torch 2.6 does not train on a CPU.
+    "verl": _Place("torture.frameworks.verl", "KIND", ("transformers", "accelerate"), ("verl-0.9",), torch=(2, 7)),
+    "deepspeed": _Place("torture.frameworks.deepspeed", "KIND", (), _DEEPSPEED),
+    "deepspeed-sharded": _Place("torture.frameworks.deepspeed", "SHARDED", (), _DEEPSPEED),
 }
 FRAMEWORKS = tuple(_KINDS)
 """The names of all kinds."""
 
-# Where scripts/peers.sh unpacks torchtitan and what it needs.
 _PEERS = Path(sys.prefix, "peers")
-_TORCHTITAN = ("torchtitan-", "torchdata-", "spmd-types-", "tyro-", "docstring-parser-", "typeguard-")
 _TESTS = Path(__file__).parents[3] / "tests"
 # The longest that nothing may be heard of a run: some trainings, each of which has a limit of its own.
 _SILENCE_S = 900.0
@@ -75,19 +85,22 @@ def kill_trainings(tally: Tally, folder: Path, kills: int, choice: random.Random
 
 
 def _is_installed(name: str) -> bool:
-    if name != "torchtitan":
-        return all(importlib.util.find_spec(each) is not None for each in _KINDS[name].needs)
-    # torchtitan 0.3 is for this Python, and a torch of its time.
-    is_of_its_time = sys.version_info >= (3, 11) and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-    return is_of_its_time and all(any(_PEERS.glob(f"{each}*")) for each in _TORCHTITAN)
+    place = _KINDS[name]
+    is_of_its_time = sys.version_info >= place.python and _torch_version() >= place.torch
+    is_there = all(importlib.util.find_spec(each) is not None for each in place.needs)
+    return is_of_its_time and is_there and all(any(_PEERS.glob(f"{each}*")) for each in place.peers)
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def _run(pipe: Connection, rank: int, name: str, folder: str, kills: int, seed: int) -> None:
     """In a process that imports the framework, and starts no thread: ranks are forked from it."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if name == "torchtitan":  # with the stand-ins of the tests for what it wants of a device
-        sys.path[:0] = [str(_TESTS), *(str(each) for prefix in _TORCHTITAN for each in _PEERS.glob(f"{prefix}*"))]
     place, choice, killed = _KINDS[name], random.Random(seed), 0
+    # With the trainings and stand-ins of the tests.
+    sys.path[:0] = [str(_TESTS), *(str(each) for prefix in place.peers for each in _PEERS.glob(f"{prefix}*"))]
     runs = Runs(getattr(importlib.import_module(place.module), place.name), Path(folder), choice, pipe.send)
     for number in range(_MOST_RUNS * kills):
         if killed >= kills:
