@@ -76,10 +76,10 @@ def _spoil_saves(tally: Tally, root: str, spoiler: _Spoiler, count: int) -> None
     """Save until so many requests are spoiled: who is told that a step is saved, or is not, is told the truth."""
     spoiler.chance, begun, saved = _ALONE, sum(spoiler.counts.values()), []
     with Job(1, _save_on, root) as job, tqdm(total=count, desc="faults of the store", disable=None) as bar:
-        while bar.n < count:
+        while (spoiled := sum(spoiler.counts.values()) - begun) < count:
             step, is_saved = job.hear(0, "told")
             saved += [step] if is_saved else []
-            bar.update(min(count, sum(spoiler.counts.values()) - begun) - bar.n)
+            bar.update(spoiled - bar.n)
         spoiler.chance = 0.0
         job.pipes[0].send("stop")
         saved += job.hear(0, "ended")[0]

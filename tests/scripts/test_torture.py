@@ -24,6 +24,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
         "--damages=20",
         "--exchanges=8",
         "--full=6",
+        "--store=0",
         "--framework-kills=0",
     ]
     facts = _try("torture", [*counts, "--restart-mib=16", "--seed=3", f"--json={report}"], report)
@@ -35,10 +36,33 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(310)
+def test_nothing_is_lost_on_an_object_store(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    report = tmp_path / "report.json"
+    others = (
+        "kills",
+        "interruptions",
+        "calls",
+        "forks",
+        "damages",
+        "exchanges",
+        "full",
+        "restart-mib",
+        "framework-kills",
+    )
+    facts = _try(
+        "torture", [*(f"--{other}=0" for other in others), "--store=1", "--seed=3", f"--json={report}"], report
+    )
+    assert facts["trainers killed"] >= 4 and facts["workers killed"] == 4
+    assert facts["steps saved while requests were spoiled"] > 0
+    assert facts["losses"] == []
+
+
+@pytest.mark.timeout(310)
 @pytest.mark.parametrize(("framework", "kills"), [("huggingface", 2), ("verl", 1), ("deepspeed", 1)])
 def test_a_training_that_is_killed_goes_on(framework: str, kills: int, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    others = ("kills", "interruptions", "calls", "forks", "damages", "exchanges", "full", "restart-mib")
+    others = ("kills", "interruptions", "calls", "forks", "damages", "exchanges", "full", "store", "restart-mib")
     chosen = [f"--framework-kills={kills}", "--frameworks", framework, "--seed=3", f"--json={report}"]
     facts = _try("torture", [*(f"--{other}=0" for other in others), *chosen], report)
     if f"{framework}: not installed, no kills" in facts:

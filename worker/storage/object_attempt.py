@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import posixpath
 import re
@@ -183,10 +184,19 @@ class ObjectFile(OutputFile):
 
     def _send(self, key: str) -> None:
         try:
-            self._objects.put_parts(key, self._in_order(), self._part_bytes)
+            self._objects.put_parts(key, self._in_order, self._part_bytes)
         except BaseException as error:
-            with self._changed:
-                self._failure = error
+            if not (isinstance(error, StorageError) and self._is_sent(key)):
+                with self._changed:
+                    self._failure = error
+
+    def _is_sent(self, key: str) -> bool:
+        """Whether it is all there, and only the answer was lost: an object of parts is there when it is whole."""
+        nbytes = max((at + len(piece) for at, piece in self._pieces.items()), default=0)
+        with contextlib.suppress(StorageError):
+            found = self._objects.head(key) if self._is_whole else None
+            return found is not None and found.nbytes == nbytes
+        return False
 
     def _in_order(self) -> Iterator[memoryview]:
         """The pieces as they follow on each other, once none of it changes any more."""

@@ -6,23 +6,25 @@ endpoint are those of the environment, as obstore reads it (``AWS_*``, ``GOOGLE_
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from asyncckpt.errors import StorageError
 
+T = TypeVar("T")
 SCHEMES = ("s3", "gs", "az")
 
 # One request may last so long: a part of 16 MiB at 140 kB/s. And so long a request is repeated.
 _REQUEST = timedelta(seconds=120)
 _RETRIES, _RETRY = 10, timedelta(seconds=60)
 _CONNECT = timedelta(seconds=10)
-_CONFLICT_PAUSES_S = (0.1, 0.4, 1.6)
+# What obstore has given up at once is repeated after these.
+_AT_ONCE_S = 10.0
+_PAUSES_S = (0.1, 0.4, 1.6)
 # Parts of one object under way at a time.
 _PARTS_AT_ONCE = 8
 
@@ -54,41 +56,35 @@ class Objects:
 
     def get(self, key: str) -> tuple[bytes, Version] | None:
         """All of an object, and its version; None: there is none."""
-        with self._translated("reading", key), contextlib.suppress(FileNotFoundError):
+
+        def get() -> tuple[bytes, Version]:
             found = self._store.get(key)
             return bytes(found.bytes()), _version(found.meta)
-        return None
+
+        return self._ask("reading", key, get)
 
     def get_range(self, key: str, begin: int, nbytes: int) -> memoryview:
         """Some bytes of an object, which has them."""
-        with self._translated("reading", key):
-            return memoryview(self._store.get_range(key, start=begin, length=nbytes))
+        found = self._ask("reading", key, lambda: memoryview(self._store.get_range(key, start=begin, length=nbytes)))
+        if found is None:
+            raise StorageError("reading failed: the object is gone", path=f"{self.base}/{key}")
+        return found
 
     def head(self, key: str) -> Found | None:
         """What is known of an object; None: there is none."""
-        if not key:
-            return None
-        with self._translated("looking at an object", key), contextlib.suppress(FileNotFoundError):
-            return _found(self._store.head(key))
-        return None
+        return self._ask("looking at an object", key, lambda: _found(self._store.head(key))) if key else None
 
-    def list(self, prefix: str) -> Iterator[Found]:
+    def list(self, prefix: str) -> list[Found]:
         """All objects below a ``prefix``, which is whole parts of a path."""
-        with self._translated("listing", prefix):
-            for page in self._store.list(prefix=f"{prefix}/" if prefix else None):
-                yield from map(_found, page)
+
+        def look() -> list[Found]:
+            return [_found(each) for page in self._store.list(prefix=f"{prefix}/" if prefix else None) for each in page]
+
+        return self._ask("listing", prefix, look) or []
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Make an object, or replace it, by one request."""
-        from obstore.exceptions import AlreadyExistsError
-
-        with self._translated("writing", key):
-            for pause in _CONFLICT_PAUSES_S:  # "409", which obstore does not repeat: another request is in the way
-                with contextlib.suppress(AlreadyExistsError):
-                    self._store.put(key, data, use_multipart=False)
-                    return
-                time.sleep(pause)
-            self._store.put(key, data, use_multipart=False)
+        self._ask("writing", key, lambda: self._store.put(key, data, use_multipart=False))
 
     def put_if(self, key: str, data: bytes, version: Version | None) -> bool:
         """Replace an object if it still has that ``version``; None: make it if there is none.
@@ -98,43 +94,54 @@ class Objects:
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        with self._translated("deciding by a condition", key):
+        def put() -> bool:
             try:
                 self._store.put(key, data, mode="create" if version is None else version)
             except (AlreadyExistsError, PreconditionError):
                 return False
             return True
 
-    def put_parts(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> None:
+        return bool(self._ask("deciding by a condition", key, put))
+
+    def put_parts(self, key: str, parts: Callable[[], Iterator[memoryview]], part_bytes: int) -> None:
         """Make an object of ``parts`` while they come. Their memory is sent as it is, and may not change meanwhile.
 
-        What ``parts`` raises is raised, and what was sent is thrown away.
+        ``parts`` is called again where all has to be sent once more. What they raise is raised, and what was sent is
+        thrown away.
         """
-        with self._translated("writing", key):
-            self._store.put(key, parts, use_multipart=True, chunk_size=part_bytes, max_concurrency=_PARTS_AT_ONCE)
+        options = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": _PARTS_AT_ONCE}
+        self._ask("writing", key, lambda: self._store.put(key, parts(), **options))
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects, if they are there."""
         if keys:
-            with self._translated("removing", keys[0]), contextlib.suppress(FileNotFoundError):
-                self._store.delete(list(keys))
+            self._ask("removing", keys[0], lambda: self._store.delete([*keys]))
 
-    @contextlib.contextmanager
-    def _translated(self, doing: str, key: str) -> Iterator[None]:
+    def _ask(self, doing: str, key: str, ask: Callable[[], T]) -> T | None:
+        """What the store answers; None: there is no such object.
+
+        All that is asked may be asked twice. obstore repeats what the store refuses for a while; what it does not, as
+        an answer that ends too early, is repeated here. Raises ``StorageError``.
+        """
         from obstore.exceptions import BaseError
 
-        try:
-            yield
-        except (BaseError, OSError) as error:
-            said = str(error).split("\n\nDebug source")[0]
-            if "NoSuchBucket" in said or "ContainerNotFound" in said:
-                said, advice = "there is no such bucket", "make it, or choose another"
-            elif isinstance(error, FileNotFoundError):
-                raise
-            else:
-                advice = _ADVICE.get(type(error).__name__, "look at the store, its endpoint and the network")
-            said = " ".join(said.split())[:400]
-            raise StorageError(f"{doing} failed: {said}; {advice}", path=f"{self.base}/{key}") from error
+        for pause in (*_PAUSES_S, None):
+            begun = time.monotonic()
+            try:
+                return ask()
+            except (BaseError, OSError) as error:
+                said = str(error).split("\n\nDebug source")[0]
+                is_missing = "NoSuchBucket" in said or "ContainerNotFound" in said
+                if isinstance(error, FileNotFoundError) and not is_missing:
+                    return None
+                advice = _ADVICE.get(type(error).__name__)
+                if pause is None or is_missing or advice is not None or time.monotonic() - begun > _AT_ONCE_S:
+                    said = "there is no such bucket" if is_missing else " ".join(said.split())[:400]
+                    otherwise = "make it, or choose another" if is_missing else "look at the store and the network"
+                    path = f"{self.base}/{key}"
+                    raise StorageError(f"{doing} failed: {said}; {advice or otherwise}", path=path) from error
+                time.sleep(pause)
+        return None
 
 
 def objects_at(address: str) -> Objects:
