@@ -44,7 +44,7 @@ from asyncckpt.worker.segment_layout import (
 )
 from asyncckpt.worker.staged_image import ImageFile, StagedImage
 from asyncckpt.worker.storage.history import time_of_creation
-from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, Storage
+from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, Storage, exists_error
 
 # How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
 _ORPHAN_S = 60.0
@@ -53,8 +53,7 @@ _ORPHAN_S = 60.0
 def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
     """Open on ``storage`` what a write request asks for, whether all of the image is there or not.
 
-    Raises ``StorageError`` when there is too little space, and ``CheckpointError`` when the segment is no checkpoint's
-    and no file's.
+    Raises ``StorageError`` where storage refuses, ``CheckpointError`` when the segment is no checkpoint's or file's.
     """
     request, layout = staged_image.request, staged_image.hosted.layout
     match layout:
@@ -65,7 +64,10 @@ def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
             beside = sum(region.nbytes for region in layout.constants())
             beside += sum(len(data) for _, data in request.small_files)
             # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
-            orphan_s = None if request.rank > 0 else request.timeout if request.world_size > 1 else _ORPHAN_S
+            sees_all = request.world_size == 1 and storage.has_locks
+            orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
+            if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):
+                raise exists_error(request.path, request.existing, request.step)  # the trainer has not asked
             folder = storage.begin_checkpoint(request.path, request.attempt, layout.data_bytes + beside, orphan_s)
             if isinstance(layout, FileSetLayout):
                 return FileSetAttempt(folder, staged_image, layout)

@@ -192,7 +192,7 @@ def _is_stale(name: str, folder: int) -> bool:
     fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         is_stale = _flock(fd)
-        if is_stale:
+        if is_stale and _is_at(fd, folder, name):
             os.unlink(name, dir_fd=folder)
         return is_stale
     finally:

@@ -86,8 +86,8 @@ class Saves:
             # Only the first rank, whose worker would have finalized the save, may remove what is of all ranks.
             if save.group.rank == 0:
                 path = os.fspath(save.path)
-                storage = storage_for(path)
                 with contextlib.suppress(StorageError):
+                    storage = storage_for(path)
                     storage.remove(storage.revoke(path, save.group.attempt(save.number)))
 
     def wait(self, timeout: float | None) -> None:

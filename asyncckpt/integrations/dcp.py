@@ -37,7 +37,7 @@ from asyncckpt.planning.plan import StateDict
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage import refuse_address, storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +323,8 @@ def _folder(checkpoint_id: CheckpointId | None, storage: Any = None) -> str:
         checkpoint_id = storage.path
     if checkpoint_id is None:
         raise ValueError("checkpoint_id, the folder of the checkpoint, is missing")
-    return os.fspath(checkpoint_id)
+    refuse_address(folder := os.fspath(checkpoint_id))
+    return folder
 
 
 def _existing(folder: str, *, overwrite: bool = True) -> Existing:

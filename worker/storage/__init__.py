@@ -22,6 +22,7 @@ from asyncckpt.worker.messages import Existing, WriteRequest
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.object_store import ObjectStorage
 from asyncckpt.worker.storage.objects import SCHEMES, objects_at
+from asyncckpt.worker.storage.record import PARTS
 from asyncckpt.worker.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,17 @@ def absolute(path: str | os.PathLike[str]) -> str:
     if is_address(text):
         scheme, _, rest = text.partition("://")
         parts = [part for part in rest.split("/") if part]
-        if scheme not in SCHEMES or not parts or {".", ".."} & {*parts}:
+        if scheme not in SCHEMES or not parts or any(part in (".", "..") or PARTS in part for part in parts):
             known = ", ".join(f"{each}://bucket/folder" for each in SCHEMES)
             raise StorageError(f"{text} is no address that checkpoints are saved to: these are {known}; or mount it")
         return f"{scheme}://{'/'.join(parts)}"
     return os.path.abspath(os.path.expanduser(text))
+
+
+def refuse_address(path: str) -> None:
+    """Raise ``StorageError`` where ``path`` is on an object store, and only a file system will do."""
+    if is_address(path):
+        raise StorageError(f"{path} is an address, and this saves to file systems only: mount it")
 
 
 def step_folder(root: str, step: int) -> str:
@@ -85,6 +92,8 @@ def complete_steps(root: str) -> list[int]:
     Raises ``StorageError``.
     """
     storage = storage_for(root)
+    if (stamps := storage.stamps_in(root, MANIFEST_NAME)) is not None:
+        return sorted(step for name, stamp in stamps.items() if stamp and (step := step_of(name)) is not None)
     return [step for step in named_steps(root) if storage.exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]
 
 
@@ -138,11 +147,11 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
     Raises:
         SaveTimeoutError: Storage fails, or does not answer in time. Then, and only then, nobody can say.
     """
-    storage = storage_for(request.path)
     outcome: Future[bool] = Future()
 
     def find_out() -> None:
         try:
+            storage = storage_for(request.path)
             is_finalized, leftover = storage.resolve(request.path, request.attempt, request.existing, inode)
         except StorageError as error:
             outcome.set_exception(error)

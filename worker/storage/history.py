@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.messages import WriteRequest
-from asyncckpt.worker.storage import named_steps, remove_old_checkpoint, step_folder, step_of, storage_for
+from asyncckpt.worker.storage import is_address, named_steps, remove_old_checkpoint, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.storage import FileStamp
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,12 @@ class Origin:
     left: frozenset[int]
 
     def has_left(self, root: str, step: int) -> bool:
-        """Whether the run has left behind what stands at ``step``. Raises ``StorageError``."""
-        if step not in self.left:
-            return False
+        """Whether the run has left behind what stands at ``step``. An object store is not asked: no save waits for it.
+
+        Raises ``StorageError``.
+        """
+        if step not in self.left or is_address(root):
+            return step in self.left
         found = _look(root, step)
         return found is not None and (found.created is None or found.created <= self.newest)
 

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from asyncckpt.errors import StorageError
+from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.listing import Listing, list_below
 from asyncckpt.worker.storage.objects import Objects
-from asyncckpt.worker.storage.record import PARTS, PlaceRecord, change_record, digest, read_record
+from asyncckpt.worker.storage.record import PARTS, PlaceRecord, change_record, digest, read_record, record_key
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, exists_error
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9000
 # The step of a pickle that makes the name of a data file: its length, then itself.
-_DATA_NAME = re.compile(rb"X(.{4})([^\x00-\x1f]{0,200}?__\d+_\d+\.distcp)", re.DOTALL)
+_DATA_NAME = re.compile(rb"X(.{4})([^\x00-\x1f]{0,4000}?__\d+_\d+\.distcp)", re.DOTALL)
 
 
 class ObjectAttempt(OpenAttempt):
@@ -66,6 +66,7 @@ class ObjectAttempt(OpenAttempt):
         metadata = self._created[METADATA_NAME].kept if METADATA_NAME in self._created else None
         there, self._listing = self._listing or list_below(self._objects, self._place), None
         is_strange = existing in ("refuse", "replace") and not may_replace(there, existing)
+        aside: dict[str, str] = {}  # by where its files are, the record of what is set aside
 
         def decide(record: PlaceRecord) -> PlaceRecord | None:
             if record.is_of(self._digest):
@@ -74,14 +75,15 @@ class ObjectAttempt(OpenAttempt):
                 raise StorageError("this attempt was revoked", path=self.path)
             if is_strange or (existing == "refuse" and record.is_finalized):
                 raise exists_error(final, existing)
-            if existing == "set aside" and record.is_finalized:
-                keep_aside(self._objects, self._place, record, "abandoned")
+            if existing == "set aside" and record.is_finalized and record.parts not in aside:
+                aside[record.parts] = keep_aside(self._objects, self._place, record, "abandoned")
             return PlaceRecord(manifest, PARTS + self._digest, record.revoked)
 
         try:
             before = change_record(self._objects, self._place, decide, is_new=there.own_record is None)
-        except StorageError:
-            if not revoke_attempt(self._objects, self._place, self._digest):  # else it was done, before it failed
+        except StorageError as error:
+            if not self._was_decided(error):
+                self._objects.delete([*aside.values()])
                 raise
             before = PlaceRecord()
         # It is decided: what fails from here on, a later save makes good.
@@ -96,7 +98,8 @@ class ObjectAttempt(OpenAttempt):
         for file in self._created.values():
             file.close()
         try:
-            if read_record(self._objects, self._place)[0].is_of(self._digest):
+            # A request that decides for it may still be on its way: what is revoked is never finalized by that.
+            if revoke_attempt(self._objects, self._place, self._digest):
                 return
             if names is None:
                 remove_below(self._objects, self._parts)
@@ -107,6 +110,15 @@ class ObjectAttempt(OpenAttempt):
 
     def release(self) -> None:
         pass
+
+    def _was_decided(self, error: StorageError) -> bool:
+        """Whether it is finalized, though that failed; if not, it never will be."""
+        try:
+            return revoke_attempt(self._objects, self._place, self._digest)
+        except StorageError:
+            raise SaveTimeoutError(
+                f"storage fails ({error.message}), and nobody can say whether this was saved", path=error.path
+            ) from error
 
 
 class ObjectFile(OutputFile):
@@ -270,28 +282,44 @@ def revoke_attempt(objects: Objects, place: str, its: str) -> bool:
     """See that the attempt with that digest never will be finalized. Returns whether it is. Raises ``StorageError``."""
 
     def revoke(record: PlaceRecord) -> PlaceRecord | None:
+        if record.is_finalized and not record.parts:
+            raise StorageError(f"{MANIFEST_NAME} is damaged: remove it", path=f"{objects.base}/{place}")
         return None if record.is_of(its) or its in record.revoked else record.revoking(its)
 
     return change_record(objects, place, revoke).is_of(its)
 
 
-def keep_aside(objects: Objects, place: str, record: PlaceRecord, why: str) -> None:
+def keep_aside(objects: Objects, place: str, record: PlaceRecord, why: str) -> str:
     """Have a checkpoint also stand at ``place.why-1``, or the next that is free; its files stay where they are.
 
-    Raises ``StorageError``.
+    Returns the key of its record. Raises ``StorageError``.
     """
     number = 1
     parts = record.parts if record.parts.startswith("../") else f"../{place.rpartition('/')[2]}/{record.parts}"
     aside = PlaceRecord(record.manifest, parts).encode()
-    while not objects.put_if(f"{place}.{why}-{number}/{MANIFEST_NAME}", aside, None):
+    while not objects.put_if(key := record_key(f"{place}.{why}-{number}"), aside, None):
+        if (found := objects.get(key)) is not None and found[0] == aside:
+            break  # it was done, and the answer lost
         number += 1
     logger.warning("%s/%s is now to be found as %s.%s-%d", objects.base, place, place, why, number)
+    return key
 
 
 def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:
-    """Remove the files of the attempt that was finalized at ``place``. Raises ``StorageError``."""
-    if record.parts:
-        remove_below(objects, posixpath.normpath(f"{place}/{record.parts}"))
+    """Remove the files of the attempt that was finalized at ``place``, unless another place names them, too.
+
+    Raises ``StorageError``.
+    """
+    parts = posixpath.normpath(f"{place}/{record.parts}")
+    if not record.parts or PARTS not in parts:
+        return
+    owner = posixpath.dirname(parts)
+    others = [each for each in objects.folders(posixpath.dirname(owner)) if each.startswith(f"{owner}.")]
+    for other in {owner, *others} - {place}:
+        its, _ = read_record(objects, other)
+        if its.is_finalized and posixpath.normpath(f"{other}/{its.parts}") == parts:
+            return
+    remove_below(objects, parts)
 
 
 def remove_below(objects: Objects, prefix: str) -> None:

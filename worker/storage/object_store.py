@@ -46,6 +46,8 @@ _LEAST_ORPHAN_S = 900.0
 class ObjectStorage(Storage):
     """The objects of one bucket."""
 
+    has_locks = False
+
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._parts: dict[str, str] = {}
@@ -53,6 +55,8 @@ class ObjectStorage(Storage):
 
     def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> ObjectAttempt:
         place = self._key(final)
+        if not place:
+            raise StorageError("a checkpoint goes below a bucket, not in its place", path=final)
         if orphan_s is not None:
             object_sweep.sweep(self._objects, posixpath.dirname(place), max(orphan_s, _LEAST_ORPHAN_S))
         return ObjectAttempt(self._objects, place, attempt, nbytes)
@@ -61,19 +65,16 @@ class ObjectStorage(Storage):
         raise StorageError("single files are saved to file systems, not to object stores", path=final)
 
     def resolve(self, final: str, attempt: str, existing: Existing, inode: int | None = None) -> Resolution:
-        leftover = self.revoke(final, attempt)
-        is_finalized = self.is_finalized(final, attempt)
-        if is_finalized:
-            with contextlib.suppress(StorageError):  # its worker may have died before it did this
-                publish_metadata(self._objects, self._key(final), digest(attempt))
-        return Resolution(is_finalized, leftover)
+        place, its = self._key(final), digest(attempt)
+        if not revoke_attempt(self._objects, place, its):
+            return Resolution(False, self._leftover(place, its))
+        with contextlib.suppress(StorageError):  # its worker may have died before it did this
+            publish_metadata(self._objects, place, its)
+        return Resolution(True, None)
 
     def revoke(self, final: str, attempt: str) -> str | None:
         place, its = self._key(final), digest(attempt)
-        if revoke_attempt(self._objects, place, its):
-            return None
-        parts = f"{place}/{PARTS}{its}"
-        return f"{self._objects.base}/{parts}" if any(True for _ in self._objects.list(parts)) else None
+        return None if revoke_attempt(self._objects, place, its) else self._leftover(place, its)
 
     def remove(self, leftover: str | None) -> None:
         if leftover is not None and PARTS in leftover:
@@ -159,27 +160,37 @@ class ObjectStorage(Storage):
 
     def remove_checkpoint(self, path: str) -> bool:
         place = self._key(path)
-
-        def unname(found: PlaceRecord) -> PlaceRecord:
-            if not found.is_finalized:
-                raise StorageError("removing a checkpoint failed: there is none", path=path)
-            return PlaceRecord(revoked=found.revoked)
-
-        removed = change_record(self._objects, place, unname)
+        found = self._finalized(path)
         self._objects.delete([f"{place}/{METADATA_NAME}"])
-        remove_parts(self._objects, place, removed)
-        if not removed.revoked:
-            self._objects.delete([record_key(place)])
+        self._unname(place, found)
+        remove_parts(self._objects, place, found)
         return True
 
     def set_aside(self, path: str, why: str) -> None:
         place = self._key(path)
-        found, version = read_record(self._objects, place)
-        if not found.is_finalized or version is None:
-            raise StorageError("setting a checkpoint aside failed: there is none", path=path)
+        found = self._finalized(path)
         keep_aside(self._objects, place, found, why)
-        if self._objects.put_if(record_key(place), PlaceRecord(revoked=found.revoked).encode(), version):
-            self._objects.delete([f"{place}/{METADATA_NAME}"])
+        self._objects.delete([f"{place}/{METADATA_NAME}"])
+        self._unname(place, found)
+
+    def _finalized(self, path: str) -> PlaceRecord:
+        found, _ = read_record(self._objects, self._key(path))
+        if not found.is_finalized:
+            raise StorageError("there is no checkpoint to be moved or removed", path=path)
+        return found
+
+    def _unname(self, place: str, which: PlaceRecord) -> None:
+        """Have no checkpoint stand there, if it is still that one. The record stays, for a while: see ``sweep``."""
+
+        def unname(found: PlaceRecord) -> PlaceRecord | None:
+            is_it = (found.manifest, found.parts) == (which.manifest, which.parts)
+            return PlaceRecord(revoked=found.revoked) if is_it else None
+
+        change_record(self._objects, place, unname)
+
+    def _leftover(self, place: str, its: str) -> str | None:
+        parts = f"{place}/{PARTS}{its}"
+        return f"{self._objects.base}/{parts}" if self._objects.list(parts) else None
 
     def _key(self, path: str) -> str:
         return split_address(path)[1]
@@ -210,8 +221,8 @@ class ObjectStorage(Storage):
     def _remember(self, place: str, found: PlaceRecord) -> str:
         if len(self._parts) >= _MOST_REMEMBERED:
             self._parts.clear()
-        self._parts[place] = posixpath.normpath(f"{place}/{found.parts}")
-        return self._parts[place]
+        self._parts[place] = parts = posixpath.normpath(f"{place}/{found.parts}")
+        return parts
 
 
 def _stamp(found: Found) -> FileStamp:

@@ -11,19 +11,20 @@ import posixpath
 import secrets
 import threading
 import time
+from collections import defaultdict
 from datetime import datetime, timedelta
 
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.storage.listing import PROBE, list_below
+from asyncckpt.worker.storage.listing import PROBE, Listing, list_below
 from asyncckpt.worker.storage.object_attempt import publish_metadata, remove_below, revoke_attempt
-from asyncckpt.worker.storage.objects import Objects
+from asyncckpt.worker.storage.objects import Found, Objects
 from asyncckpt.worker.storage.record import PARTS, is_finalized, read_record
 
 logger = logging.getLogger(__name__)
 
-# A record that only says what was revoked: no worker begins, or ends, what is so old.
-_REVOKED = timedelta(days=1)
+# At least so long stays a record that only says what was revoked: no worker begins, or ends, what is so old.
+_REVOKED = timedelta(hours=1)
 # How often a root is swept by one process.
 _EVERY_S = 300.0
 
@@ -33,35 +34,81 @@ _swept: dict[tuple[str, str], float] = {}
 
 
 def sweep(objects: Objects, root: str, orphan_s: float) -> None:
-    """Remove orphans at the places in ``root`` that are at least so many seconds old, and give stock readers what a
-    worker that died owes them. Once in a while for each root; each time it is found out whether the store heeds
-    conditions. Raises ``StorageError``.
+    """Remove orphans at the places directly in ``root`` that are at least so many seconds old, and give stock readers
+    what a worker that died owes them. Once in a while for each root; each time it is found out whether the store heeds
+    conditions.
+
+    Raises ``StorageError`` where the store cannot be used; what cannot be removed stays, and the log says so.
     """
     now = time.monotonic()
     with _lock:
         last = _swept.get((objects.base, root))
-        if last is not None and now - last < _EVERY_S:
+        if not root or (last is not None and now - last < _EVERY_S):
             return
-    clock = _probe(objects, root)
-    listing = list_below(objects, root)
-    in_use = set()
-    for name, found in listing.records.items():
-        if is_finalized(found):
-            record, _ = read_record(objects, place := posixpath.join(root, name))
-            in_use.add(posixpath.normpath(posixpath.join(name, record.parts)))
-            if record.parts.startswith(PARTS) and posixpath.join(name, METADATA_NAME) not in listing.seen:
-                logger.warning("%s/%s gets what stock readers need, as its worker was killed", objects.base, place)
-                publish_metadata(objects, place, record.parts.removeprefix(PARTS))
-    for parts, files in listing.parts.items():
-        newest = max(each.modified for each in files.values())
-        if parts not in in_use and newest <= clock - timedelta(seconds=orphan_s):
-            _remove_orphan(objects, posixpath.join(root, parts))
-    with_files = {posixpath.dirname(parts) for parts in listing.parts}
-    for name, found in listing.records.items():
-        if not is_finalized(found) and name not in with_files and found.modified <= clock - _REVOKED:
-            objects.delete([found.key])
-    with _lock:
         _swept[objects.base, root] = now
+    clock = _probe(objects, root)
+    try:
+        _Sweep(objects, root, clock, timedelta(seconds=orphan_s), list_below(objects, root)).remove()
+    except StorageError as error:
+        logger.warning("what killed workers left stays for now: %s", error)
+
+
+class _Sweep:
+    """What was found by one ``listing`` of ``root``, at ``clock``, by the clock of the store; ``orphan``: how old one is."""
+
+    def __init__(self, objects: Objects, root: str, clock: datetime, orphan: timedelta, listing: Listing) -> None:
+        self._objects, self._root, self._listing = objects, root, listing
+        self._orphan, self._revoked = clock - orphan, clock - max(orphan, _REVOKED)
+        # Those deeper down are of other roots, whose saves may take longer.
+        self._records = {name: found for name, found in listing.records.items() if name and "/" not in name}
+        self._attempts: dict[str, list[str]] = defaultdict(list)
+        for parts in listing.parts:
+            if (place := posixpath.dirname(parts)) and "/" not in place:
+                self._attempts[place].append(parts)
+        self._in_use: set[str] = set()
+        self._unsettled: set[str] = set()
+
+    def remove(self) -> None:
+        """Remove what is old. Raises ``StorageError``."""
+        for name, found in self._records.items():
+            self._look(name, found)
+        for place, attempts in self._attempts.items():
+            for parts in attempts if place not in self._unsettled else ():
+                newest = max(each.modified for each in self._listing.parts[parts].values())
+                if parts not in self._in_use and newest <= self._orphan:
+                    _remove_orphan(self._objects, posixpath.join(self._root, parts))
+        for name, found in self._records.items():
+            if not is_finalized(found) and found.modified <= self._revoked and not self._attempts.get(name):
+                self._forget(name, found)
+
+    def _look(self, name: str, found: Found) -> None:
+        """Find out which attempt a record names; give stock readers its metadata, or take away that of none."""
+        metadata = self._listing.seen.get(posixpath.join(name, METADATA_NAME))
+        place, attempts = posixpath.join(self._root, name), self._attempts.get(name, [])
+        is_behind = metadata is None or metadata.modified <= found.modified
+        if not is_finalized(found):
+            is_old = metadata is not None and metadata.modified <= self._revoked
+            if is_old and not read_record(self._objects, place)[0].is_finalized:
+                self._objects.delete([posixpath.join(place, METADATA_NAME)])
+            return
+        if len(attempts) == 1 and not is_behind:
+            self._in_use.add(attempts[0])
+            return
+        record, version = read_record(self._objects, place)
+        parts = posixpath.normpath(posixpath.join(name, record.parts))
+        if version is None or version.get("e_tag") != found.e_tag:
+            self._unsettled.add(name)  # it has changed since it was listed
+        elif PARTS not in parts:
+            self._unsettled.add(parts)  # it is damaged, and does not say which
+        else:
+            self._in_use.add(parts)
+            if is_behind and record.parts.startswith(PARTS):
+                publish_metadata(self._objects, place, record.parts.removeprefix(PARTS))
+
+    def _forget(self, name: str, found: Found) -> None:
+        """Remove a record that only says what was revoked long ago."""
+        if (now := self._objects.head(found.key)) is not None and now.e_tag == found.e_tag:
+            self._objects.delete([found.key])
 
 
 def _remove_orphan(objects: Objects, parts: str) -> None:
@@ -75,13 +122,16 @@ def _probe(objects: Objects, root: str) -> datetime:
     """The time, by the clock of the store. Warns where that does not heed conditions."""
     key = posixpath.join(root, PROBE + secrets.token_hex(6))
     objects.put_if(key, b"one", None)
-    heeds = not objects.put_if(key, b"two", None)
+    first = objects.get(key)
+    heeds = first is not None and not objects.put_if(key, b"two", None)
+    objects.put(key, b"three")
+    heeds = heeds and first is not None and not objects.put_if(key, b"four", first[1])
     found = objects.head(key)
     objects.delete([key])
     if not heeds:
         logger.warning(
-            "%s makes objects that are there already: it does not heed conditions, and a worker that is taken for"
-            " dead and is not could finalize what was given up; use a store that does",
+            "%s changes objects whatever the condition: a worker that is taken for dead and is not could finalize what"
+            " was given up; use a store that heeds If-None-Match and If-Match",
             objects.base,
         )
     if found is None:

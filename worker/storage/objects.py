@@ -82,6 +82,12 @@ class Objects:
 
         return self._ask("listing", prefix, look) or []
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """The keys of what has anything below it, one part below a ``prefix``."""
+        below = f"{prefix}/" if prefix else None
+        found = self._ask("listing", prefix, lambda: self._store.list_with_delimiter(prefix=below))
+        return [] if found is None else found["common_prefixes"]
+
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Make an object, or replace it, by one request."""
         self._ask("writing", key, lambda: self._store.put(key, data, use_multipart=False))
@@ -114,8 +120,9 @@ class Objects:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects, if they are there."""
-        if keys:
-            self._ask("removing", keys[0], lambda: self._store.delete([*keys]))
+        if keys and self._ask("removing", keys[0], lambda: self._store.delete([*keys]) is None) is None and keys[1:]:
+            for key in keys:  # one was missing, and some stores stop there
+                self.delete([key])
 
     def _ask(self, doing: str, key: str, ask: Callable[[], T]) -> T | None:
         """What the store answers; None: there is no such object.
@@ -129,7 +136,7 @@ class Objects:
             begun = time.monotonic()
             try:
                 return ask()
-            except (BaseError, OSError) as error:
+            except (BaseError, OSError, ValueError, NotImplementedError) as error:
                 said = str(error).split("\n\nDebug source")[0]
                 is_missing = "NoSuchBucket" in said or "ContainerNotFound" in said
                 if isinstance(error, FileNotFoundError) and not is_missing:
@@ -149,7 +156,8 @@ def objects_at(address: str) -> Objects:
 
     Raises ``StorageError`` where obstore is missing, or this process was forked off one that has used it.
     """
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = next(filter(None, map(os.environ.get, names)), "")
     return _connect(split_address(address)[0], endpoint, os.getpid())
 
 
@@ -163,6 +171,7 @@ def split_address(address: str) -> tuple[str, str]:
 @functools.cache
 def _connect(base: str, endpoint: str, process: int) -> Objects:
     try:
+        from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as error:
         raise StorageError("object stores need obstore: pip install 'asyncckpt[cloud]'", path=base) from error
@@ -175,9 +184,14 @@ def _connect(base: str, endpoint: str, process: int) -> Objects:
             options["endpoint"] = endpoint
         # Over TLS nobody changes what is sent; a checksum by SHA-256 would cap a host at some 700 MB/s.
         options["unsigned_payload"] = not endpoint.startswith("http://")
-        client["allow_http"] = endpoint.startswith("http://")  # type: ignore[assignment]
+        if endpoint.startswith("http://"):
+            client["allow_http"] = True  # type: ignore[assignment]
     retries = {"max_retries": _RETRIES, "retry_timeout": _RETRY}
-    return Objects(from_url(base, client_options=client, retry_config=retries, **options), base)
+    try:
+        return Objects(from_url(base, client_options=client, retry_config=retries, **options), base)
+    except (BaseError, ValueError) as error:
+        said = " ".join(str(error).split("\n\nDebug source")[0].split())
+        raise StorageError(f"the store cannot be asked: {said}; look at the environment", path=base) from error
 
 
 @functools.cache

@@ -133,7 +133,7 @@ class FileStamp(NamedTuple):
 
 
 class Storage(ABC):
-    """One kind of storage. It keeps no state between calls and may be called from any thread and any process.
+    """One kind of storage. It may be called from any thread and any process.
 
     **Writing** is done by the workers, each rank's for its own files, in this order:
 
@@ -153,6 +153,9 @@ class Storage(ABC):
 
     Paths are absolute. Every method raises ``StorageError`` where storage refuses, and never an ``OSError``.
     """
+
+    has_locks: bool = True
+    """Whether it is seen who is writing, and what is being read."""
 
     @abstractmethod
     def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> OpenAttempt:

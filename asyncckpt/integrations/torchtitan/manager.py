@@ -31,7 +31,7 @@ from asyncckpt.ranks.collectives import from_first, is_first
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
-from asyncckpt.worker.storage import absolute, replace_or_set_aside
+from asyncckpt.worker.storage import absolute, refuse_address, replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         if not self.enable:
             return
         self.folder: str = absolute(filesystem.join(base_folder, config.folder))
+        refuse_address(self.folder)
         if not self.load_only:
             try:
                 os.makedirs(self.folder, exist_ok=True)
