@@ -54,7 +54,7 @@ def sweep(objects: Objects, root: str, orphan_s: float) -> None:
 
 
 class _Sweep:
-    """What was found by one ``listing`` of ``root``, at ``clock``, by the clock of the store; ``orphan``: how old one is."""
+    """What was found by one ``listing`` of ``root``, at ``clock``, which is the store's; ``orphan``: how old one is."""
 
     def __init__(self, objects: Objects, root: str, clock: datetime, orphan: timedelta, listing: Listing) -> None:
         self._objects, self._root, self._listing = objects, root, listing
