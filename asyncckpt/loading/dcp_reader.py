@@ -11,6 +11,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, has_shards, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import many
 from asyncckpt.worker.manifest import METADATA_NAME, Item
-from asyncckpt.worker.storage import absolute, storage_for
+from asyncckpt.worker.storage import absolute, is_address, storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,8 @@ class CheckpointReader(StorageReader):
             self._metadata = load_metadata(self._source.metadata(), self._path, weights_only=self._weights_only)
             save_id = getattr(self._metadata.storage_meta, "save_id", None)  # in memory there is none yet
             # Where it is now: a checkpoint may be moved.
-            self._metadata.storage_meta = StorageMeta(self._path, save_id=save_id, load_id=str(uuid.uuid4()))
+            place = self._path if is_address(self._path) else Path(self._path)
+            self._metadata.storage_meta = StorageMeta(place, save_id=save_id, load_id=str(uuid.uuid4()))
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

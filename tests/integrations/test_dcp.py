@@ -32,7 +32,7 @@ def test_the_calls_of_dcp(tmp_path: Path) -> None:
     state = small_state()
     path = tmp_path / "checkpoint"
     path.mkdir()  # as people do
-    assert asyncckpt.async_save(state, checkpoint_id=path).result(60) == path
+    assert asyncckpt.async_save(state, checkpoint_id=path).result(60) == str(path)
     for number in range(3):
         state["step"] = number
         metadata = asyncckpt.save(state, checkpoint_id=path)  # replaces
@@ -184,7 +184,7 @@ def test_a_second_save_to_the_same_place_need_not_wait(tmp_path: Path) -> None:
     for number in range(3):
         first = asyncckpt.async_save({"a": torch.full((1 << 20,), 0.0)}, checkpoint_id=tmp_path / "it")
         second = asyncckpt.async_save({"a": torch.full((1 << 20,), number + 1.0)}, checkpoint_id=tmp_path / "it")
-        assert first.result(60) == second.result(60) == tmp_path / "it"
+        assert first.result(60) == second.result(60) == str(tmp_path / "it")
         asyncckpt.load(into := {"a": torch.zeros(1 << 20)}, checkpoint_id=tmp_path / "it")
         assert torch.equal(into["a"], torch.full((1 << 20,), number + 1.0))
 

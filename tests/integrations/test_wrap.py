@@ -41,7 +41,7 @@ def test_switched_off_the_handle_is_done(given: tuple[str, ...], tmp_path: Path)
     assert handle.result() == handle.result(1) == handle.future.result(1) == str(tmp_path / "file.pt")
     assert same(torch.load(tmp_path / "file.pt"), state)
     with open(tmp_path / "other.pt", "wb") as file:
-        assert wrap_save(torch.save)(state, f=file).result() == tmp_path / "other.pt"
+        assert wrap_save(torch.save)(state, f=file).result() == str(tmp_path / "other.pt")
     wrap_save(torch.save)(state, io.BytesIO()).result()
     with pytest.raises(RuntimeError, match="does not exist"):  # at once, as it is raised without us
         wrap_save(torch.save)(state, tmp_path / "none" / "file.pt")

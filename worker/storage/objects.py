@@ -36,6 +36,8 @@ _ADVICE = {
     "PermissionDeniedError": "check the permissions of these credentials, and the clock of this host",
     "NotSupportedError": "this store cannot do that",
 }
+# What obstore does not tell apart of a request that lists.
+_KINDS = {"401": "UnauthenticatedError", "403": "PermissionDeniedError"}
 
 
 class Found(NamedTuple):
@@ -141,7 +143,7 @@ class Objects:
                 is_missing = "NoSuchBucket" in said or "ContainerNotFound" in said
                 if isinstance(error, FileNotFoundError) and not is_missing:
                     return None
-                advice = _ADVICE.get(type(error).__name__)
+                advice = _ADVICE.get(_KINDS.get(said.partition("status code: ")[2][:3], type(error).__name__))
                 if pause is None or is_missing or advice is not None or time.monotonic() - begun > _AT_ONCE_S:
                     said = "there is no such bucket" if is_missing else " ".join(said.split())[:400]
                     otherwise = "make it, or choose another" if is_missing else "look at the store and the network"
