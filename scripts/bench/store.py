@@ -10,6 +10,7 @@ import importlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -30,7 +31,7 @@ from bench.limits import READ_THREADS, Limits
 from bench.saves import Series, alone, columns
 from bench.states import Made, Request, State, make, tensors_of
 from bench.trainer import Trainer
-from bench.turns import Pace, take
+from bench.turns import Pace, Turns, take
 
 BUCKET = "bench"
 REGION = "us-east-1"
@@ -38,6 +39,8 @@ PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 8
 RANGE_BYTES = 8 << 20
 READ = "ranged read"
+# moto reads all of an object for each range of it: after so long no further round of loads begins.
+LOADS_S = 150.0
 
 
 class Store:
@@ -191,28 +194,39 @@ def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
     with runtime_folder(f"{folder}/runtime"), served(Path(folder), BUCKET) as endpoint:
         store = Store(endpoint)
         there = _make_all(store, made.state, left_out)
-        series = {name: Series(contestant, trainer) for name, contestant in there.items()}
-        sent = StoreLimits(store, made.state)
-        uploads = dict(zip(UPLOADS, (sent.put, sent.put_parts), strict=True))
-        with Limits(made.nbytes, folder) as limits:
-            turns: dict[str, Callable[[], list[float]]] = {
-                name: partial(alone, limit) for name, limit in (limits.of_copies() | uploads).items()
-            }
-            saved = take(turns | {name: each.save for name, each in series.items()}, pace, f"store {request.label}")
-        readers: dict[str, Callable[[], float]] = {READ: sent.read}
-        readers |= {name: partial(series[saver].check, made) for name, saver in LOADERS.items() if saver in saved.found}
-        loaded = take(readers, pace, f"load from the store {request.label}")
-        close_all(there, left_out)
+        try:
+            series = {name: Series(contestant, trainer) for name, contestant in there.items()}
+            sent = StoreLimits(store, made.state)
+            saved = _save(series, sent, made, pace, folder)
+            loaded = _load({name: series[name] for name in series if name in saved.found}, sent, made, pace)
+        finally:
+            close_all(there, left_out)
         requests = count_requests(made, trainer, endpoint)
     return {
         "state": made.facts(),
-        "limits": {name: [row[0] for row in saved.found[name][1:]] for name in turns},
+        "limits": {name: [row[0] for row in rows[1:]] for name, rows in saved.found.items() if name not in there},
         "read_s": loaded.found.pop(READ)[1:],
-        "results": {name: columns(saved.found[name]) for name in series if name in saved.found},
+        "results": {name: columns(rows) for name, rows in saved.found.items() if name in there},
         "loads": {name: {"load_s": seconds[1:], "first_load_s": seconds[0]} for name, seconds in loaded.found.items()},
         "requests": requests,
         "left_out": left_out | saved.left_out | loaded.left_out,
     }
+
+
+def _save(series: dict[str, Series], sent: StoreLimits, made: Made, pace: Pace, folder: str) -> Turns[list[float]]:
+    uploads = dict(zip(UPLOADS, (sent.put, sent.put_parts), strict=True))
+    with Limits(made.nbytes, folder) as limits:
+        turns: dict[str, Callable[[], list[float]]] = {
+            name: partial(alone, limit) for name, limit in (limits.of_copies() | uploads).items()
+        }
+        turns |= {name: each.save for name, each in series.items()}
+        return take(turns, pace, f"store {made.request.label}")
+
+
+def _load(series: dict[str, Series], sent: StoreLimits, made: Made, pace: Pace) -> Turns[float]:
+    turns: dict[str, Callable[[], float]] = {READ: sent.read}
+    turns |= {name: partial(series[saver].check, made) for name, saver in LOADERS.items() if saver in series}
+    return take(turns, replace(pace, budget=min(pace.budget, LOADS_S)), f"load from the store {made.request.label}")
 
 
 def _make_all(store: Store, state: State, left_out: dict[str, str]) -> dict[str, Contestant]:

@@ -35,7 +35,10 @@ def served(folder: Path, bucket: str) -> Iterator[str]:
             yield endpoint
         finally:
             _replace_environment(before)
+            ended = server.poll()
             server.kill()
+            if ended is not None:
+                raise RuntimeError(f"moto has ended by itself, with {ended}")
 
 
 def set_environment(endpoint: str) -> None:
