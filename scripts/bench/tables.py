@@ -109,7 +109,9 @@ def store_remark(found: Result) -> str:
     share, image = requests["sent"] / requests["image"], size(requests["image"])
     counted = f"One save of {OURS} is {requests['count']} requests ({kinds}), with {share:.4f} of its image of {image}."
     best = sooner_than_peers(found, found["results"].keys() - {OURS})
-    return counted if best is None else f"Durable {best[0]:.2f} times sooner than the next, {best[1]}. {counted}"
+    if best is None:
+        return counted
+    return f"Durable after {1 / best[0]:.2f} of the time of the fastest of the others, {best[1]}. {counted}"
 
 
 def load(found: Result) -> str:
