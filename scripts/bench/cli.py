@@ -91,6 +91,13 @@ def _frameworks(args: argparse.Namespace) -> Iterator[Job]:
     yield jobs.train_by_frameworks(args.gib, Pace(rounds=args.rounds, pause=args.pause))
 
 
+def _store(args: argparse.Namespace) -> Iterator[Job]:
+    missing = [name for name in ("moto", "boto3", "obstore") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"bench store: there is no {missing[0]}: pip install 'asyncckpt[bench,cloud]'")
+    yield jobs.save_to_store(args.gib, args.tensors, Pace(rounds=args.rounds, pause=args.pause, patience=3600.0))
+
+
 def _weights(args: argparse.Namespace) -> Iterator[Job]:
     pace = Pace(rounds=args.rounds, pause=args.pause)
     for tensors in args.tensors:
@@ -120,10 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench", description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--folder", help="where to write, on the disk in question (default: the system's temporary)")
-    where.add_argument("--rounds", type=int, default=5, help="after a first one that is cold (default: %(default)s)")
-    where.add_argument("--gib", type=float, default=1.0, help="bytes of all tensors, in GiB (default: %(default)s)")
+    where = _where()
     who = argparse.ArgumentParser(add_help=False, parents=[where])
     who.add_argument("--device", default="cpu", help="where the tensors are: cpu, cuda, cuda:1 (default: %(default)s)")
     who.add_argument(
@@ -174,10 +178,15 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--train-threads", type=int, nargs="+", help="of the trainer (default: 1, then all cores)")
     command("load", "what a load costs, from memory and from storage", _load, [what])
     trainers = command(
-        "frameworks", "what a save costs in trainers of Hugging Face, Lightning and torchtitan", _frameworks, [where]
+        "frameworks",
+        "what a save costs in trainers of Hugging Face, Lightning and torchtitan",
+        _frameworks,
+        [_where(gib=0.5)],
     )
     trainers.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
-    trainers.set_defaults(gib=0.5)
+    store = command("store", "a save to S3 as moto serves it, and a load", _store, [_where(gib=0.5, rounds=7)])
+    store.add_argument("--tensors", type=int, default=400)
+    store.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
     scale = command("scale", "a save against the number of tensors, and against bytes", _scale, [who])
     scale.add_argument("--tensors", type=int, nargs="+", default=jobs.SCALE_TENSORS)
     scale.add_argument("--bytes", action=argparse.BooleanOptionalAction, default=True, help="also against bytes")
@@ -195,6 +204,17 @@ def _parser() -> argparse.ArgumentParser:
     every.add_argument("--minutes", type=float, default=15.0, help="about so long (default: %(default)s)")
     command("report", "draw pictures and page anew from the JSON", None, [], DOCS)
     return parser
+
+
+def _where(gib: float = 1.0, rounds: int = 5) -> argparse.ArgumentParser:
+    """For one command, or for those with the same defaults: parsers share the options of their parents."""
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument("--folder", help="where to write, on the disk in question (default: the system's temporary)")
+    where.add_argument(
+        "--rounds", type=int, default=rounds, help="after a first one that is cold (default: %(default)s)"
+    )
+    where.add_argument("--gib", type=float, default=gib, help="bytes of all tensors, in GiB (default: %(default)s)")
+    return where
 
 
 def _names(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +27,23 @@ def copy_limit(found: dict[str, Any]) -> float:
     return min(statistics.median(limits[name]) for name in ("memcpy", "memcpy, all cores") if limits.get(name))
 
 
+UPLOADS = ("one PUT", "multipart upload")
+"""How a store is given the bytes of a state by itself."""
+
+
 @dataclass(frozen=True)
 class SaveLimits:
-    """Seconds, medians: of copying the bytes once, and of that and writing them."""
+    """Seconds, medians: of copying the bytes once, and of that and writing them; of a store, of sending them alone."""
 
     copy: float
     durable: float
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> SaveLimits:
-        copy = copy_limit(found)
-        return cls(copy, copy + statistics.median(found["limits"]["direct write"]))
+        copy, limits = copy_limit(found), found["limits"]
+        if all(name in limits for name in UPLOADS):
+            return cls(copy, min(statistics.median(limits[name]) for name in UPLOADS))
+        return cls(copy, copy + statistics.median(limits["direct write"]))
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,11 @@ class SaveFigures:
         )
 
 
-def sooner_than_peers(found: dict[str, Any]) -> tuple[float, str] | None:
-    """How many times sooner asyncckpt is durable than the best asynchronous peer, and which that is."""
+def sooner_than_peers(found: dict[str, Any], peers: Collection[str] = ASYNC_PEERS) -> tuple[float, str] | None:
+    """How many times sooner asyncckpt is durable than the best of ``peers``, and which that is."""
     medians = {name: median(result.get("durable_s", [])) for name, result in found["results"].items()}
     ours = medians.get(OURS)
-    others = [(value, name) for name in ASYNC_PEERS if (value := medians.get(name)) is not None]
+    others = [(value, name) for name in peers if (value := medians.get(name)) is not None]
     if ours is None or not others:
         return None
     best, name = min(others)

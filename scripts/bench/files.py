@@ -1,4 +1,4 @@
-"""Files of checkpoints: where they are, syncing them, what of them is in the page cache."""
+"""Files of checkpoints: where they are, syncing them, what of them is in the page cache; where workers are found."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+
 
 @contextmanager
 def working_folder(inside: str | None) -> Iterator[str]:
@@ -18,6 +20,19 @@ def working_folder(inside: str | None) -> Iterator[str]:
         os.makedirs(inside, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=inside, prefix="bench-", ignore_cleanup_errors=True) as folder:
         yield os.path.realpath(folder)
+
+
+@contextmanager
+def runtime_folder(folder: str) -> Iterator[None]:
+    """Workers are found in ``folder`` meanwhile, by no one else."""
+    before = os.environ.get(FOLDER_VARIABLE)
+    os.environ[FOLDER_VARIABLE] = folder
+    try:
+        yield
+    finally:
+        os.environ.pop(FOLDER_VARIABLE)
+        if before is not None:
+            os.environ[FOLDER_VARIABLE] = before
 
 
 def files_in(folder: str) -> list[str]:

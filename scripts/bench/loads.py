@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import asyncckpt
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE, endpoint_name
+from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.storage import step_folder
 from asyncckpt.worker.takeover import Takeover
 from bench import files
@@ -127,15 +127,11 @@ def measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> 
 @contextmanager
 def _left_worker(folder: str) -> Iterator[None]:
     """Where the worker is found that the killed trainer has left; it leaves in the end."""
-    before = os.environ.get(FOLDER_VARIABLE)
-    os.environ[FOLDER_VARIABLE] = f"{folder}/runtime"
-    try:
-        yield
-    finally:
-        takeover = Takeover.find(endpoint_name(f"{os.path.realpath(folder)}/ours\n", 0), LIMIT_S)
-        if takeover is not None:
-            takeover.retire(LIMIT_S)
-            takeover.close()
-        os.environ.pop(FOLDER_VARIABLE)
-        if before is not None:
-            os.environ[FOLDER_VARIABLE] = before
+    with files.runtime_folder(f"{folder}/runtime"):
+        try:
+            yield
+        finally:
+            takeover = Takeover.find(endpoint_name(f"{os.path.realpath(folder)}/ours\n", 0), LIMIT_S)
+            if takeover is not None:
+                takeover.retire(LIMIT_S)
+                takeover.close()

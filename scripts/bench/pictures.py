@@ -202,6 +202,7 @@ _DRAWN = {
     "save": _save,
     "loop": _loop,
     "load": _load,
+    "store": _save,
     "frameworks": _frameworks,
     "scale": _scale,
     "memory": _memory,

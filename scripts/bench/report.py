@@ -14,6 +14,7 @@ HEADINGS = {
     "save": "What a save blocks, and when it is durable",
     "loop": "What a save costs the training loop",
     "load": "What a load costs",
+    "store": "What an object store costs",
     "frameworks": "What a save costs in a framework's trainer",
     "scale": "How a save grows",
     "memory": "What memory it takes",
@@ -44,6 +45,17 @@ EXPLANATIONS = {
     "load": (
         "Into a state that is there, files out of the page cache before. asyncckpt checks every byte, its "
         "peers none. *Memory* is that of the worker of a trainer that was killed."
+    ),
+    "store": (
+        "S3 as moto serves it, in a process of its own on this machine, over loopback without TLS. moto is written "
+        "in Python, is slow, reads all of an object to hand out a range of it, and shares the cores with all that is "
+        "measured: so the figures show how the ways compare, and what they have beside the store, not what a store "
+        "does. *Blocked* and *durable* are as above. *Upload* is the faster of two ways to send the same bytes from "
+        "memory by obstore in the same turns: one PUT, and parts of 16 MiB, eight at a time. The peers are DCP "
+        "through fsspec and s3fs, and through the S3StorageWriter of s3torchconnector, at their defaults; their "
+        "`async_save` keeps its stager and caches its plans. Older steps are removed between the turns. The ranged "
+        "read is of 8 MiB at a time, by four threads, into memory of its own; asyncckpt checks every byte that it "
+        "loads. All that was loaded is compared."
     ),
     "frameworks": (
         "Short trainings of a stack of linear layers by AdamW, with one save in the middle, in turns. *Blocked* is the "
@@ -84,7 +96,8 @@ PEERS = (
     "it is, unaligned. They come with the extra `bench`, nvrx and verl by `scripts/peers.sh`; one that is missing, or "
     "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
-COMMANDS = """    python scripts/bench all                  # all of this page
+COMMANDS = """    python scripts/bench all                  # all of this page, but for the store
+    python scripts/bench store
     python scripts/bench save --state 8000x50kB --values 5000 --changing 50
     python scripts/bench --help"""
 

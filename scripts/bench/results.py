@@ -38,7 +38,19 @@ def _order(path: Path) -> tuple[int, int, str]:
     return KINDS.index(kind) if kind in KINDS else len(KINDS), int(digits) if label[:1].isdigit() else 10**9, label
 
 
-KINDS = ("save", "loop", "load", "frameworks", "scale", "memory", "ranks", "simulation", "publish", "broadcast")
+KINDS = (
+    "save",
+    "loop",
+    "load",
+    "store",
+    "frameworks",
+    "scale",
+    "memory",
+    "ranks",
+    "simulation",
+    "publish",
+    "broadcast",
+)
 
 
 def rounded(values: Any) -> Any:

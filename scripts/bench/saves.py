@@ -65,20 +65,25 @@ class Series:
         """The newest checkpoint."""
         self._contestant.remove(self._number)
 
-    def check(self, made: Made) -> None:
-        """That the newest checkpoint has the values of its moment. Raises ``RuntimeError``."""
-        check(self._contestant, self._number, self._step_number, self._trainer, made)
+    def check(self, made: Made) -> float:
+        """That the newest checkpoint has the values of its moment. Returns the seconds that its load takes. Raises
+        ``RuntimeError``."""
+        return check(self._contestant, self._number, self._step_number, self._trainer, made)
 
 
-def check(contestant: Contestant, number: int, step_number: int, trainer: Trainer, made: Made) -> None:
+def check(contestant: Contestant, number: int, step_number: int, trainer: Trainer, made: Made) -> float:
     """That checkpoint ``number`` is of that step, in all tensors, and has the values of ``made``, which ``trainer``
-    trains. Raises ``RuntimeError``."""
-    loaded = contestant.load(number, blank(made.state))
+    trains. Returns the seconds that its load takes. Raises ``RuntimeError``."""
+    into = blank(made.state)
+    begun = time.perf_counter()
+    loaded = contestant.load(number, into)
+    elapsed = time.perf_counter() - begun
     if loaded["step"] != step_number or not are_of(loaded, step_number):
         raise RuntimeError(f"its checkpoint is not of step {step_number}")
     trainer.set_marks(loaded)
     if not same_tensors(made.state, loaded):
         raise RuntimeError("its checkpoint has other values")
+    return elapsed
 
 
 def measure(
@@ -93,7 +98,7 @@ def measure(
     series = {name: Series(contestant, trainer) for name, contestant in there.items()}
     with Limits(made.nbytes, folder, request.device) as limits:
         turns: dict[str, Callable[[], list[float]]] = {
-            name: partial(_alone, limit) for name, limit in limits.of_saves().items()
+            name: partial(alone, limit) for name, limit in limits.of_saves().items()
         }
         taken = take(turns | {name: each.save for name, each in series.items()}, pace, f"save {request.label}")
     left_out |= taken.left_out
@@ -110,18 +115,19 @@ def measure(
     return {
         "state": made.facts(),
         "limits": {name: [row[0] for row in rows[1:]] for name, rows in found.items() if name in turns},
-        "results": {name: _columns(rows) for name, rows in found.items() if name not in turns},
+        "results": {name: columns(rows) for name, rows in found.items() if name not in turns},
         "left_out": left_out,
         "sharing": sharding,
         "checked": checked,
     }
 
 
-def _alone(limit: Callable[[], float]) -> list[float]:
+def alone(limit: Callable[[], float]) -> list[float]:
+    """A limit has one column."""
     return [limit()]
 
 
-def _columns(rows: list[list[float]]) -> dict[str, Any]:
+def columns(rows: list[list[float]]) -> dict[str, Any]:
     """The first save is the cold one, and apart."""
     columns = dict(zip(COLUMNS, map(list, zip(*rows[1:], strict=True)), strict=True)) if rows[1:] else {}
     first = dict(zip((f"first_{name}" for name in COLUMNS), rows[0], strict=True))

@@ -8,8 +8,16 @@ from typing import Any
 
 from tabulate import tabulate
 
-from bench.contestants import title
-from bench.figures import LoopFigures, SaveFigures, SaveLimits, copy_limit, load_figures, sooner_than_peers
+from bench.contestants import OURS, title
+from bench.figures import (
+    UPLOADS,
+    LoopFigures,
+    SaveFigures,
+    SaveLimits,
+    copy_limit,
+    load_figures,
+    sooner_than_peers,
+)
 from bench.results import Result
 
 
@@ -72,6 +80,38 @@ def loop(found: Result) -> str:
         late = f"{each.pairs}, {each.late} late" if each.late else str(each.pairs)
         rows.append((title(name), seconds(each.cost), spread, f"{each.steps:.1f}", times(each.ratio), late))
     return _table(["", "a save costs the loop", "quartiles", "in steps", "/ copy", "pairs"], rows)
+
+
+def store(found: Result) -> str:
+    limits, uploads = SaveLimits.of(found), found["limits"]
+    rows: list[Sequence[object]] = [("copying the bytes once", seconds(limits.copy), "1x", "", "", "", "")]
+    for name in UPLOADS:
+        middle = median(uploads[name])
+        rows.append((f"{name} by obstore", "", "", seconds(middle), times(middle / limits.durable), "", ""))
+    for name, result in found["results"].items():
+        each = SaveFigures.of(result, limits)
+        cells = seconds(each.blocked), times(each.blocked_ratio), seconds(each.durable), times(each.durable_ratio)
+        rows.append((name, *cells, seconds(each.first_blocked), each.saves))
+    saves = _table(["", "blocked", "/ copy", "durable after", "/ upload", "first save blocks", "saves"], rows)
+    read = median(found["read_s"])
+    rows = [("ranged read by obstore", seconds(read), "1x", "", len(found["read_s"]))]
+    for name, result in found["loads"].items():
+        middle = median(result["load_s"])
+        rows.append(
+            (name, seconds(middle), times(middle / read), seconds(result["first_load_s"]), len(result["load_s"]))
+        )
+    return f"{saves}\n\n{_table(['', 'load', '/ read', 'first load', 'loads'], rows)}"
+
+
+def store_remark(found: Result) -> str:
+    requests = found["requests"]
+    kinds = ", ".join(f"{count} {name}" for name, count in requests["kinds"].items())
+    share, image = requests["sent"] / requests["image"], size(requests["image"])
+    counted = f"One save of {OURS} is {requests['count']} requests ({kinds}), with {share:.4f} of its image of {image}."
+    best = sooner_than_peers(found, found["results"].keys() - {OURS})
+    if best is None:
+        return counted
+    return f"Durable after {1 / best[0]:.2f} of the time of the fastest of the others, {best[1]}. {counted}"
 
 
 def load(found: Result) -> str:
@@ -155,6 +195,7 @@ TABLES = {
     "save": save,
     "loop": loop,
     "load": load,
+    "store": store,
     "frameworks": frameworks,
     "scale": scale,
     "memory": memory,
@@ -163,4 +204,4 @@ TABLES = {
     "publish": ways,
     "broadcast": ways,
 }
-REMARKS = {"save": save_remark}
+REMARKS = {"save": save_remark, "store": store_remark}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from torch.distributed.checkpoint.api import CheckpointException
 from tqdm import tqdm
 
 from bench.contestants import told
@@ -59,7 +60,7 @@ def take(turns: Mapping[str, Callable[[], T]], pace: Pace, what: str) -> Turns[T
             turn_begun = time.monotonic()
             try:
                 taken.found[name].append(turns[name]())
-            except Exception as error:
+            except (Exception, CheckpointException) as error:  # DCP's is no Exception
                 taken.left_out[name] = told(error)
                 del taken.found[name]
             spent[name] += time.monotonic() - turn_begun

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from s3.proxy import Asked, StoreProxy
+from s3.server import served, set_environment
 from tqdm import tqdm
 
 from asyncckpt import Checkpointer
@@ -26,7 +23,6 @@ from asyncckpt.worker.storage.listing import list_below
 from asyncckpt.worker.storage.record import is_finalized
 from torture import kills
 from torture.jobs import Job
-from torture.store_proxy import Asked, StoreProxy
 from torture.tally import CONFIG, LIMIT_S, Tally, check_published, is_of, state_of
 
 _BUCKET = "torture"
@@ -54,8 +50,8 @@ class _Spoiler:
 def torture_store(tally: Tally, folder: Path, count: int, choice: random.Random) -> None:
     """Kill ``count`` trainers and as many workers that save to S3; then spoil as many requests."""
     spoiler = _Spoiler(choice)
-    with _served(folder) as endpoint, StoreProxy(endpoint, spoiler) as proxy:
-        _set_environment(proxy.endpoint)
+    with served(folder, _BUCKET) as endpoint, StoreProxy(endpoint, spoiler) as proxy:
+        set_environment(proxy.endpoint)
 
         def check(tally: Tally, root: str) -> None:
             spoiler.chance = 0.0
@@ -127,37 +123,3 @@ def _check_store(tally: Tally, root: str) -> None:
     for place in published:
         if f"{place}/{METADATA_NAME}" not in listing.seen:
             tally.lose(f"not there for stock readers: {root}/{place}")
-
-
-@contextlib.contextmanager
-def _served(folder: Path) -> Iterator[str]:
-    """The address of a server of S3, in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with open(folder / "store.log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            deadline, endpoint = time.monotonic() + LIMIT_S, f"http://127.0.0.1:{port}"
-            while not _listens(port):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"moto does not serve: {(folder / 'store.log').read_text()[-500:]}")
-                time.sleep(0.1)
-            _set_environment(endpoint)
-            import boto3  # which comes with moto
-
-            boto3.client("s3").create_bucket(Bucket=_BUCKET)
-            yield endpoint
-        finally:
-            server.kill()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _set_environment(endpoint: str) -> None:
-    for name in [each for each in os.environ if each.startswith("AWS_")]:
-        del os.environ[name]
-    os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
-    os.environ |= {"AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1"}

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from s3.proxy import Asked, StoreProxy
 from support import ranks
 from support.object_stores import keys_below, s3_root, s3_server, set_environment
 from support.states import same, small_state, zeros_like
-from torture.store_proxy import Asked, StoreProxy
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.cli import main

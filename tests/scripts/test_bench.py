@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench import broadcasts, contestants, figures, files, loads, models, publications, report, results, tables
+from bench import broadcasts, contestants, figures, files, loads, models, publications, report, results, store, tables
 from bench.contestants.contestant import Pending
 from bench.contestants.torch_save import TorchSave
 from bench.saves import Series
@@ -103,6 +103,28 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert {"asyncckpt", "asyncckpt, as if on two hosts"} <= found["broadcast"]["results"].keys()
     assert not found["publish"]["left_out"]
     assert found["publish"]["results"].keys() > publications.WAYS.keys()
+
+
+STORE_PEERS = {"DCP save, s3fs": "s3fs", "DCP async_save, s3fs": "s3fs"}
+STORE_PEERS |= {f"DCP {name}, S3StorageWriter": "s3torchconnector" for name in ("save", "async_save")}
+
+
+@pytest.mark.timeout(300)
+def test_a_store(tmp_path: Path) -> None:
+    for name in ("moto", "boto3", "obstore"):
+        pytest.importorskip(name)
+    found = run(tmp_path, "store --gib 0.02 --tensors 5 --rounds 1 --pause 0")["store"]
+    missing = {name for name, module in STORE_PEERS.items() if importlib.util.find_spec(module) is None}
+    if "dcp-thread" in MISSING:
+        missing |= {name for name in STORE_PEERS if "async" in name}
+    assert found["results"].keys() == store.CONTESTANTS.keys() - missing and found["left_out"].keys() == missing
+    assert found["loads"].keys() == {name for name, saver in store.LOADERS.items() if saver not in missing}
+    for result in found["results"].values():
+        assert 0 < result["blocked_s"][0] <= result["durable_s"][0]
+    assert len(found["read_s"]) == 1 and all(len(seconds) == 1 for seconds in found["limits"].values())
+    requests = found["requests"]
+    assert requests["kinds"]["parts"] == 2 and requests["count"] == sum(requests["kinds"].values())
+    assert requests["image"] < requests["sent"] < 1.1 * requests["image"]
 
 
 def known() -> dict[str, Any]:

@@ -20,19 +20,23 @@ from bench.states import State
 
 
 class _Dcp(Contestant):
+    def where(self, number: int) -> dict[str, Any]:
+        """What tells DCP where that checkpoint is to be written."""
+        return {"storage_writer": FileSystemWriter(self.path(number))}
+
     def load(self, number: int, state: State) -> State:
         return load(self.path(number), state)
 
 
 def load(path: str, state: State) -> State:
     """With DCP's ``load``."""
-    with _quiet():
+    with quiet():
         state_dict_loader.load(state, checkpoint_id=path)
     return state
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without a word about there being no job."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
@@ -65,7 +69,7 @@ class DcpAsync(_Dcp):
                 use_non_blocking_copy=cuda,
             )
         )
-        self._planner = ProcessPlanner if process else ThreadPlanner
+        self._planner: type[DefaultSavePlanner] = ProcessPlanner if process else ThreadPlanner
         self.shares_each = process
         if process:
             os.environ.setdefault("LOCAL_RANK", "0")
@@ -82,7 +86,7 @@ class DcpAsync(_Dcp):
     def save(self, number: int, state: State) -> Pending:
         answer: Any = async_save(
             state,
-            storage_writer=FileSystemWriter(self.path(number)),
+            **self.where(number),
             planner=self._planner(enable_plan_caching=True),
             async_checkpointer_type=self._type,
             async_stager=self._stager,
@@ -107,6 +111,6 @@ class DcpSave(_Dcp):
     blocks = True
 
     def save(self, number: int, state: State) -> Pending:
-        with _quiet():
-            save(state, storage_writer=FileSystemWriter(self.path(number)))
+        with quiet():
+            save(state, **self.where(number))
         return Pending()
