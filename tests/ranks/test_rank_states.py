@@ -163,6 +163,7 @@ def _save_apart(root: str) -> None:
 
 def _alone_and_then_together(root: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # who leaves sooner breaks the other's connecting, of which it need not know
     dist.destroy_process_group()
     with Engine() as engine:
         engine.save(f"{root}/alone{rank}", replicas(1)).result(60)
