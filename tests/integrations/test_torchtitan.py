@@ -65,6 +65,7 @@ def the_trainer(folder: Path) -> None:
     def train(place: str, manager: tuple[str, str], steps: int) -> None:
         os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        dist.barrier()  # until the other has met this one too
         dist.destroy_process_group()  # it makes its own, and ends it
         module, config = manager
         there = f"--dump_folder={folder / place}"
