@@ -29,10 +29,6 @@ class Listing:
         """The record of the key itself."""
         return self.records.get("")
 
-    def parts_of(self, place: str, digest: str) -> dict[str, Found]:
-        """The files of one attempt at a place."""
-        return self.parts.get(posixpath.join(place, PARTS + digest), {})
-
 
 def list_below(objects: Objects, key: str) -> Listing:
     """List a key. Raises ``StorageError``."""

@@ -58,7 +58,7 @@ class ObjectAttempt(OpenAttempt):
 
     def names(self) -> set[str]:
         self._listing = list_below(self._objects, self._place)
-        return self._listing.parts_of("", self._digest).keys() | ({MANIFEST_NAME} & self._created.keys())
+        return self._listing.parts.get(PARTS + self._digest, {}).keys() | ({MANIFEST_NAME} & self._created.keys())
 
     def finalize(self, existing: Existing) -> None:
         final = f"{self._objects.base}/{self._place}"

@@ -13,7 +13,6 @@ nothing. There are no locks: what is being read may be removed, and who is writi
 from __future__ import annotations
 
 import contextlib
-import logging
 import posixpath
 from collections.abc import Iterator, Sequence
 
@@ -34,9 +33,6 @@ from asyncckpt.worker.storage.object_attempt import (
 from asyncckpt.worker.storage.objects import Found, Objects, split_address
 from asyncckpt.worker.storage.record import PARTS, PlaceRecord, change_record, digest, read_record, record_key
 from asyncckpt.worker.storage.storage import FileStamp, InputFile, Resolution, Storage
-
-logger = logging.getLogger(__name__)
-
 
 _MOST_REMEMBERED = 256
 # Where there are no locks, a worker that repeats a request for long must not be taken for dead.
