@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
-from asyncckpt.engine.retention import retention_of
+from asyncckpt.engine.retention import is_uploaded, retention_of, upload_of
+from asyncckpt.engine.save_input import check_file_set_place
 from asyncckpt.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     ClosedError,
-    DamagedCheckpointError,
-    StorageError,
 )
 from asyncckpt.loading.load import load
-from asyncckpt.loading.memory_source import HeldImages, MemorySource, agreed_image, choose_in_memory
-from asyncckpt.loading.source import find_step, read_manifest, settled_step
+from asyncckpt.loading.memory_source import HeldImages, agreed_image, choose_in_memory, load_image
+from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
@@ -36,8 +34,8 @@ from asyncckpt.worker.messages import HeldImage
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
-from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
-from asyncckpt.worker.storage.history import Origin, newest_step, older_step, origin_of
+from asyncckpt.worker.storage import absolute, is_address, step_folder
+from asyncckpt.worker.storage.history import Origin, newest_step
 
 if TYPE_CHECKING:
     import torch
@@ -48,15 +46,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: the checkpoint of ``step``, from ``source``, "memory" or "storage", in ``seconds``."""
+    """What was loaded: the checkpoint of ``step``, in ``seconds``, from ``source``: "memory", "local" (the folder in
+    ``Config.local_root``) or "storage" (the root).
+    """
 
     step: int
-    source: Literal["memory", "storage"]
+    source: Literal["memory", "local", "storage"]
     seconds: float
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
-    """Saves and loads the checkpoints ``root/step-00000100``.
+    """Saves and loads the checkpoints ``root/step-00000100``, with ``Config.local_root`` by way of a local folder.
 
     Make one at the start of a run and close it at the end, or use it as a context manager. The methods are for one
     thread at a time. A state dict is what ``torch.distributed.checkpoint`` takes: nested dicts and lists with tensors,
@@ -83,19 +83,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         config = Config.given(config)
         self.root = absolute(root)
-        try:
-            if not is_address(self.root):
-                os.makedirs(self.root, exist_ok=True)
-        except OSError as error:
-            why = "this is a file" if isinstance(error, FileExistsError) else error.strerror
-            raise StorageError(f"making the folder for checkpoints failed: {why}", path=self.root) from error
+        self._tiers = Tiers(self.root, config.local_root)
         job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id)
         self._engine = Engine(config, process_group, job=job, claim=claim)
         self._process_group = process_group
         self._hooks: list[Any] = []
         self._staging: list[Save] = []  # those whose tensors may still be read
         self._origin: Origin | None = None
-        self._terminated = self._has_saved = False
+        self._terminated = self._is_terminating = self._has_saved = False
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
         """What the last ``load`` has loaded, and from where."""
@@ -112,7 +107,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         self._engine.prepare(state_dict)
 
-    def save(self, step: SupportsIndex, state_dict: StateDict | FileSet) -> Save:
+    def save(self, step: SupportsIndex, state_dict: StateDict | FileSet, *, upload: bool | None = None) -> Save:
         """Save ``state_dict`` as the checkpoint of ``step``, or a set of files, which ``load`` does not read.
 
         Returns when its tensors are copied: the checkpoint will hold their values of this moment, and the caller may go
@@ -121,6 +116,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         After a load that went back, a later step that was there takes another name when it is saved again.
 
+        ``upload``: with ``Config.local_root``, whether it is also uploaded, the same on all ranks; None: as
+        ``Config.upload_every`` says, and yes for a job that was asked to end (``terminating``).
+
         Raises ``CheckpointExistsError`` if that step is saved already, ``UnsavableStateError``, ``OutOfMemoryError``,
         ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``, or the failure of an earlier save
         that nobody was told of; then nothing was saved, and the next save may work. (With ``Config.failure="warn"``
@@ -128,10 +126,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         step = whole_number(step, "step")
         if not self._has_saved and self._origin is None and is_first(self._process_group):
-            _warn_of_others(self.root)
+            _warn_of_others(self._tiers.roots[0])
         self._has_saved = True
-        retention = retention_of(self.config, self._origin, self.root, step)
-        save = self._engine.save(step_folder(self.root, step), state_dict, step=step, retention=retention)
+        if isinstance(state_dict, FileSet):
+            check_file_set_place(self.root, "refuse")
+        uploads = True if upload is None and self._is_terminating else upload
+        retention = retention_of(self.config, self._origin, self._tiers.roots, step, uploads=uploads)
+        path = step_folder(self._tiers.roots[0], step)
+        save = self._engine.save(path, state_dict, step=step, retention=retention)
         self._staging = [*filter(_is_copying, self._staging), save]
         return save
 
@@ -178,7 +180,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Any number of ranks may have saved it, in any placement. In the place of a trainer that died it comes from
         memory, if the workers of all ranks still have it there, written or not; else from storage, when no save in this
-        root is under way any more (this waits ``Config.timeout`` seconds). ``loaded`` tells where it came from.
+        root is under way any more (this waits ``Config.timeout`` seconds). Of what is in the local folder and in the
+        root the newest counts; where one copy is damaged, the other is loaded. ``loaded`` tells where it came from.
 
         Args:
             state_dict: What to fill: tensors where they are, other values are replaced, ``Stateful`` ones told.
@@ -202,15 +205,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
         begun = time.perf_counter()
         number = self._asked_by_all(step)
-        ranks, progress = self._process_group, self.config.progress
-        fill = partial(
-            load, state_dict, verify=verify, weights_only=weights_only, process_group=ranks, progress=progress
-        )
+        ranks, shows = self._process_group, self.config.progress
+        fill = partial(load, state_dict, verify=verify, weights_only=weights_only, process_group=ranks, progress=shows)
         found = self._load_from_memory(fill, number) if memory else None
-        source: Literal["memory", "storage"] = "storage" if found is None else "memory"
+        source: Literal["memory", "local", "storage"] = "memory"
         if found is None:
-            found = self._load_from_storage(fill, number, fallback=fallback)
-        self._origin = from_first(partial(origin_of, self.root, found), self._process_group)
+            found, source = self._tiers.load(fill, number, self.config.timeout, ranks, fallback=fallback)
+        self._origin = from_first(partial(self._go_on, found), ranks)
         self.loaded = Loaded(found, source, time.perf_counter() - begun)
         logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)
         return found
@@ -223,44 +224,24 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         from_first(partial(check_job, self.root, self.config.job_id), self._process_group)
         return number
 
-    def _load_from_storage(self, fill: Callable[..., None], step: int | None, *, fallback: bool) -> int:
-        found = from_first(partial(find_step, self.root, step, self.config.timeout), self._process_group)
-        while True:
-            try:
-                path = step_folder(self.root, found)
-                from_first(partial(read_manifest, path), self._process_group)
-                fill(path)
-                return found
-            except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-                older = from_first(partial(older_step, self.root, found), self._process_group) if fallback else None
-                if older is None:
-                    raise
-                if isinstance(error, DamagedCheckpointError):
-                    from_first(partial(set_aside, self.root, found), self._process_group)
-                logger.error("step %d cannot be loaded, falling back to step %d: %s", found, older, str(error))
-                found = older
+    def _go_on(self, step: int) -> Origin:
+        """First rank: where this run goes on, having loaded ``step``. What is due of it is uploaded with the next save.
+
+        A trainer that dies may take its worker along, and what that was uploading.
+        """
+        origin, tiers = self._tiers.origin(step), self._tiers
+        if tiers.local is not None and is_uploaded(self.config, step) and tiers.lacks_copy(step):
+            self._engine.uploads.add_overdue(upload_of(self.config, tiers.roots, step, origin))
+        return origin
 
     def _load_from_memory(self, fill: Callable[..., None], step: int | None) -> int | None:
         """The step that was loaded; None where memory has none, or storage a newer one."""
         found = self._in_memory(step)
-        if found is None:
-            return None
-        memory, held = found
-        source = None
-        try:
-            source = MemorySource(memory, held, from_first(lambda: memory.metadata(held), self._process_group))
-            fill(held.request.path, source=source)
-        except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-            logger.warning("not loaded from memory: %s", str(error))  # not itself: it holds on to the memory it saw
-            return None
-        finally:
-            if source is not None:
-                source.close()
-        return held.request.step
+        return found[1].request.step if found and load_image(fill, *found, self._process_group) else None
 
     def _in_memory(self, step: int | None) -> tuple[HeldImages, HeldImage] | None:
         """This rank's part of the checkpoint to load from memory, the same one on all ranks."""
-        return agreed_image(self._held(), partial(choose_in_memory, self.root, step), self._process_group)
+        return agreed_image(self._held(), partial(choose_in_memory, self._tiers.roots, step), self._process_group)
 
     def _held(self) -> HeldImages | None:
         try:
@@ -271,7 +252,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, ascending."""
-        return complete_steps(self.root)
+        return self._tiers.steps()
 
     def latest(self) -> int | None:
         """The step that ``load`` would load: the newest in storage, or in the memory of a trainer that died, or None.
@@ -279,11 +260,22 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         if (found := self._in_memory(None)) is not None:
             return found[1].request.step
-        return from_first(partial(settled_step, self.root, self.config.timeout), self._process_group)
+        return from_first(partial(self._tiers.newest, self.config.timeout), self._process_group)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""
         self._engine.wait(timeout)
+
+    def wait_uploads(self, timeout: float | None = None) -> None:
+        """Wait until all saves have ended, and all that is uploaded is in the root. All ranks have to call this.
+
+        What goes wrong with an upload is logged, and fails no save: this tells of it. Raises the first such failure
+        nobody was told of, ``WorkerDiedError`` where the worker died meanwhile, or ``SaveTimeoutError`` after
+        ``timeout`` seconds (None: ``Config.timeout``).
+        """
+        limit = self.config.timeout if timeout is None else timeout
+        self._engine.wait(limit)
+        from_first(partial(self._engine.uploads.wait, limit), self._process_group)
 
     @property
     def failures(self) -> int:
@@ -306,7 +298,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         To be called by all ranks after the same steps, between which the state is whole; the answer is the same on all.
         It costs the ranks of a job a message to the first rank's worker, a fraction of a millisecond.
         """
-        return self._engine.any_says(self._terminated)
+        self._is_terminating = self._engine.any_says(self._terminated)
+        return self._is_terminating
 
     def _note_sigterm(self, *_: object) -> None:
         self._terminated = True

@@ -47,6 +47,16 @@ class Config:
     keep: Callable[[int], bool] | None = None
     """The same for any choice: called on the first rank with the step of each save, whether to keep it for good."""
 
+    local_root: str | None = None
+    """A folder on fast disks: a ``Checkpointer`` saves there, in a folder of its own, and uploads steps to its root in
+    the background. All ranks have to see it: this is for jobs of one host, or for fast disks that hosts share."""
+
+    local_keep_last: int = 2
+    """Checkpoints to keep in the local folder; ``keep_last``, ``keep_every`` and ``keep`` are about the root."""
+
+    upload_every: int | None = None
+    """With ``local_root``: those of a step that is a multiple of this are uploaded. None: all, if the root keeps up."""
+
     failure: Failure = "raise"
     """What happens when a save fails: the next call raises that, if nobody was told of it (``raise``), or it is logged
     and counted, and the training goes on (``warn``); then ``save`` itself raises nothing but ``ClosedError`` either,
@@ -115,6 +125,9 @@ class Config:
             "when_busy": self.when_busy in get_args(WhenBusy),
             "keep_last": self.keep_last is None or self.keep_last >= 1,
             "keep_every": self.keep_every is None or self.keep_every >= 1,
+            "local_root": self.local_root is None or ("://" not in self.local_root and self.local_root != ""),
+            "local_keep_last": self.local_keep_last >= 1,
+            "upload_every": self.upload_every is None or (self.upload_every >= 1 and self.local_root is not None),
             "failure": self.failure in get_args(Failure),
             "linger": self.linger >= 0,
             "worker_restarts": self.worker_restarts >= 0,
@@ -226,9 +239,9 @@ _SWITCH = _Option(
 
 # What has a variable and no option.
 _VARIABLES: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("keep_every", "worker_restarts", "io_threads"), int),
+    **dict.fromkeys(("keep_every", "local_keep_last", "upload_every", "worker_restarts", "io_threads"), int),
     **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause"), float),
-    **dict.fromkeys(("job_id", "host"), str),
+    **dict.fromkeys(("job_id", "host", "local_root"), str),
     **dict.fromkeys(("progress", "direct_io"), _truth),
 }
 

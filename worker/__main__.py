@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
     if not finished:
         logging.error("storage does not answer; leaving a write behind")
         os._exit(1)
+    server.finish_uploads()
     return 0
 
 

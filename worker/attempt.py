@@ -239,11 +239,11 @@ class FolderAttempt(Attempt):
         self._check_plans(reports)
         files = {name: facts for report in reports for name, facts in report["files"].items()}
         slowest = {"slowest_write_s": max(each["write_s"] for each in reports)}
-        timings = {**self.staged_image.timings, **self.timings, **slowest}
+        timings, path = {**self.staged_image.timings, **self.timings, **slowest}, os.path.dirname(request.path)
         manifest = Manifest(
             attempt=request.attempt,
             step=request.step,
-            created=time.time() if request.step is None else time_of_creation(os.path.dirname(request.path)),
+            created=time.time() if request.step is None else time_of_creation(path, request.since),
             world_size=len(reports),
             keep=request.keep,
             nbytes=sum(facts["bytes"] for facts in files.values()),

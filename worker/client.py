@@ -21,6 +21,7 @@ from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
 from asyncckpt.worker.questions import Questions
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import SegmentLayout
+from asyncckpt.worker.uploads import OpenUploads, UploadEnded
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,11 @@ class WorkerClient:
     A listener thread takes its messages. When it ends, expected or not, every open save fails with ``WorkerDiedError``.
     """
 
-    def __init__(self, options: WorkerOptions) -> None:
+    def __init__(self, options: WorkerOptions, uploads: OpenUploads | None = None) -> None:
         """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds."""
         self._owner, self._process = os.getpid(), WorkerProcess(options)
         self._connection = self._process.connection
-        self.saves = OpenSaves()
+        self.saves, self.uploads = OpenSaves(), uploads or OpenUploads()
         self._sending = threading.Lock()
         self._questions = Questions(self._send, self._give_back)
         self._death: WorkerDiedError | None = None
@@ -94,7 +95,6 @@ class WorkerClient:
         Args:
             segment: The memory; it stays mapped here too.
             held: The images in it that the worker is to keep for now.
-            timeout: Seconds.
         """
         fd = segment.fileno()
         return self._ask(messages.Adopt(held), messages.Adopted, timeout, "handing over shared memory", fd).segment
@@ -250,16 +250,14 @@ class WorkerClient:
                 messages.send(self._connection, message)
                 if fd is not None:
                     send_handle(self._connection, fd, self.pid)
-        except OSError as error:
+        except BaseException as error:
             if fd is not None:
                 self._process.kill()  # it may wait for a descriptor that never comes
+            if not isinstance(error, OSError):
+                raise
             # The listener is about to find out why; it knows more than "broken pipe".
             self._listener.join(timeout=10)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
-        except BaseException:
-            if fd is not None:
-                self._process.kill()  # it may wait for a descriptor that never comes
-            raise
 
     def _ask(self, question: object, expect: type[Answer], timeout: float, doing: str, fd: int | None = None) -> Answer:
         return self._questions.ask(question, expect, timeout, doing, fd)[0]
@@ -305,6 +303,8 @@ class WorkerClient:
                     self.saves.on_end(save_id, message)
                 case messages.Failed(save_id, error):
                     self.saves.on_end(save_id, error)
+                case UploadEnded(to, error):
+                    self.uploads.on_end(to, error)
                 case messages.Logged(level, text):
                     with contextlib.suppress(Exception):  # of the user's own handlers
                         logger.log(level, "the worker %d: %s", self.pid, text)
@@ -324,6 +324,7 @@ class WorkerClient:
             self._death = death
             saves = self.saves.close()
         self._questions.close(death)
+        self.uploads.on_exit()
         for save in saves:
             if not save.has_ended:
                 loss = _loss(save, death, self.pid, self._detaching, self.saves.is_overdue(save))

@@ -22,6 +22,7 @@ from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.store_connection import Patience
+from asyncckpt.worker.uploads import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +110,11 @@ class Committer:
     only when the other ranks have been told of the failure.
     """
 
-    def __init__(self, send: Callable[[Committed | Failed], None]) -> None:
-        """``send`` tells the trainer."""
-        self._send = send
+    def __init__(
+        self, send: Callable[[Committed | Failed], None], upload: Callable[[Upload], None] = lambda _: None
+    ) -> None:
+        """``send`` tells the trainer; ``upload`` begins what follows a commit."""
+        self._send, self._upload = send, upload
         self._rank = 0
         self._rendezvous: Rendezvous | None = None
         self._rounds: Rounds | _SoloRounds = _SoloRounds()
@@ -251,6 +254,8 @@ class Committer:
             self._tell(Failed(request.save_id, failure))
         elif attempt is not None:
             attempt.release()
+            for each in request.uploads:  # before older ones are removed, and anybody waits for them
+                self._upload(each)
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
             self._tell(Committed(request.save_id, request.path, timings, attempt.direct))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:

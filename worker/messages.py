@@ -22,6 +22,7 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   Cancelled                    whether that was in time
     worker   Written                      the slot is free again
     worker   Committed or Failed          the end of that save, the same on all ranks
+    worker   UploadEnded                  first rank: a committed checkpoint was copied elsewhere, or could not be
     worker   Logged                       what it has to say, for the trainer's log, at any time
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
@@ -56,6 +57,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncckpt.errors import CheckpointError
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, SegmentLayout, WeightsLayout
+from asyncckpt.worker.uploads import Upload, UploadEnded
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
@@ -92,7 +94,7 @@ class WriteRequest:
     ``save_id`` and ``attempt`` are the same on all ranks. So is ``plan``, the number of the image's plan, or the parts
     do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
     archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
-    all created up to then.
+    all created up to then. ``uploads``, on the first rank: what follows when it is committed.
     """
 
     save_id: int
@@ -112,6 +114,7 @@ class WriteRequest:
     umask: int = 0o022
     since: float = 0.0
     plan: int = 0
+    uploads: tuple[Upload, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -376,7 +379,7 @@ class WorkerStatus:
 
 
 FromTrainer = Question | Join | Begin | Staged | Release | Close
-FromWorker = Ready | Answer | Written | Committed | Failed | Logged
+FromWorker = Ready | Answer | Written | Committed | Failed | UploadEnded | Logged
 
 
 def send(connection: Connection, message: object) -> None:

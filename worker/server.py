@@ -27,6 +27,7 @@ from asyncckpt.worker.root_lock import RootLock
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store import Store
+from asyncckpt.worker.uploader import Uploader
 from asyncckpt.worker.writer import Writer
 
 _CLOSED = "it has closed its checkpointer"
@@ -60,7 +61,8 @@ class Server:
         self._segment_store = segment_store
         self._endpoint_service = endpoint_service
         self._sending = threading.Lock()
-        self._committer = Committer(self._end)
+        self._uploader = Uploader(storage_for, self._send)
+        self._committer = Committer(self._end, self._uploader.add)
         endpoint_service.unended_saves = self._committer.unended
         self._writer = Writer(storage_for, segment_store, self._committer, self._send, io_threads)
         self._store: Store | None = None
@@ -102,6 +104,10 @@ class Server:
                     self._endpoint_service.linger(linger)
                 self._segment_store.close()
         return finished
+
+    def finish_uploads(self) -> None:
+        """Wait for what is still being uploaded. No trainer waits for that, and nobody takes it over."""
+        self._uploader.close()
 
     def _serve(self, trainer: int | None) -> str:
         """Returns why it ended."""

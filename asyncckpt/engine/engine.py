@@ -81,13 +81,13 @@ class Engine(AbstractContextManager["Engine"]):
         self._supervisor = Supervisor(
             self.config, job, self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger), claim
         )
+        self.uploads = self._supervisor.uploads
+        """What is being copied to another root; of the first rank."""
         self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
         self._saves = Saves(self.config)
         self._copier = Copier(overlaps=self.config.overlap)
-        self._numbers = itertools.count(1)
-        self._questions = itertools.count(1)
-        self._closed = False
-        self._turn = Turn()
+        self._numbers, self._questions = itertools.count(1), itertools.count(1)
+        self._closed, self._turn = False, Turn()
 
     @property
     def worker(self) -> WorkerClient | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ from asyncckpt.errors import StorageError
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import step_folder
 from asyncckpt.worker.storage.history import Origin
+from asyncckpt.worker.uploads import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -22,24 +23,29 @@ class Retention:
     """What is to become of what stands at the place of a save, and beside it.
 
     ``keep_last``: how many of the newest steps stay, once it is committed; None: all. ``keep``: asked on the first rank
-    whether this one is kept for good. ``since``: see ``WriteRequest``.
+    whether this one is kept for good. ``since``: see ``WriteRequest``. ``upload``: asked there what follows the commit.
     """
 
     existing: Existing = "refuse"
     keep_last: int | None = None
     keep: Callable[[], bool] | None = None
     since: float = 0.0
+    upload: Callable[[], Upload | None] | None = None
 
 
-def retention_of(config: Config, origin: Origin | None, root: str, step: int) -> Retention:
-    """What a save of ``step`` under ``root`` does to other checkpoints.
+def retention_of(
+    config: Config, origin: Origin | None, roots: Sequence[str], step: int, *, uploads: bool | None = None
+) -> Retention:
+    """What a save of ``step`` does to other checkpoints, and whether it is uploaded.
 
     Args:
-        config: Says how many stay, and which for good.
+        config: Says how many stay, which for good, and which are uploaded.
         origin: Where the run goes on from; None: it has loaded nothing.
-        root: The folder of the steps.
+        roots: The folder of the steps; or the local one, and the one that steps are uploaded to.
         step: The one to be saved.
+        uploads: Whether this one is; None: as ``config`` says.
     """
+    root = roots[0]
     existing: Existing = "refuse"
     with contextlib.suppress(StorageError):  # the save says it better
         if origin is not None and origin.has_left(root, step):
@@ -51,7 +57,29 @@ def retention_of(config: Config, origin: Origin | None, root: str, step: int) ->
                 step_folder(root, step),
             )
     since = 0.0 if origin is None else origin.newest
-    return Retention(existing=existing, keep_last=config.keep_last, keep=partial(_keeps, config, step), since=since)
+    if len(roots) == 1:
+        return Retention(existing=existing, keep_last=config.keep_last, keep=partial(_keeps, config, step), since=since)
+    is_due = is_uploaded(config, step) if uploads is None else uploads
+    upload = partial(upload_of, config, roots, step, origin) if is_due else None
+    return Retention(existing=existing, keep_last=config.local_keep_last, since=since, upload=upload)
+
+
+def is_uploaded(config: Config, step: int) -> bool:
+    """Whether ``step`` is one of those that are uploaded."""
+    return config.upload_every is None or step % config.upload_every == 0
+
+
+def upload_of(config: Config, roots: Sequence[str], step: int, origin: Origin | None) -> Upload:
+    """The upload of ``step``, from the first of ``roots`` to the second; the rest as of ``retention_of``."""
+    return Upload(
+        path=step_folder(roots[0], step),
+        to=step_folder(roots[1], step),
+        step=step,
+        sets_aside=origin is not None and step in origin.left,
+        keep_last=config.keep_last,
+        keep=_keeps(config, step),
+        timeout=config.commit_timeout,
+    )
 
 
 def _keeps(config: Config, step: int) -> bool:

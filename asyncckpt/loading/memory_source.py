@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.ranks.collectives import from_first, gather
@@ -25,6 +26,8 @@ from asyncckpt.worker.takeover import Takeover
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
 
 # How often to look again at what is in storage, which changes with each commit of a worker that finishes.
 _MOST_LOOKS = 100
@@ -96,15 +99,39 @@ def agreed_image(
     return None if attempt is None or memory is None else (memory, images[attempt])
 
 
+def load_image(
+    fill: Callable[..., None], memory: HeldImages, held: HeldImage, ranks: ProcessGroup | None = None
+) -> bool:
+    """Load the checkpoint that ``held`` is this rank's part of. Returns whether that was possible, on all ranks alike.
+
+    Args:
+        fill: Loads the checkpoint at a path, given its ``source``.
+        memory: What is held for this rank.
+        held: As ``agreed_image`` says.
+        ranks: That load together; None: the whole job.
+    """
+    source = None
+    try:
+        source = MemorySource(memory, held, from_first(lambda: memory.metadata(held), ranks))
+        fill(held.request.path, source=source)
+    except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
+        logger.warning("not loaded from memory: %s", str(error))  # not itself: it holds on to the memory it saw
+        return False
+    finally:
+        if source is not None:
+            source.close()
+    return True
+
+
 def choose_in_memory(
-    root: str, step: int | None, offers: Sequence[Sequence[WriteRequest]], committed: Set[str]
+    roots: Sequence[str], step: int | None, offers: Sequence[Sequence[WriteRequest]], committed: Set[str]
 ) -> str | None:
     """Choose which checkpoint to load from memory: a whole one, and no older than what is in storage.
 
     There it may have been replaced, or removed by somebody who did not want it.
 
     Args:
-        root: The folder of the run's checkpoints.
+        roots: The folders of the run's checkpoints, that which is saved to first.
         step: The step to load; None: the newest.
         offers: The images that each rank has, by rank, as they were staged, the newest last.
         committed: Attempts that are known to be committed.
@@ -114,11 +141,11 @@ def choose_in_memory(
     """
     if not offers[0]:
         return None
-    found = history(root) if step is None else []
+    found = history(*roots) if step is None else []
     for _ in range(_MOST_LOOKS):
-        attempt = _choose(root, step, offers, committed, found[-1] if found else None)
+        attempt = _choose(roots[0], step, offers, committed, found[-1] if found else None)
         # A dead trainer's worker may be writing: what it commits between two looks would be taken for another's.
-        before, found = found, history(root) if step is None else []
+        before, found = found, history(*roots) if step is None else []
         if [each[:2] for each in found] == [each[:2] for each in before]:  # step, and time of creation
             return attempt
     return None  # somebody copies checkpoints here, say

@@ -17,7 +17,7 @@ from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum
 from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
-from asyncckpt.worker.storage.history import newest_step
+from asyncckpt.worker.storage.history import StoredStep, newest_step, stored_step
 
 _POLL_S = 0.02
 
@@ -26,16 +26,18 @@ _POLL_S = 0.02
 _MOST_STAGED = 8
 
 
-def wait_for_attempts(root: str, timeout: float) -> None:
+def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> None:
     """Wait until no worker is writing under ``root`` any more: one whose trainer died may be about to finalize, or to
     begin.
 
     One whose trainer lives may always be writing: after as many attempts as a dead one can have left, this waits for no
     other. Raises ``StorageError`` after ``timeout`` seconds.
+
+    ``locked``: the folder that who saves to ``root`` has the lock of; None: that one.
     """
     storage, deadline = storage_for(root), time.monotonic() + timeout
     known: set[str] = set()
-    while (attempts := storage.attempts_under_way(root)) or is_finishing(root):
+    while (attempts := storage.attempts_under_way(root)) or is_finishing(locked or root):
         if len(known) < _MOST_STAGED:
             known.update(attempts)
         elif attempts and known.isdisjoint(attempts):
@@ -48,27 +50,34 @@ def wait_for_attempts(root: str, timeout: float) -> None:
         time.sleep(_POLL_S)
 
 
-def settled_step(root: str, timeout: float) -> int | None:
-    """The newest step in storage, once nobody is writing there any more. Raises as ``wait_for_attempts``."""
-    wait_for_attempts(root, timeout)
-    return newest_step(root)
+def settled_step(timeout: float, *roots: str) -> int | None:
+    """The newest step under ``roots``, the first of which is saved to, once nobody is writing there any more.
+
+    Raises as ``wait_for_attempts``.
+    """
+    wait_for_attempts(roots[0], timeout, roots[-1])
+    return newest_step(*roots)
 
 
-def find_step(root: str, step: int | None, timeout: float) -> int:
+def find_step(step: int | None, timeout: float, *roots: str) -> StoredStep:
     """``step``, or, for None, the newest, as ``settled_step`` says; there has to be a checkpoint of it.
 
     Raises ``CheckpointNotFoundError``, ``StorageError``.
     """
-    if step is None:
-        step = settled_step(root, timeout)
-        if step is None:
-            raise CheckpointNotFoundError("there is no checkpoint here yet", path=root)
-    elif not storage_for(root).exists(os.path.join(step_folder(root, step), MANIFEST_NAME)):
-        known = ", ".join(map(str, complete_steps(root)[-5:])) or "none"
+    number = settled_step(timeout, *roots) if step is None else step
+    found = None if number is None else stored_step(number, *roots)
+    if found is None and step is None:
+        raise CheckpointNotFoundError("there is no checkpoint here yet", path=roots[-1])
+    if found is None or (step is not None and not any(_is_complete(step_folder(each, step)) for each in found.roots)):
+        known = ", ".join(map(str, complete_steps(*roots)[-5:])) or "none"
         raise CheckpointNotFoundError(
-            f"there is no such checkpoint; the newest are: {known}", path=step_folder(root, step), step=step
+            f"there is no such checkpoint; the newest are: {known}", path=step_folder(roots[-1], number or 0), step=step
         )
-    return step
+    return found
+
+
+def _is_complete(path: str) -> bool:
+    return storage_for(path).exists(os.path.join(path, MANIFEST_NAME))
 
 
 def is_stock(path: str) -> bool:

@@ -86,14 +86,18 @@ def named_steps(root: str) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
-def complete_steps(root: str) -> list[int]:
-    """The steps with a committed checkpoint under ``root``, ascending; none where there is no such folder.
+def complete_steps(*roots: str) -> list[int]:
+    """The steps with a committed checkpoint under any of ``roots``, ascending; none where there is no such folder.
 
     Raises ``StorageError``.
     """
+    return sorted({step for root in roots for step in _complete_steps(root)})
+
+
+def _complete_steps(root: str) -> list[int]:
     storage = storage_for(root)
     if (stamps := storage.stamps_in(root, MANIFEST_NAME)) is not None:
-        return sorted(step for name, stamp in stamps.items() if stamp and (step := step_of(name)) is not None)
+        return [step for name, stamp in stamps.items() if stamp and (step := step_of(name)) is not None]
     return [step for step in named_steps(root) if storage.exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]
 
 

@@ -2,11 +2,15 @@
 
 Numbers do not say that. A training that has gone back to an older step goes on from there; the later steps that it had
 reached before were created earlier than what it saves now, and are left behind.
+
+A run may have several roots, the nearest first: a local one that it saves to, and one that some steps are uploaded to.
+A copy was created when its original was.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import os
@@ -39,6 +43,8 @@ class StoredStep(NamedTuple):
     keep: bool
     modified: int
     """When the newest of its files was changed, in nanoseconds by the clock of the storage; of a manifest, that."""
+    roots: tuple[str, ...]
+    """Under which this very checkpoint stands, the nearest first."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +70,18 @@ class Origin:
         return found is not None and (found.created is None or found.created <= self.newest)
 
 
-def history(root: str, *, strict: bool = True) -> list[StoredStep]:
-    """All steps under ``root`` with anything in their folders, in the order in which they were created.
+def history(*roots: str, strict: bool = True) -> list[StoredStep]:
+    """All steps under ``roots`` with anything in their folders, in the order in which they were created.
 
     One whose manifest says nothing counts as the newest if it may be that: by its number, or because its files are
-    newer; else as the oldest. Whoever takes the newest then learns what is wrong with it. Raises ``StorageError``, also
-    where one step cannot be looked at, unless it is not ``strict``: then that is left out, with a warning.
+    newer; else as the oldest. Whoever takes the newest then learns what is wrong with it. Of a step that stands under
+    several roots the newest counts. Raises ``StorageError``, also where one step cannot be looked at, unless it is not
+    ``strict``: then that is left out, with a warning.
     """
-    stamps = storage_for(root).stamps_in(root, MANIFEST_NAME)
-    steps = (
-        named_steps(root) if stamps is None else sorted(step for each in stamps if (step := step_of(each)) is not None)
-    )
-    found = [each for step in steps if (each := _look(root, step, strict, stamps)) is not None]
+    by_step: dict[int, StoredStep] = {}
+    for each in itertools.chain.from_iterable(_stored_steps(root, strict) for root in roots):
+        by_step[each.step] = _newer(by_step[each.step], each) if each.step in by_step else each
+    found = [by_step[step] for step in sorted(by_step)]
     known = sorted((each for each in found if each.created is not None), key=lambda each: (each.created, each.step))
     unknown = [each for each in found if each.created is None]
     newest = known[-1] if known else None
@@ -83,26 +89,47 @@ def history(root: str, *, strict: bool = True) -> list[StoredStep]:
     return [*(each for each in unknown if each not in late), *known, *late]
 
 
-def newest_step(root: str) -> int | None:
+def _stored_steps(root: str, strict: bool) -> list[StoredStep]:
+    stamps = storage_for(root).stamps_in(root, MANIFEST_NAME)
+    steps = (
+        named_steps(root) if stamps is None else sorted(step for each in stamps if (step := step_of(each)) is not None)
+    )
+    return [each for step in steps if (each := _look(root, step, strict, stamps)) is not None]
+
+
+def _newer(one: StoredStep, other: StoredStep) -> StoredStep:
+    """Of two that have the same number, ``one`` under a nearer root."""
+    if other.created is None or one.created == other.created:
+        return one if other.created is None else one._replace(roots=one.roots + other.roots)
+    return other if one.created is None or one.created < other.created else one
+
+
+def stored_step(step: int, *roots: str) -> StoredStep | None:
+    """What stands in the folder of ``step``, as of ``history``; None: nothing. Raises ``StorageError``."""
+    found = [each for root in roots if (each := _look(root, step)) is not None]
+    return functools.reduce(_newer, found) if found else None
+
+
+def newest_step(*roots: str) -> int | None:
     """The step that was created last, complete or not. Raises ``StorageError``.
 
     A folder has the name of a step only when its checkpoint is complete: what is missing there was lost later, and
     whoever wants the newest has to be told.
     """
-    found = history(root)
+    found = history(*roots)
     return found[-1].step if found else None
 
 
-def older_step(root: str, step: int) -> int | None:
-    """The step that was created last before ``step``, complete or not. Raises ``StorageError``."""
-    steps = [each.step for each in history(root)]
-    place = steps.index(step) if step in steps else 0
-    return steps[place - 1] if place else None
+def older_step(step: int, *roots: str) -> StoredStep | None:
+    """What was created last before ``step``, complete or not. Raises ``StorageError``."""
+    found = history(*roots)
+    place = next((at for at, each in enumerate(found) if each.step == step), 0)
+    return found[place - 1] if place else None
 
 
-def origin_of(root: str, step: int) -> Origin:
+def origin_of(step: int, *roots: str) -> Origin:
     """Where a run goes on that has loaded ``step``. Raises ``StorageError``."""
-    found = history(root, strict=False)
+    found = history(*roots, strict=False)
     newest = max((each.created for each in found if each.created is not None), default=0.0)
     places = {each.step: at for at, each in enumerate(found)}
     newer = sorted(each.step for each in found[places.get(step, len(found)) + 1 :] if each.step > step)
@@ -116,12 +143,12 @@ def origin_of(root: str, step: int) -> Origin:
     return Origin(step, newest, frozenset(each.step for each in found if each.step > step))
 
 
-def time_of_creation(root: str) -> float:
-    """Now, in seconds since the epoch, and later than what any checkpoint under ``root`` says of itself: the clocks of
-    hosts differ. Raises ``StorageError``.
+def time_of_creation(root: str, since: float) -> float:
+    """Now, in seconds since the epoch, and later than ``since``, and than what any checkpoint under ``root`` says of
+    itself: the clocks of hosts differ. Raises ``StorageError``.
     """
-    newest = max((each.created for each in history(root, strict=False) if each.created is not None), default=0.0)
-    return max(time.time(), math.nextafter(newest, math.inf))
+    known = (each.created for each in history(root, strict=False) if each.created is not None)
+    return max(time.time(), math.nextafter(max((since, *known)), math.inf))
 
 
 def was_removed(request: WriteRequest) -> bool:
@@ -182,12 +209,12 @@ def _look_closely(root: str, step: int, known: Stamps | None) -> StoredStep | No
     stamp = storage.stamp(path) if known is None else known.get(os.path.basename(folder))
     if stamp is not None:
         try:
-            return _read(path, step, stamp)
+            return _read(path, step, stamp)._replace(roots=(root,))
         except (DamagedCheckpointError, StorageError) as error:
             logger.info("its place among others is not known: %s", error)
     stamps = [storage.stamp(os.path.join(folder, name)) for name in storage.names_in(folder)]
     modified = max((each.modified for each in stamps if each is not None), default=None)
-    return None if modified is None else StoredStep(step, None, True, modified)
+    return None if modified is None else StoredStep(step, None, True, modified, (root,))
 
 
 @functools.lru_cache(_KEPT)
@@ -196,4 +223,4 @@ def _read(path: str, step: int, stamp: FileStamp) -> StoredStep:
     manifest = Manifest.parse(storage_for(path).read(path), path)
     if manifest.step not in (None, step):
         raise DamagedCheckpointError(f"this is the manifest of step {manifest.step}", path=path, step=step)
-    return StoredStep(step, manifest.created, manifest.keep, stamp.modified)
+    return StoredStep(step, manifest.created, manifest.keep, stamp.modified, ())

@@ -7,7 +7,7 @@ import logging
 import posixpath
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from asyncckpt.errors import SaveTimeoutError, StorageError
@@ -55,6 +55,13 @@ class ObjectAttempt(OpenAttempt):
         is_kept = name in (MANIFEST_NAME, METADATA_NAME)
         self._created[name] = ObjectFile(self._objects, f"{self.path}/{name}", key, self._part_bytes, is_kept)
         return self._created[name]
+
+    def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
+        key = f"{self._parts}/{name}"
+        if nbytes <= self._part_bytes:
+            self._objects.put(key, b"".join(parts()))
+        else:
+            send_parts(self._objects, key, lambda: nbytes, parts, self._part_bytes)
 
     def names(self) -> set[str]:
         self._listing = list_below(self._objects, self._place)
@@ -196,19 +203,15 @@ class ObjectFile(OutputFile):
 
     def _send(self, key: str) -> None:
         try:
-            self._objects.put_parts(key, self._in_order, self._part_bytes)
+            send_parts(self._objects, key, self._length, self._in_order, self._part_bytes)
         except BaseException as error:
-            if not (isinstance(error, StorageError) and self._is_sent(key)):
-                with self._changed:
-                    self._failure = error
+            with self._changed:
+                self._failure = error
 
-    def _is_sent(self, key: str) -> bool:
-        """Whether it is all there, and only the answer was lost: an object of parts is there when it is whole."""
-        nbytes = max((at + len(piece) for at, piece in self._pieces.items()), default=0)
-        with contextlib.suppress(StorageError):
-            found = self._objects.head(key) if self._is_whole else None
-            return found is not None and found.nbytes == nbytes
-        return False
+    def _length(self) -> int | None:
+        """How many bytes it has; None: that is not known yet."""
+        ends = (at + len(piece) for at, piece in self._pieces.items())
+        return max(ends, default=0) if self._is_whole else None
 
     def _in_order(self) -> Iterator[memoryview]:
         """The pieces as they follow on each other, once none of it changes any more."""
@@ -230,6 +233,25 @@ class ObjectFile(OutputFile):
         """Whether the piece that begins there is followed by another, or nothing is to come any more."""
         piece = self._pieces.get(at)
         return self._is_closed or self._is_whole or (piece is not None and at + len(piece) in self._pieces)
+
+
+def send_parts(
+    objects: Objects,
+    key: str,
+    length: Callable[[], int | None],
+    parts: Callable[[], Iterator[memoryview]],
+    part_bytes: int,
+) -> None:
+    """``Objects.put_parts``, but where only the answer is lost all is well: an object of parts is there when it is
+    whole. ``length``: says how many bytes it is to have, once that is known.
+    """
+    try:
+        objects.put_parts(key, parts, part_bytes)
+    except StorageError:
+        with contextlib.suppress(StorageError):
+            if (nbytes := length()) is not None and (found := objects.head(key)) is not None and found.nbytes == nbytes:
+                return
+        raise
 
 
 def publish_metadata(objects: Objects, place: str, its: str, metadata: bytes | None = None) -> None:

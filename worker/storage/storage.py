@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import NamedTuple
 
 from asyncckpt.errors import CheckpointExistsError
@@ -88,6 +88,18 @@ class OpenAttempt(ABC):
         """A new file; ``large``: written in aligned pieces, past the page cache. The name of a single file does not
         matter. Raises ``StorageError``.
         """
+
+    def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
+        """Make a file of ``parts``, one after the other, ``nbytes`` in all, durably.
+
+        ``parts`` may be called again, where all has to be sent once more. Raises ``StorageError``, and what they raise.
+        """
+        with closing(self.create(name, large=False)) as file:
+            at = 0
+            for part in parts():
+                file.write(part, at)
+                at += len(part)
+            file.sync()
 
     @abstractmethod
     def names(self) -> set[str]:

@@ -1,0 +1,126 @@
+"""The tiers of a run: the folder that it saves to, and, where that is a local one, the root that steps are uploaded to.
+
+Loading takes the newest checkpoint of all tiers, and of one that stands in several the nearest copy that can be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from xxhash import xxh3_64_hexdigest
+
+from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.loading.source import find_step, read_manifest, settled_step
+from asyncckpt.ranks.collectives import from_first
+from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
+from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of, stored_step
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Tiers:
+    """The folders of a run's checkpoints. Made once, and the same on all ranks."""
+
+    def __init__(self, root: str, local_root: str | None) -> None:
+        """Make the folders that are missing.
+
+        Args:
+            root: Where the checkpoints are, or some of them; absolute, or an address.
+            local_root: A folder on faster disks; those of this root go to a folder of their own in it. None: there is
+                none.
+
+        Raises:
+            StorageError: A folder cannot be made.
+        """
+        self.root = root
+        self.local = None if local_root is None else os.path.join(absolute(local_root), _name(root))
+        self.roots: Sequence[str] = (root,) if self.local is None else (self.local, root)
+        """The nearest first: that is where saves go."""
+        for folder in self.roots:
+            if not is_address(folder):
+                _make_folder(folder)
+
+    def steps(self) -> list[int]:
+        """The steps with a complete checkpoint, ascending."""
+        return complete_steps(*self.roots)
+
+    def newest(self, timeout: float) -> int | None:
+        """The newest step, once no dead trainer's worker writes any more. Raises ``StorageError``."""
+        return settled_step(timeout, *self.roots)
+
+    def origin(self, step: int) -> Origin:
+        """Where a run goes on that has loaded ``step``. Raises ``StorageError``."""
+        return origin_of(step, *self.roots)
+
+    def lacks_copy(self, step: int) -> bool:
+        """Whether ``step`` stands in the local folder alone. Raises ``StorageError``."""
+        found = stored_step(step, *self.roots)
+        return found is None or self.root not in found.roots
+
+    def load(
+        self,
+        fill: Callable[[str], None],
+        step: int | None,
+        timeout: float,
+        ranks: ProcessGroup | None,
+        *,
+        fallback: bool,
+    ) -> tuple[int, Literal["local", "storage"]]:
+        """Load a checkpoint, on all ranks the same.
+
+        Args:
+            fill: Loads the one in a folder.
+            step: Which one; None: the newest.
+            timeout: Seconds to wait for who is still writing.
+            ranks: That load together; None: the whole job.
+            fallback: Try the next older one where one cannot be read, and set a damaged one aside.
+
+        Returns:
+            Its step, and where it was.
+
+        Raises:
+            CheckpointError: As ``fill``; or there is none.
+        """
+        found = from_first(partial(find_step, step, timeout, *self.roots), ranks)
+        copies = _copies(found)
+        while True:
+            step, root = copies.pop(0)
+            path = step_folder(root, step)
+            try:
+                from_first(partial(read_manifest, path), ranks)
+                fill(path)
+                return step, "local" if root == self.local else "storage"
+            except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
+                if not copies and fallback:
+                    copies = _copies(from_first(partial(older_step, step, *self.roots), ranks))
+                if not copies:
+                    raise
+                if fallback and isinstance(error, DamagedCheckpointError):
+                    from_first(partial(set_aside, root, step), ranks)
+                logger.error("step %d cannot be loaded, falling back to step %d in %s: %s", step, *copies[0], error)
+
+
+def _copies(found: StoredStep | None) -> list[tuple[int, str]]:
+    """The step and the root of each copy, the nearest first."""
+    return [] if found is None else [(found.step, root) for root in found.roots]
+
+
+def _name(root: str) -> str:
+    """That of the local folder of a root: to be recognised, and no other's."""
+    place = root if is_address(root) else os.path.realpath(root)
+    return f"{os.path.basename(place)[:64]}-{xxh3_64_hexdigest(os.fsencode(place))[:8]}"
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        why = "this is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise StorageError(f"making the folder for checkpoints failed: {why}", path=path) from error

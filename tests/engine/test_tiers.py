@@ -1,0 +1,248 @@
+"""Saves to a local folder, and uploads from there to the root; here another folder, as on a shared disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks
+from support.states import same, small_state, zeros_like
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from asyncckpt.loading.source import read_manifest, verify
+from asyncckpt.planning.file_set import FileSet
+from asyncckpt.worker import endpoint
+from asyncckpt.worker.storage import complete_steps
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Path:
+    """The disk of the local folder."""
+    return tmp_path / "nvme"
+
+
+def local_of(checkpointer: Checkpointer) -> str:
+    assert checkpointer._tiers.local is not None
+    return checkpointer._tiers.local
+
+
+def source_of(checkpointer: Checkpointer) -> str:
+    assert checkpointer.loaded is not None
+    return checkpointer.loaded.source
+
+
+def flip_a_byte(path: str) -> None:
+    (file,) = Path(path).glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DYING = """
+import os, sys, torch
+from asyncckpt import Checkpointer, Config
+checkpointer = Checkpointer(sys.argv[1], Config(local_root=sys.argv[2], upload_every=2))
+step = int(sys.argv[3])
+checkpointer.save(step, {"weight": torch.arange(100.0), "step": step}).result(60)
+os._exit(1)
+"""
+
+
+def test_each_save_is_local_and_some_are_uploaded(root: Path, fast: Path) -> None:
+    states = {step: small_state() for step in range(1, 8)}
+    config = Config(local_root=str(fast), local_keep_last=2, upload_every=2, keep_last=2, keep_every=4)
+    with Checkpointer(root, config) as checkpointer:
+        for step, state in states.items():
+            path = checkpointer.save(step, state, upload=True if step == 7 else None).result(60)
+            assert path == f"{local_of(checkpointer)}/step-{step:08d}"
+            checkpointer.wait_uploads(60)
+        local = local_of(checkpointer)
+        assert complete_steps(local) == [6, 7] and complete_steps(str(root)) == [4, 6, 7]
+        assert checkpointer.steps() == [4, 6, 7] and checkpointer.latest() == 7
+        assert checkpointer.load(into := zeros_like(states[7])) == 7 and source_of(checkpointer) == "local"
+        assert same(into, states[7])
+        assert checkpointer.load(into, step=4) == 4 and source_of(checkpointer) == "storage" and same(into, states[4])
+    assert all(not verify(str(root / f"step-{step:08d}")).damages for step in (4, 6, 7))
+    kept = read_manifest(str(root / "step-00000004")), read_manifest(f"{local}/step-00000006")
+    assert kept[0].keep and not kept[1].keep
+    assert sorted(os.listdir(root)) == ["asyncckpt.lock", *(f"step-{step:08d}" for step in (4, 6, 7))]
+    # What another host has, which does not see the local folder.
+    shutil.rmtree(fast)
+    with Checkpointer(root, config) as checkpointer:
+        assert checkpointer.load(into) == 7 and source_of(checkpointer) == "storage" and same(into, states[7])
+
+
+def test_a_copy_that_is_damaged(root: Path, fast: Path) -> None:
+    state = small_state()
+    with Checkpointer(root, Config(local_root=str(fast))) as checkpointer:
+        for step in (1, 2):
+            path = checkpointer.save(step, state).result(60)
+            checkpointer.wait_uploads(60)
+        flip_a_byte(path)
+        assert checkpointer.load(into := zeros_like(state)) == 2 and source_of(checkpointer) == "storage"
+        assert same(into, state) and os.path.exists(path)
+        assert checkpointer.load(into, fallback=True) == 2 and source_of(checkpointer) == "storage"
+        assert not os.path.exists(path) and os.path.exists(f"{path}.damaged-1")
+        flip_a_byte(str(root / "step-00000002"))
+        assert checkpointer.load(into, fallback=True) == 1 and source_of(checkpointer) == "local"
+        assert checkpointer.steps() == [1]
+
+
+def test_the_newest_wins_wherever_it_is(root: Path, fast: Path, tmp_path: Path) -> None:
+    """As where another host went on meanwhile; also against what the memory of a dead trainer's worker has."""
+    state = {"weight": torch.arange(100.0), "step": 0}
+    config = Config(local_root=str(fast), upload_every=2)
+
+    def save_and_die(step: int, local_root: Path, **environment: str) -> None:
+        places = [str(root), str(local_root), str(step)]
+        subprocess.run([sys.executable, "-c", DYING, *places], env={**os.environ, **environment}, timeout=100)
+
+    save_and_die(1, fast)
+    with Checkpointer(root, config) as checkpointer:
+        assert checkpointer.load(into := zeros_like(state)) == 1 and source_of(checkpointer) == "memory"
+        assert into["step"] == 1
+    save_and_die(3, fast)
+    save_and_die(4, tmp_path / "nvme of another host", **{endpoint.FOLDER_VARIABLE: str(tmp_path / "other")})
+    while complete_steps(str(root)) != [4]:
+        time.sleep(0.05)
+    with Checkpointer(root, config) as checkpointer:
+        assert checkpointer.load(into) == 4 and into["step"] == 4 and source_of(checkpointer) == "storage"
+        checkpointer.save(5, {**state, "step": 5}).result(60)
+        assert checkpointer.latest() == 5
+
+
+def test_an_upload_that_fails_fails_no_save(root: Path, fast: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = small_state()
+    with Checkpointer(root, Config(local_root=str(fast))) as checkpointer:
+        (root / "step-00000001").mkdir()
+        (root / "step-00000001" / "somebody's").touch()
+        checkpointer.save(1, state).result(60)
+        with pytest.raises(CheckpointExistsError, match="something here already") as caught:
+            checkpointer.wait_uploads(60)
+        assert (caught.value.path, caught.value.step) == (str(root / "step-00000001"), 1)
+        checkpointer.wait_uploads(60)  # it is told once
+        checkpointer.save(2, state).result(60)
+        checkpointer.wait_uploads(60)
+        assert complete_steps(str(root)) == [2] and checkpointer.load(zeros_like(state), step=1) == 1
+    assert "uploading" in caplog.text
+
+
+def test_what_a_worker_dies_with_is_uploaded_with_the_next_save(root: Path, fast: Path) -> None:
+    """Also where it was the worker of the trainer before this one, which has died, too."""
+    state = small_state()
+    config = Config(local_root=str(fast), upload_every=10)
+    with Checkpointer(root, config) as checkpointer:
+        path = checkpointer.save(10, state).result(60)
+        checkpointer.wait_uploads(60)
+    shutil.rmtree(root / "step-00000010")  # as if it had not come so far
+    with Checkpointer(root, config) as checkpointer:
+        assert checkpointer.load(zeros_like(state)) == 10 and source_of(checkpointer) == "local"
+        assert complete_steps(str(root)) == []
+        checkpointer.save(11, state).result(60)
+        checkpointer.wait_uploads(60)
+        assert complete_steps(str(root)) == [10] and complete_steps(os.path.dirname(path)) == [10, 11]
+
+
+def test_going_back(root: Path, fast: Path) -> None:
+    """What was left behind stays in both, under another name."""
+    state = small_state()
+    config = Config(local_root=str(fast))
+    with Checkpointer(root, config) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state).result(60)
+            checkpointer.wait_uploads(60)
+    with Checkpointer(root, config) as checkpointer:
+        assert checkpointer.load(zeros_like(state), step=1) == 1 and source_of(checkpointer) == "storage"
+        checkpointer.save(2, {**state, "step": 8}).result(60)
+        checkpointer.wait_uploads(60)
+        assert checkpointer.latest() == 2
+        for folder in (str(root), local_of(checkpointer)):
+            assert os.path.exists(f"{folder}/step-00000002.abandoned-1")
+        shutil.rmtree(local_of(checkpointer))
+        assert checkpointer.load(into := zeros_like(state)) == 2 and into["step"] == 8
+
+
+def test_a_set_of_files(root: Path, fast: Path) -> None:
+    files = FileSet()
+    files.add_bytes("config.json", b"{}")
+    files.add_torch_file("below/rng.pt", {"state": torch.arange(100_000)})
+    with Checkpointer(root, Config(local_root=str(fast))) as checkpointer:
+        checkpointer.save(1, files).result(60)
+        checkpointer.wait_uploads(60)
+    folder = root / "step-00000001"
+    assert torch.equal(torch.load(folder / "below" / "rng.pt")["state"], torch.arange(100_000))
+    assert (folder / "config.json").read_bytes() == b"{}" and not verify(str(folder)).damages
+
+
+def test_a_trainer_that_dies_is_uploaded(root: Path, fast: Path) -> None:
+    """Its worker writes what is staged, and uploads that, alone."""
+    subprocess.run([sys.executable, "-c", DYING.replace(".result(60)", ""), str(root), str(fast), "2"], timeout=100)
+    deadline = time.monotonic() + 60
+    while complete_steps(str(root)) != [2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not verify(str(root / "step-00000002")).damages
+
+
+def test_the_last_save_of_a_job_that_is_asked_to_end(root: Path, fast: Path) -> None:
+    with Checkpointer(root, Config(local_root=str(fast), upload_every=100)) as checkpointer:
+        checkpointer.watch_sigterm()
+        checkpointer.save(7, small_state()).result(60)
+        assert not checkpointer.terminating()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpointer.terminating()
+        checkpointer.save(8, small_state()).result(60)
+    assert complete_steps(str(root)) == [8]
+
+
+def test_a_local_folder_belongs_to_one_root(root: Path, fast: Path) -> None:
+    config = Config(local_root=str(fast), upload_every=100)
+    with Checkpointer(root / "one", config) as one, Checkpointer(root / "two", config) as two:
+        one.save(1, small_state()).result(60)
+        assert two.latest() is None and one.latest() == 1
+        with pytest.raises(CheckpointNotFoundError):
+            two.load({})
+
+
+def test_what_makes_no_sense(root: Path, fast: Path) -> None:
+    with pytest.raises(ValueError, match="local_root"):
+        Config(local_root="s3://bucket/run")
+    with pytest.raises(ValueError, match="upload_every"):
+        Config(upload_every=2)
+    fast.touch()
+    with pytest.raises(StorageError, match="making the folder"):
+        Checkpointer(root, Config(local_root=str(fast)))
+
+
+def saves_and_loads(root: str, fast: str) -> tuple[list[int], list[str]]:
+    rank = dist.get_rank()
+    state: dict[str, Any] = {"shared": torch.arange(1000.0), f"own-{rank}": torch.full((300_000,), float(rank))}
+    sources = []
+    with Checkpointer(root, Config(local_root=fast, upload_every=2)) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state).result(100)
+            checkpointer.wait_uploads(100)
+        for step in (3, 2):
+            assert checkpointer.load(into := zeros_like(state), step=step) == step and same(into, state)
+            sources.append(source_of(checkpointer))
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(local_of(checkpointer), ignore_errors=True)
+            dist.barrier()
+        return checkpointer.steps(), sources
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_many_ranks(root: Path, fast: Path, tmp_path: Path) -> None:
+    assert ranks.run(2, saves_and_loads, str(root), str(fast), folder=tmp_path) == [([2], ["local", "storage"])] * 2
