@@ -222,6 +222,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         words = "loads the newest step" if number is None else f"loads step {number}"
         check_same(Call(words, words), self._process_group)
         from_first(partial(check_job, self.root, self.config.job_id), self._process_group)
+        from_first(self._tiers.settle, self._process_group)
         return number
 
     def _go_on(self, step: int) -> Origin:
@@ -258,6 +259,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """The step that ``load`` would load: the newest in storage, or in the memory of a trainer that died, or None.
         The same on all ranks, which all have to ask. Waits as ``load`` does.
         """
+        from_first(self._tiers.settle, self._process_group)
         if (found := self._in_memory(None)) is not None:
             return found[1].request.step
         return from_first(partial(self._tiers.newest, self.config.timeout), self._process_group)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from xxhash import xxh3_64
 
@@ -29,6 +30,9 @@ from asyncckpt.worker.storage.storage import InputFile, OpenAttempt, Storage, ex
 from asyncckpt.worker.uploads import Upload, UploadEnded
 
 logger = logging.getLogger(__name__)
+
+UPLOADED_NAME = "asyncckpt.uploaded"
+"""A file beside local checkpoints, from the first upload on: a root that is empty in spite of it was emptied."""
 
 _READ_BYTES = 16 << 20  # at once; a multiple of the page
 
@@ -96,8 +100,11 @@ class Uploader:
         error = None if failure is None else located(failure, path=upload.to, rank=0, step=upload.step)
         if error is not None:
             logger.error("uploading %s failed: %s", upload.path, error)
-        elif upload.keep_last is not None:
-            prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == upload.step)
+        else:
+            with contextlib.suppress(OSError):
+                Path(os.path.dirname(upload.path), UPLOADED_NAME).touch()
+            if upload.keep_last is not None:
+                prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == upload.step)
         self._send(UploadEnded(upload.to, error))
 
 

@@ -16,8 +16,9 @@ from xxhash import xxh3_64_hexdigest
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading.source import find_step, read_manifest, settled_step
 from asyncckpt.ranks.collectives import from_first
-from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
+from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder, storage_for
 from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of, stored_step
+from asyncckpt.worker.uploader import UPLOADED_NAME
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,6 +47,17 @@ class Tiers:
         for folder in self.roots:
             if not is_address(folder):
                 _make_folder(folder)
+
+    def settle(self) -> None:
+        """Before a load, on the first rank: set the local folder aside where the root was emptied since.
+
+        Whoever removes a run knows its root, and may not see the local folder: it must not come back from there.
+        """
+        local = self.local
+        if local is not None and os.path.exists(os.path.join(local, UPLOADED_NAME)) and not complete_steps(self.root):
+            logger.warning("%s was emptied: what is in %s is of a run that was removed", self.root, local)
+            storage_for(local).set_aside(local, "abandoned")
+            _make_folder(local)
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, ascending."""

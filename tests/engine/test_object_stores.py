@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.loading.source import verify
 from asyncckpt.planning.file_set import FileSet
+from asyncckpt.worker.storage import complete_steps
 from asyncckpt.worker.storage.objects import objects_at
 
 __all__ = ["s3_root", "s3_server"]
@@ -190,6 +192,80 @@ def saves_and_loads(root: str, config: Config) -> list[int]:
 def test_many_ranks(s3_root: str, tmp_path: Path) -> None:
     assert ranks.run(3, saves_and_loads, s3_root, ranks.CONSTANT, folder=tmp_path) == [[1, 2, 3]] * 3
     assert all(not verify(f"{s3_root}/step-{step:08d}").damages for step in (1, 2, 3))
+
+
+def test_uploads(s3_root: str, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a local folder, where all is saved, each byte once; what is there is as if it had been saved there."""
+    states = {step: {"weight": torch.ones(3), "large": torch.ones(5 * MiB), "step": step} for step in range(1, 5)}
+    config = Config(local_root=str(tmp_path), upload_every=2, keep_last=1)
+    with StoreProxy(s3_server) as proxy, monkeypatch.context() as patch:
+        set_environment(patch, proxy.endpoint)
+        with Checkpointer(s3_root, config) as checkpointer:
+            for step, state in states.items():
+                checkpointer.save(step, state).result(60)
+                checkpointer.wait_uploads(60)
+            local = checkpointer.save(5, states[4]).result(60)
+            assert checkpointer.load(zeros_like(states[4])) == 5
+        sent = [each for each in proxy.asked if each.method in ("PUT", "POST")]
+        image = sum(file.stat().st_size for file in Path(local).iterdir())
+        assert sum(each.nbytes for each in sent) <= 2 * 1.01 * image
+        assert len([each for each in sent if ".distcp" in each.path]) == 2 * (2 + 2)
+    shutil.rmtree(tmp_path)
+    assert not verify(f"{s3_root}/step-00000004").damages
+    assert loaded_by_stock(f"{s3_root}/step-00000004") == f"[1.0, 1.0, 1.0] {5.0 * MiB} 4\n"
+    with Checkpointer(s3_root, config) as checkpointer:
+        assert checkpointer.steps() == [4] and checkpointer.load(into := zeros_like(states[4])) == 4
+        assert same(into, states[4]) and checkpointer.loaded is not None and checkpointer.loaded.source == "storage"
+
+
+def test_an_upload_whose_worker_is_killed(s3_root: str, s3_server: str, tmp_path: Path) -> None:
+    """The local checkpoint is there, and is uploaded with the next save; nothing half is left."""
+    workers: list[int] = []
+
+    def kill(asked: Asked) -> str | None:
+        if workers and ".index.json" in asked.path:
+            os.kill(workers.pop(), signal.SIGKILL)
+            return "cut"
+        return None
+
+    state = large_state(1)
+    with StoreProxy(s3_server, kill) as proxy, pytest.MonkeyPatch.context() as patch:
+        set_environment(patch, proxy.endpoint)
+        with Checkpointer(s3_root, Config(local_root=str(tmp_path), upload_every=10)) as checkpointer:
+            checkpointer.prepare(state)
+            assert checkpointer._engine.worker is not None
+            workers.append(checkpointer._engine.worker.pid)
+            checkpointer.save(10, state).result(60)
+            with pytest.raises(WorkerDiedError, match="the next save begins that again"):
+                checkpointer.wait_uploads(60)
+            assert complete_steps(s3_root) == [] and checkpointer.steps() == [10]
+            checkpointer.save(11, state).result(60)
+            checkpointer.wait_uploads(60)
+            assert complete_steps(s3_root) == [10] and checkpointer.steps() == [10, 11]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_uploads_with_faults_at_random(s3_root: str, s3_server: str, tmp_path: Path, seed: int) -> None:
+    dice, quiet = random.Random(seed), False
+    state = large_state(1)
+
+    def spoil(asked: Asked) -> str | None:
+        return None if quiet or dice.random() > 0.12 else dice.choice(asked.faults)
+
+    uploaded = []
+    with StoreProxy(s3_server, spoil) as proxy, pytest.MonkeyPatch.context() as patch:
+        set_environment(patch, proxy.endpoint)
+        config = Config(local_root=str(tmp_path), local_keep_last=20, timeout=100)
+        with Checkpointer(s3_root, config) as checkpointer:
+            for step in range(1, 9):
+                checkpointer.save(step, state).result(100)
+                with contextlib.suppress(CheckpointError):
+                    checkpointer.wait_uploads(100)
+                    uploaded.append(step)
+            quiet = True
+            assert len(uploaded) > 4 and {*uploaded} <= {*complete_steps(s3_root)}
+            assert checkpointer.steps() == [*range(1, 9)]
+    assert all(not verify(f"{s3_root}/step-{step:08d}").damages for step in complete_steps(s3_root))
 
 
 def test_where_one_is_already(s3_root: str) -> None:

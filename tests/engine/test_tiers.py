@@ -24,6 +24,7 @@ from asyncckpt.loading.source import read_manifest, verify
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.worker import endpoint
 from asyncckpt.worker.storage import complete_steps
+from asyncckpt.worker.uploader import UPLOADED_NAME
 
 
 @pytest.fixture
@@ -146,6 +147,7 @@ def test_what_a_worker_dies_with_is_uploaded_with_the_next_save(root: Path, fast
         path = checkpointer.save(10, state).result(60)
         checkpointer.wait_uploads(60)
     shutil.rmtree(root / "step-00000010")  # as if it had not come so far
+    Path(path).with_name(UPLOADED_NAME).unlink()
     with Checkpointer(root, config) as checkpointer:
         assert checkpointer.load(zeros_like(state)) == 10 and source_of(checkpointer) == "local"
         assert complete_steps(str(root)) == []
@@ -213,6 +215,25 @@ def test_a_local_folder_belongs_to_one_root(root: Path, fast: Path) -> None:
         assert two.latest() is None and one.latest() == 1
         with pytest.raises(CheckpointNotFoundError):
             two.load({})
+
+
+def test_a_run_that_was_removed_does_not_come_back(root: Path, fast: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state, config = small_state(), Config(local_root=str(fast), upload_every=2)
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.save(1, state).result(60)
+        assert checkpointer.load(zeros_like(state)) == 1  # nothing was uploaded yet: that is no sign
+        for step in (2, 3):
+            checkpointer.save(step, state).result(60)
+        checkpointer.wait_uploads(60)
+    shutil.rmtree(root)
+    with Checkpointer(root, config) as checkpointer:
+        assert checkpointer.latest() is None
+        with pytest.raises(CheckpointNotFoundError):
+            checkpointer.load(zeros_like(state))
+        checkpointer.save(2, state).result(60)
+        assert checkpointer.load(zeros_like(state)) == 2
+        assert complete_steps(f"{local_of(checkpointer)}.abandoned-1") == [2, 3]
+    assert "was emptied" in caplog.text
 
 
 def test_what_makes_no_sense(root: Path, fast: Path) -> None:
