@@ -271,9 +271,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def wait_uploads(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended, and all that is uploaded is in the root. All ranks have to call this.
 
-        What goes wrong with an upload is logged, and fails no save: this tells of it. Raises the first such failure
-        nobody was told of, ``WorkerDiedError`` where the worker died meanwhile, or ``SaveTimeoutError`` after
-        ``timeout`` seconds (None: ``Config.timeout``).
+        What goes wrong with an upload is logged, and fails no save: this raises it. ``StorageError`` and
+        ``WorkerDiedError``: the next save begins it again. ``SaveTimeoutError``: after ``timeout`` seconds (None:
+        ``Config.timeout``).
         """
         limit = self.config.timeout if timeout is None else timeout
         self._engine.wait(limit)

@@ -15,6 +15,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ UPLOADED_NAME = "asyncckpt.uploaded"
 """A file beside local checkpoints, from the first upload on: a root that is empty in spite of it was emptied."""
 
 _READ_BYTES = 16 << 20  # at once; a multiple of the page
+# Each has some ten of these in memory, where it goes to an object store.
+_FILES_AT_ONCE = 4
 
 
 class Uploader:
@@ -123,15 +126,14 @@ def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> No
     name = f"{secrets.token_hex(6)}-{upload.step}"
     attempt = target.begin_checkpoint(upload.to, name, manifest.nbytes, upload.timeout)
     try:
-        for each, facts in manifest.files.items():
-            path = os.path.join(upload.path, each)
-            if "index" not in facts:
-                _write(attempt, each, _small_file(source, path, facts["xxh3"]))
-                continue
-            where = os.path.join(upload.path, facts["index"])
-            index = Index.parse(_small_file(source, where, manifest.files[facts["index"]]["xxh3"]), where)
-            with contextlib.closing(source.open(path)) as file:
-                attempt.copy(each, facts["bytes"], partial(_checked_parts, file, index))
+        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="asyncckpt-upload") as pool:
+            copying = [pool.submit(_copy_file, source, upload.path, manifest, each, attempt) for each in manifest.files]
+            wait(copying, return_when=FIRST_EXCEPTION)
+            for each in copying:
+                each.cancel()
+        for each in copying:
+            if not each.cancelled():
+                each.result()
         _write(attempt, MANIFEST_NAME, replace(manifest, attempt=name, keep=upload.keep).encode())
         if missing := manifest.files.keys() - attempt.names():
             raise StorageError(f"{min(missing)} was written, and is not there", path=attempt.path)
@@ -140,6 +142,17 @@ def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> No
         attempt.discard()
         raise
     attempt.release()
+
+
+def _copy_file(source: Storage, folder: str, manifest: Manifest, name: str, attempt: OpenAttempt) -> None:
+    facts, path = manifest.files[name], os.path.join(folder, name)
+    if "index" not in facts:
+        _write(attempt, name, _small_file(source, path, facts["xxh3"]))
+        return
+    where = os.path.join(folder, facts["index"])
+    index = Index.parse(_small_file(source, where, manifest.files[facts["index"]]["xxh3"]), where)
+    with contextlib.closing(source.open(path)) as file:
+        attempt.copy(name, facts["bytes"], partial(_checked_parts, file, index))
 
 
 def _manifest(source: Storage, path: str) -> Manifest:

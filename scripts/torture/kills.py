@@ -18,7 +18,7 @@ from tqdm import tqdm
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
 from torture.jobs import Job, worker_of
-from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
+from torture.tally import LIMIT_S, Tally, check_root, config_of_killed, is_of, state_of
 
 Check: TypeAlias = Callable[[Tally, str], None]
 """Looks at a root when all has been done to it."""
@@ -99,7 +99,7 @@ def _kill_a_worker(tally: Tally, job: Job, choice: random.Random) -> None:
 def _train(pipe: Connection, rank: int, root: str, seed: int) -> None:
     """Load, from memory and from storage, then save without end."""
     choice = random.Random(seed)
-    checkpointer = Checkpointer(root, CONFIG)
+    checkpointer = Checkpointer(root, config_of_killed())
     last = 0
     for memory in (True, False):
         into, found, source = state_of(0, rank), 0, "nothing"
@@ -122,7 +122,7 @@ def _train(pipe: Connection, rank: int, root: str, seed: int) -> None:
 
 def _train_on(pipe: Connection, rank: int, root: str) -> None:
     """Save, whatever becomes of the workers, until the first rank is told to stop."""
-    with Checkpointer(root, CONFIG) as checkpointer:
+    with Checkpointer(root, config_of_killed()) as checkpointer:
         for step in range(1, 10**9):
             # As in any training the ranks keep step.
             ends = torch.tensor(float(rank == 0 and pipe.poll()))

@@ -1,10 +1,13 @@
-"""An object store as the place to save to: trainers and workers are killed, and requests are spoiled."""
+"""An object store as the place to save to, also by way of a local folder: trainers and workers are killed, and requests
+are spoiled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import random
+import shutil
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -18,12 +21,21 @@ from tqdm import tqdm
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
 from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.storage import object_sweep, objects
+from asyncckpt.worker.storage import complete_steps, object_sweep, objects
 from asyncckpt.worker.storage.listing import list_below
 from asyncckpt.worker.storage.record import is_finalized
 from torture import kills
 from torture.jobs import Job
-from torture.tally import CONFIG, LIMIT_S, Tally, check_published, is_of, state_of
+from torture.tally import (
+    CONFIG,
+    LIMIT_S,
+    LOCAL_VARIABLE,
+    Tally,
+    check_published,
+    check_root,
+    is_of,
+    state_of,
+)
 
 _BUCKET = "torture"
 # Of all requests, so many are spoiled while trainers and workers are killed, and so many while they are not.
@@ -63,9 +75,30 @@ def torture_store(tally: Tally, folder: Path, count: int, choice: random.Random)
                 for kill in (kills.kill_trainers, kills.kill_workers):
                     spoiler.chance = chance
                     kill(tally, place, -(-count // 4), choice, ranks, check)
+        _kill_tiers(tally, folder / "local", spoiler, count, choice)
         _spoil_saves(tally, f"s3://{_BUCKET}/faults", spoiler, count)
     for fault, times in spoiler.counts.items():
         tally.counts[f"requests to the store spoiled: {fault}"] += times
+
+
+def _kill_tiers(tally: Tally, local: Path, spoiler: _Spoiler, count: int, choice: random.Random) -> None:
+    """The same, where all is saved to a ``local`` folder, and uploaded from there."""
+    local.mkdir()
+    os.environ[LOCAL_VARIABLE] = str(local)
+
+    def check(tally: Tally, root: str) -> None:
+        spoiler.chance = 0.0
+        for folder in local.iterdir():
+            check_root(tally, str(folder))
+            shutil.rmtree(folder)
+        tally.counts["steps uploaded, at the end"] += len(complete_steps(root))
+        _check_store(tally, root)
+
+    for ranks in (1, 2):
+        for kill in (kills.kill_trainers, kills.kill_workers):
+            spoiler.chance = _AT_KILLS
+            kill(tally, f"s3://{_BUCKET}/tiers", -(-count // 4), choice, ranks, check)
+    del os.environ[LOCAL_VARIABLE]
 
 
 def _spoil_saves(tally: Tally, root: str, spoiler: _Spoiler, count: int) -> None:

@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ LIMIT_S = 30.0
 PATIENCE_S = 10.0
 SIZES = (1_000_000, 200_000, 50_000, 3_000, 70, 1)
 CONFIG = Config(keep_last=3, timeout=25.0, commit_timeout=25.0, linger=60.0, worker_restarts=10**9, restart_pause=0.0)
+
+
+LOCAL_VARIABLE = "TORTURE_LOCAL_ROOT"
+"""Names a folder that all is saved to first, for jobs that are killed."""
+
+
+def config_of_killed() -> Config:
+    """That of jobs that are killed."""
+    return replace(CONFIG, local_root=os.environ.get(LOCAL_VARIABLE))
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Any]:

@@ -236,12 +236,28 @@ def test_an_upload_whose_worker_is_killed(s3_root: str, s3_server: str, tmp_path
             assert checkpointer._engine.worker is not None
             workers.append(checkpointer._engine.worker.pid)
             checkpointer.save(10, state).result(60)
-            with pytest.raises(WorkerDiedError, match="the next save begins that again"):
+            with pytest.raises(WorkerDiedError, match="the next save begins it again"):
                 checkpointer.wait_uploads(60)
             assert complete_steps(s3_root) == [] and checkpointer.steps() == [10]
             checkpointer.save(11, state).result(60)
             checkpointer.wait_uploads(60)
             assert complete_steps(s3_root) == [10] and checkpointer.steps() == [10, 11]
+
+
+def test_an_upload_that_the_store_refuses(s3_root: str, s3_server: str, tmp_path: Path) -> None:
+    """No save fails by that; the upload begins again with the next save."""
+    spoiled = True
+    with StoreProxy(s3_server, lambda _: "403" if spoiled else None) as proxy, pytest.MonkeyPatch.context() as patch:
+        set_environment(patch, proxy.endpoint)
+        with Checkpointer(s3_root, Config(local_root=str(tmp_path), upload_every=10)) as checkpointer:
+            checkpointer.save(10, small_state()).result(60)
+            for _ in range(2):
+                with pytest.raises(StorageError, match="permissions"):
+                    checkpointer.wait_uploads(60)
+            spoiled = False
+            checkpointer.save(11, small_state()).result(60)
+            checkpointer.wait_uploads(60)
+            assert complete_steps(s3_root) == [10]
 
 
 @pytest.mark.parametrize("seed", range(2))

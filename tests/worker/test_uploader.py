@@ -13,6 +13,7 @@ import torch
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     SaveTimeoutError,
@@ -163,6 +164,11 @@ def test_what_a_trainer_knows_of_them(waits: Callable[[OpenUploads], CheckpointE
     uploads.add(9, (one, three))
     uploads.on_exit()
     assert set(uploads.overdue()) == {one, three}
+    uploads.add(10, uploads.overdue())
     uploads.on_end(one.to, StorageError("refused"))
-    uploads.on_end(three.to, None)
-    assert isinstance(waits(uploads), StorageError) and waits(uploads) is None
+    uploads.on_end(three.to, CheckpointExistsError("taken"))
+    assert isinstance(waits(uploads), CheckpointExistsError)  # that cannot be mended, and is told once
+    assert isinstance(waits(uploads), StorageError) and uploads.overdue() == (one,)
+    uploads.add(11, uploads.overdue())
+    uploads.on_end(one.to, None)
+    assert waits(uploads) is None
