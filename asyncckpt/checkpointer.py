@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
-from asyncckpt.engine.retention import is_uploaded, retention_of, upload_of
+from asyncckpt.engine.retention import retention_of
 from asyncckpt.engine.save_input import check_file_set_place
 from asyncckpt.errors import (
     CheckpointError,
@@ -28,7 +28,7 @@ from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
-from asyncckpt.ranks.collectives import check_same, from_first, is_first
+from asyncckpt.ranks.collectives import check_same, from_first, is_first, on_all
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.messages import HeldImage
 from asyncckpt.worker.root_claim import Claim
@@ -36,6 +36,7 @@ from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import absolute, is_address, step_folder
 from asyncckpt.worker.storage.history import Origin, newest_step
+from asyncckpt.worker.uploads import wait_for_uploads
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         config = Config.given(config)
         self.root = absolute(root)
         self._tiers = Tiers(self.root, config.local_root)
-        job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id)
+        job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id, self._tiers.local)
         self._engine = Engine(config, process_group, job=job, claim=claim)
         self._process_group = process_group
         self._hooks: list[Any] = []
@@ -126,12 +127,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         step = whole_number(step, "step")
         if not self._has_saved and self._origin is None and is_first(self._process_group):
-            _warn_of_others(self._tiers.roots[0])
+            _warn_of_others(self._tiers.roots)
         self._has_saved = True
         if isinstance(state_dict, FileSet):
             check_file_set_place(self.root, "refuse")
-        uploads = True if upload is None and self._is_terminating else upload
-        retention = retention_of(self.config, self._origin, self._tiers.roots, step, uploads=uploads)
+        asked = True if upload is None and self._is_terminating else upload
+        retention = retention_of(self.config, self._origin, self._tiers.roots, step, upload=asked)
         path = step_folder(self._tiers.roots[0], step)
         save = self._engine.save(path, state_dict, step=step, retention=retention)
         self._staging = [*filter(_is_copying, self._staging), save]
@@ -211,7 +212,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         source: Literal["memory", "local", "storage"] = "memory"
         if found is None:
             found, source = self._tiers.load(fill, number, self.config.timeout, ranks, fallback=fallback)
-        self._origin = from_first(partial(self._go_on, found), ranks)
+        self._origin = from_first(partial(self._tiers.origin, found), ranks)
         self.loaded = Loaded(found, source, time.perf_counter() - begun)
         logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)
         return found
@@ -222,18 +223,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         words = "loads the newest step" if number is None else f"loads step {number}"
         check_same(Call(words, words), self._process_group)
         from_first(partial(check_job, self.root, self.config.job_id), self._process_group)
-        from_first(self._tiers.settle, self._process_group)
+        self._check_local()
         return number
 
-    def _go_on(self, step: int) -> Origin:
-        """First rank: where this run goes on, having loaded ``step``. What is due of it is uploaded with the next save.
-
-        A trainer that dies may take its worker along, and what that was uploading.
-        """
-        origin, tiers = self._tiers.origin(step), self._tiers
-        if tiers.local is not None and is_uploaded(self.config, step) and tiers.lacks_copy(step):
-            self._engine.uploads.add_overdue(upload_of(self.config, tiers.roots, step, origin))
-        return origin
+    def _check_local(self) -> None:
+        if self._tiers.local is not None:
+            from_first(self._tiers.check_local, self._process_group)
 
     def _load_from_memory(self, fill: Callable[..., None], step: int | None) -> int | None:
         """The step that was loaded; None where memory has none, or storage a newer one."""
@@ -259,7 +254,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """The step that ``load`` would load: the newest in storage, or in the memory of a trainer that died, or None.
         The same on all ranks, which all have to ask. Waits as ``load`` does.
         """
-        from_first(self._tiers.settle, self._process_group)
+        self._check_local()
         if (found := self._in_memory(None)) is not None:
             return found[1].request.step
         return from_first(partial(self._tiers.newest, self.config.timeout), self._process_group)
@@ -271,13 +266,20 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def wait_uploads(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended, and all that is uploaded is in the root. All ranks have to call this.
 
-        What goes wrong with an upload is logged, and fails no save: this raises it. ``StorageError`` and
-        ``WorkerDiedError``: the next save begins it again. ``SaveTimeoutError``: after ``timeout`` seconds (None:
-        ``Config.timeout``).
+        What goes wrong with an upload is logged, and fails no save: this raises it, on all ranks. It is tried again
+        after some time, and with the next save, unless its place is taken, or the local copy damaged. Raises
+        ``SaveTimeoutError`` after ``timeout`` seconds (None: ``Config.timeout``).
         """
         limit = self.config.timeout if timeout is None else timeout
-        self._engine.wait(limit)
-        from_first(partial(self._engine.uploads.wait, limit), self._process_group)
+        on_all(partial(self._engine.wait, limit), self._process_group)
+        if self._tiers.local is not None:
+            from_first(partial(self._wait_uploads, limit), self._process_group)
+
+    def _wait_uploads(self, timeout: float) -> None:
+        if self._engine.worker is None:
+            self._engine.start(alone=True)
+        if (worker := self._engine.worker) is not None:
+            wait_for_uploads(partial(worker.uploads, timeout), timeout)
 
     @property
     def failures(self) -> int:
@@ -356,16 +358,15 @@ def _is_copying(save: Save) -> bool:
     return not save.staged()
 
 
-def _warn_of_others(root: str) -> None:
+def _warn_of_others(roots: Sequence[str]) -> None:
     """Say what becomes of checkpoints that are there, and were not loaded: whoever forgot to should know at once."""
-    if is_address(root):
-        return  # no save waits for a store
+    known = [root for root in roots if not is_address(root)]  # no save waits for a store
     with contextlib.suppress(CheckpointError):  # the save says it better
-        if (newest := newest_step(root)) is not None:
+        if (newest := newest_step(*known)) is not None:
             logger.warning(
                 "there are checkpoints here, the newest of step %d in %s, and this has loaded none: it is a training of"
                 " its own, whose checkpoints count as newer than those (Config.keep_last, if set, removes the oldest);"
                 " call load first to go on, or save to another folder",
                 newest,
-                root,
+                known[-1],
             )

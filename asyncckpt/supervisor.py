@@ -26,7 +26,6 @@ from asyncckpt.worker.process import WorkerOptions, detached_workers
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import take_root
 from asyncckpt.worker.takeover import Takeover
-from asyncckpt.worker.uploads import OpenUploads
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +68,6 @@ class Supervisor:
         self._restart_at = 0.0
         self.client: WorkerClient | None = None
         """The worker, once there is one; it may have died."""
-        self.uploads = OpenUploads()
-        """Those of all its workers."""
         _open.add(self)
 
     def running(self, rank: int) -> WorkerClient:
@@ -173,8 +170,7 @@ class Supervisor:
                 endpoint=endpoint,
                 job=self._job,
                 rank=rank,
-            ),
-            self.uploads,
+            )
         )
         try:
             # First the memory: until this one has it, the worker before it must stay.

@@ -21,7 +21,7 @@ from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
 from asyncckpt.worker.questions import Questions
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import SegmentLayout
-from asyncckpt.worker.uploads import OpenUploads, UploadEnded
+from asyncckpt.worker.uploads import AskUploads, UploadsUnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ class WorkerClient:
     A listener thread takes its messages. When it ends, expected or not, every open save fails with ``WorkerDiedError``.
     """
 
-    def __init__(self, options: WorkerOptions, uploads: OpenUploads | None = None) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds."""
         self._owner, self._process = os.getpid(), WorkerProcess(options)
         self._connection = self._process.connection
-        self.saves, self.uploads = OpenSaves(), uploads or OpenUploads()
+        self.saves = OpenSaves()
         self._sending = threading.Lock()
         self._questions = Questions(self._send, self._give_back)
         self._death: WorkerDiedError | None = None
@@ -89,6 +89,10 @@ class WorkerClient:
         """Have the worker take the lock of a root, if it is free. Raises ``JobTakenError``: the root is of another."""
         return self._ask(claim, Claimed, timeout, "taking the lock of the folder")
 
+    def uploads(self, timeout: float) -> UploadsUnderWay:
+        """What is being copied to another root. Raises ``StorageError``."""
+        return self._ask(AskUploads(), UploadsUnderWay, timeout, "asking for uploads")
+
     def adopt(self, segment: Segment, held: tuple[messages.HeldImage, ...], timeout: float) -> int:
         """Have the worker take over a segment whose worker is gone. Returns its number in this one.
 
@@ -109,7 +113,6 @@ class WorkerClient:
         Args:
             segment: Its number in the worker.
             layout: What it holds; all that is constant must be written by now.
-            timeout: Seconds.
         """
         self._ask(messages.Describe(segment, layout), messages.Described, timeout, "describing shared memory")
 
@@ -303,8 +306,6 @@ class WorkerClient:
                     self.saves.on_end(save_id, message)
                 case messages.Failed(save_id, error):
                     self.saves.on_end(save_id, error)
-                case UploadEnded(to, error):
-                    self.uploads.on_end(to, error)
                 case messages.Logged(level, text):
                     with contextlib.suppress(Exception):  # of the user's own handlers
                         logger.log(level, "the worker %d: %s", self.pid, text)
@@ -324,7 +325,6 @@ class WorkerClient:
             self._death = death
             saves = self.saves.close()
         self._questions.close(death)
-        self.uploads.on_exit()
         for save in saves:
             if not save.has_ended:
                 loss = _loss(save, death, self.pid, self._detaching, self.saves.is_overdue(save))

@@ -22,7 +22,7 @@ from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.store_connection import Patience
-from asyncckpt.worker.uploads import Upload
+from asyncckpt.worker.uploader import Uploader
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +110,11 @@ class Committer:
     only when the other ranks have been told of the failure.
     """
 
-    def __init__(
-        self, send: Callable[[Committed | Failed], None], upload: Callable[[Upload], None] = lambda _: None
-    ) -> None:
-        """``send`` tells the trainer; ``upload`` begins what follows a commit."""
-        self._send, self._upload = send, upload
+    def __init__(self, send: Callable[[Committed | Failed], None]) -> None:
+        """``send`` tells the trainer."""
+        self._send = send
+        self.uploader: Uploader | None = None
+        """First rank: copies what is committed to another root, if there is one."""
         self._rank = 0
         self._rendezvous: Rendezvous | None = None
         self._rounds: Rounds | _SoloRounds = _SoloRounds()
@@ -225,8 +225,8 @@ class Committer:
                 logger.exception("removing old checkpoints failed")
 
     def _is_recent(self, step: int) -> bool:
-        """Whether ``step``, whatever its number, is what was committed last, or is being committed."""
-        return step in (self._last_step, self._next_step)
+        """Whether ``step``, whatever its number, was committed last, or is being committed; or is to be uploaded."""
+        return step in (self._last_step, self._next_step) or (self.uploader is not None and self.uploader.needs(step))
 
     def _end(self, request: WriteRequest, deadline: float) -> None:
         name = round_name(_KIND, request.save_id)
@@ -247,6 +247,7 @@ class Committer:
                 failure = self._resolve(request, name, failure)
         if failure is None and attempt is None:
             failure = CheckpointError(_UNREPORTED)
+        self._conclude_upload(request, is_committed=failure is None)
         if failure is not None:
             logger.error("saving failed: %s", failure)
             if attempt is not None:
@@ -254,8 +255,6 @@ class Committer:
             self._tell(Failed(request.save_id, failure))
         elif attempt is not None:
             attempt.release()
-            for each in request.uploads:  # before older ones are removed, and anybody waits for them
-                self._upload(each)
             timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
             self._tell(Committed(request.save_id, request.path, timings, attempt.direct))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
@@ -263,6 +262,15 @@ class Committer:
         if request.rank == 0:
             with _logged("clearing up"):
                 self._rounds.clear(_KIND, request.save_id)
+
+    def _conclude_upload(self, request: WriteRequest, *, is_committed: bool) -> None:
+        """Before the trainer is told, who may ask for it, and before older checkpoints are removed."""
+        if self.uploader is not None:
+            if request.upload is not None:
+                with _logged("noting an upload"):
+                    self.uploader.conclude(request.upload.step, is_committed=is_committed)
+            if is_committed:
+                self.uploader.begin()
 
     def _tell(self, outcome: Committed | Failed) -> None:
         with self._lock:  # before: who was told may look what is still being written
@@ -277,6 +285,8 @@ class Committer:
         if attempt is None:
             raise CheckpointError(_UNREPORTED)
         self._next_step = request.step
+        if self.uploader is not None and request.upload is not None:
+            self.uploader.note(request.upload)
         attempt.commit([json.loads(report) for report in reports])
         self._last_step = request.step
         with _logged("telling the other ranks of the commit"):  # they look at what is finalized

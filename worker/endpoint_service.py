@@ -7,8 +7,10 @@ only then has it take the endpoint. So at any instant one of the two holds what 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +49,7 @@ class EndpointService:
         self._segment_store = segment_store
         self._endpoint: Endpoint | None = None
         self._lock = threading.Lock()
-        self._connected = 0
+        self._peers: list[Connection] = []
         self._last_left = 0.0
         self._lingers_since: float | None = None
         self._lingers_for = 0.0
@@ -63,9 +65,13 @@ class EndpointService:
             self._endpoint.listen(self._answer)
 
     def close(self) -> None:
-        """Give the endpoint back."""
+        """Give the endpoint back, and leave those that are connected, who may wait for this."""
         if self._endpoint is not None:
             self._endpoint.close()
+        with self._lock:
+            for peer in self._peers:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(peer.fileno())) as theirs:
+                    theirs.shutdown(socket.SHUT_RDWR)
 
     def redirect_log(self) -> None:
         """From now on what this process says goes to the log of its endpoint: its trainer is gone."""
@@ -90,7 +96,7 @@ class EndpointService:
     def _lingers(self) -> float:
         """For how many seconds more, as long as nobody else comes."""
         with self._lock:
-            if self._connected or self._lingers_since is None:
+            if self._peers or self._lingers_since is None:
                 return self._lingers_for
             return max(self._lingers_since, self._last_left) + self._lingers_for - time.monotonic()
 
@@ -122,7 +128,7 @@ class EndpointService:
         while isinstance(message := receive(peer), messages.AskStatus):  # who only looks keeps no worker
             send(peer, self._status())
         with self._lock:
-            self._connected += 1
+            self._peers.append(peer)
         numbers: tuple[int, ...] = ()
         try:
             while True:
@@ -141,7 +147,7 @@ class EndpointService:
                 message = receive(peer)
         finally:
             with self._lock:
-                self._connected -= 1
+                self._peers.remove(peer)
                 self._last_left = time.monotonic()
 
     def _status(self) -> messages.WorkerStatus:

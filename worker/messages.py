@@ -22,7 +22,8 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   Cancelled                    whether that was in time
     worker   Written                      the slot is free again
     worker   Committed or Failed          the end of that save, the same on all ranks
-    worker   UploadEnded                  first rank: a committed checkpoint was copied elsewhere, or could not be
+    trainer  AskUploads *                 first rank: what of all that is yet to be copied to another root?
+    worker   UploadsUnderWay              this, and why it is not there yet
     worker   Logged                       what it has to say, for the trainer's log, at any time
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
@@ -57,7 +58,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncckpt.errors import CheckpointError
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, SegmentLayout, WeightsLayout
-from asyncckpt.worker.uploads import Upload, UploadEnded
+from asyncckpt.worker.uploads import AskUploads, Upload, UploadsUnderWay
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
@@ -94,7 +95,7 @@ class WriteRequest:
     ``save_id`` and ``attempt`` are the same on all ranks. So is ``plan``, the number of the image's plan, or the parts
     do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
     archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
-    all created up to then. ``uploads``, on the first rank: what follows when it is committed.
+    all created up to then. ``upload``, on the first rank: what follows when it is committed.
     """
 
     save_id: int
@@ -114,7 +115,7 @@ class WriteRequest:
     umask: int = 0o022
     since: float = 0.0
     plan: int = 0
-    uploads: tuple[Upload, ...] = ()
+    upload: Upload | None = None
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Question:
     """No other has its ``number``."""
 
     number: int
-    question: Listen | Claim | Host | Allocate | Adopt | Describe | Cancel
+    question: Listen | Claim | Host | Allocate | Adopt | Describe | Cancel | AskUploads
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ class Answer:
     """To the question of that ``number``, for which nobody may be waiting any more."""
 
     number: int
-    answer: Listening | Claimed | Hosting | Allocated | Adopted | Described | Cancelled | Refused
+    answer: Listening | Claimed | Hosting | Allocated | Adopted | Described | Cancelled | UploadsUnderWay | Refused
 
 
 # At the endpoint.
@@ -379,7 +380,7 @@ class WorkerStatus:
 
 
 FromTrainer = Question | Join | Begin | Staged | Release | Close
-FromWorker = Ready | Answer | Written | Committed | Failed | UploadEnded | Logged
+FromWorker = Ready | Answer | Written | Committed | Failed | Logged
 
 
 def send(connection: Connection, message: object) -> None:

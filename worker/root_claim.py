@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """The lock of the folder ``root``, which is to be of the job ``job_id``; None: of any."""
+    """The lock of the folder ``root``, which is to be of the job ``job_id``; None: of any.
+
+    ``local``: the folder that is saved to, if it is another one, and from which that worker uploads to the root.
+    """
 
     root: str
     job_id: str | None
+    local: str | None = None
 
 
 @dataclass(frozen=True)

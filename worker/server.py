@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocess.connection import Connection, wait
 from multiprocess.reduction import recv_handle, send_handle
 
-from asyncckpt.errors import JobTakenError, OutOfMemoryError, WorkerDiedError
+from asyncckpt.errors import JobTakenError, OutOfMemoryError, StorageError, WorkerDiedError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.committer import Committer
@@ -28,6 +28,7 @@ from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store import Store
 from asyncckpt.worker.uploader import Uploader
+from asyncckpt.worker.uploads import AskUploads, UploadsUnderWay
 from asyncckpt.worker.writer import Writer
 
 _CLOSED = "it has closed its checkpointer"
@@ -61,8 +62,8 @@ class Server:
         self._segment_store = segment_store
         self._endpoint_service = endpoint_service
         self._sending = threading.Lock()
-        self._uploader = Uploader(storage_for, self._send)
-        self._committer = Committer(self._end, self._uploader.add)
+        self._storage_for = storage_for
+        self._committer = Committer(self._end)
         endpoint_service.unended_saves = self._committer.unended
         self._writer = Writer(storage_for, segment_store, self._committer, self._send, io_threads)
         self._store: Store | None = None
@@ -97,7 +98,12 @@ class Server:
                     self._root_lock.release()
                 if self._store is not None:
                     self._store.close()
-                self._connection.close()
+                if (uploader := self._committer.uploader) is not None and why != _CLOSED:
+                    uploader.trainer_gone()
+                elif uploader is not None:
+                    uploader.close()  # while somebody hears what goes wrong
+                with self._sending:
+                    self._connection.close()
                 if lingers:
                     # Until here nobody could make it leave. From here on it only spares others a read.
                     signal.signal(signal.SIGTERM, lambda *_: self._endpoint_service.retire())
@@ -106,8 +112,9 @@ class Server:
         return finished
 
     def finish_uploads(self) -> None:
-        """Wait for what is still being uploaded. No trainer waits for that, and nobody takes it over."""
-        self._uploader.close()
+        """Wait for what is still being uploaded. No trainer waits for that."""
+        if self._committer.uploader is not None:
+            self._committer.uploader.close()
 
     def _serve(self, trainer: int | None) -> str:
         """Returns why it ended."""
@@ -130,7 +137,7 @@ class Server:
             case messages.Question(number):
                 try:
                     self._answer(message)
-                except (JobTakenError, OutOfMemoryError, WorkerDiedError) as error:
+                except (JobTakenError, OutOfMemoryError, StorageError, WorkerDiedError) as error:
                     self._send(messages.Answer(number, messages.Refused(error)))
             case messages.Join(rendezvous, timeout):
                 self._committer.join(rendezvous, timeout)
@@ -144,7 +151,9 @@ class Server:
                 self._segment_store.release(number)
 
     def _answer(self, asked: messages.Question) -> None:
-        answer: messages.Listening | Claimed | messages.Hosting | messages.Adopted | messages.Described
+        answer: (
+            messages.Listening | Claimed | messages.Hosting | messages.Adopted | messages.Described | UploadsUnderWay
+        )
         match asked.question:
             case messages.Allocate(nbytes):
                 self._allocate(asked.number, nbytes)
@@ -158,6 +167,9 @@ class Server:
                 answer = self._claim(asked.question)
             case messages.Host():
                 answer = self._host(asked.question)
+            case AskUploads():
+                uploader = self._committer.uploader
+                answer = UploadsUnderWay((), None) if uploader is None else uploader.under_way()
             case messages.Adopt(held):
                 segment = Segment.attach(recv_handle(self._connection))
                 answer = messages.Adopted(self._segment_store.adopt(segment, held))
@@ -186,6 +198,8 @@ class Server:
                     self._root_lock = found
                 else:
                     answer = Claimed(found)
+        if claim.local is not None and answer.holder is None and self._committer.uploader is None:
+            self._committer.uploader = Uploader(claim.local, self._storage_for)
         return answer
 
     def _host(self, request: messages.Host) -> messages.Hosting:

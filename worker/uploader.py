@@ -1,8 +1,10 @@
-"""The uploader: copies committed checkpoints to another root, as from a local disk to an object store, in the
-background.
+"""The uploader: copies committed checkpoints of a local folder to the root of the run, in the background.
 
-The local copy is held against retention until it is there. Where the other root is slower than they come, one that
-waits makes way for a newer one, unless it is to be kept for good.
+It goes by notes (``upload_notes.py``), and so goes on where another worker has ended, or died. One worker at a time
+uploads.
+
+Where the root is slower than checkpoints come, one that waits makes way for a newer one, unless it has to be uploaded.
+What fails is tried again, at the next save or after a pause, unless it cannot be mended.
 """
 
 from __future__ import annotations
@@ -13,138 +15,226 @@ import mmap
 import os
 import secrets
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from xxhash import xxh3_64
 
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError, located
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    StorageError,
+    located,
+)
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Manifest, checksum
 from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.storage import step_folder
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.storage import InputFile, OpenAttempt, Storage, exists_error
-from asyncckpt.worker.uploads import Upload, UploadEnded
+from asyncckpt.worker.upload_notes import UploadNotes
+from asyncckpt.worker.uploads import Upload, UploadsUnderWay
 
 logger = logging.getLogger(__name__)
-
-UPLOADED_NAME = "asyncckpt.uploaded"
-"""A file beside local checkpoints, from the first upload on: a root that is empty in spite of it was emptied."""
 
 _READ_BYTES = 16 << 20  # at once; a multiple of the page
 # Each has some ten of these in memory, where it goes to an object store.
 _FILES_AT_ONCE = 4
+# Until what has failed is tried again, where no save comes.
+_RETRY_S = 60.0
+# How often it is looked whether another worker, whose trainer is gone, has ended its uploads.
+_LOCK_S = 0.5
+# What killed workers have left of uploads at the root goes with a later one, when it is as old as that.
+_ORPHAN_S = 60.0
+# What trying again does not mend.
+_FINAL = (CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError)
 
 
 class Uploader:
-    """Copies one checkpoint after the other, on a thread that is there while there are any."""
+    """Carries out the notes of one local folder, on a thread of its own."""
 
-    def __init__(self, storage_for: Callable[[str], Storage], send: Callable[[UploadEnded], None]) -> None:
-        """Start nothing yet.
+    def __init__(self, local: str, storage_for: Callable[[str], Storage]) -> None:
+        """Start the thread.
 
         Args:
+            local: The local folder. What is noted there already is begun at once.
             storage_for: The storage that a path is in.
-            send: Tells the trainer.
-        """
-        self._storage_for = storage_for
-        self._send = send
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[Upload, contextlib.ExitStack]] = deque()
-        self._thread: threading.Thread | None = None
 
-    def add(self, upload: Upload) -> None:
-        """Begin it when those before it have ended. Its checkpoint is held from now on. Raises nothing."""
-        held = contextlib.ExitStack()
-        try:
-            held.enter_context(self._storage_for(upload.path).reading(upload.path))
-        except CheckpointError as error:
-            self._end(upload, error)
-            return
+        Raises:
+            StorageError: The local folder refuses.
+        """
+        self._local = local
+        self._storage_for = storage_for
+        self._notes = UploadNotes(local)
+        for step in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here
+            self.conclude(step, is_committed=storage_for(local).exists(step_folder(local, step)))
+        self._changed = threading.Condition()
+        self._is_wanted = bool(self._notes.all())
+        self._is_ending = False
+        self._prunes = True
+        self._failure: CheckpointError | None = None  # of one that is tried again
+        self._loss: CheckpointError | None = None  # of one that is not; told once
+        self._thread = threading.Thread(target=self._run, name="asyncckpt-uploader")
+        self._thread.start()
+
+    def note(self, upload: Upload) -> None:
+        """Its checkpoint is about to be committed. Raises ``StorageError``."""
+        self._notes.add(upload)
+
+    def conclude(self, step: int, *, is_committed: bool) -> None:
+        """How that has ended. Raises ``StorageError``."""
+        if is_committed:
+            self._notes.show(step)
+        else:
+            self._notes.remove(step)
+
+    def begin(self) -> None:
+        """A save is committed: upload what is noted, and try again what has failed."""
         with self._changed:
-            passed = [each for each in self._waiting if not each[0].keep]
-            for each in passed:
-                self._waiting.remove(each)
-            self._waiting.append((upload, held))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="asyncckpt-upload")
-                self._thread.start()
-        for other, its in passed:
-            its.close()
-            logger.warning("%s is not uploaded, as uploads take too long: %s goes instead", other.path, upload.path)
-            self._send(UploadEnded(other.to, None))
+            self._is_wanted, self._failure = True, None
+            self._changed.notify_all()
+
+    def needs(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` has to stay. Raises nothing."""
+        try:
+            return step in self._notes.steps()
+        except StorageError as error:
+            logger.warning("what is to be uploaded cannot be seen, so nothing is removed: %s", error)
+            return True
+
+    def under_way(self) -> UploadsUnderWay:
+        """What has not ended, and what went wrong. Raises ``StorageError``."""
+        with self._changed:
+            failure, self._loss = self._failure or self._loss, None
+        return UploadsUnderWay(tuple(each.to for each in self._notes.all()), failure)
+
+    def trainer_gone(self) -> None:
+        """From now on no old checkpoints are removed from the root: another job may have it."""
+        self._prunes = False
 
     def close(self) -> None:
-        """Wait for all of them."""
+        """Wait until all is uploaded, or one has failed, or another worker does it."""
         with self._changed:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+            self._is_ending = True
+            self._changed.notify_all()
+        self._thread.join()
 
     def _run(self) -> None:
+        is_elsewhere = False
         while True:
             with self._changed:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                upload, held = self._waiting.popleft()
-            failure: Exception | None = None
-            with held:
-                try:
-                    copy_checkpoint(upload, self._storage_for)
-                except Exception as error:
-                    failure = error
-            self._end(upload, failure)
+                limit = _LOCK_S if is_elsewhere else _RETRY_S
+                self._changed.wait_for(lambda: self._is_wanted or self._is_ending, limit)
+                is_last, self._is_wanted = self._is_ending, False
+            try:
+                is_elsewhere = not self._carry_out_all()
+            except Exception:
+                logger.exception("uploading failed")
+            if is_last:
+                return
 
-    def _end(self, upload: Upload, failure: Exception | None) -> None:
-        error = None if failure is None else located(failure, path=upload.to, rank=0, step=upload.step)
-        if error is not None:
-            logger.error("uploading %s failed: %s", upload.path, error)
-        else:
-            with contextlib.suppress(OSError):
-                Path(os.path.dirname(upload.path), UPLOADED_NAME).touch()
-            if upload.keep_last is not None:
-                prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == upload.step)
-        self._send(UploadEnded(upload.to, error))
+    def _carry_out_all(self) -> bool:
+        """Upload what waits, until one has failed. Returns False where another worker is about to."""
+        if not self._notes.all():
+            return True
+        lock = self._notes.lock()
+        if lock is None:
+            return False
+        try:
+            while (upload := self._next()) is not None and self._carry_out(upload):
+                pass
+        finally:
+            os.close(lock)
+        return True
+
+    def _next(self) -> Upload | None:
+        """What to upload now, of what waits; None: nothing."""
+        waiting = self._notes.all()
+        for each in waiting[:-1]:
+            if each.must:
+                return each
+            logger.warning("%s is not uploaded, as uploads take too long: %s goes instead", each.path, waiting[-1].path)
+            self._notes.remove(each.step)
+        return waiting[-1] if waiting else None
+
+    def _carry_out(self, upload: Upload) -> bool:
+        """Upload it. Returns whether to go on with the next."""
+        begun = time.monotonic()
+        try:
+            copy_checkpoint(upload, self._storage_for)
+        except Exception as error:
+            failure = located(error, path=upload.to, rank=0, step=upload.step)
+            logger.error("uploading %s failed: %s", upload.path, failure)
+            is_final = isinstance(failure, _FINAL)
+            with self._changed:
+                self._failure, self._loss = (None, failure) if is_final else (failure, self._loss)
+            if is_final:
+                self._notes.remove(upload.step)
+            return is_final
+        with self._changed:
+            self._failure = None
+        self._notes.note_success()
+        self._notes.remove(upload.step)
+        logger.info("%s is uploaded, in %.1f s", upload.path, time.monotonic() - begun)
+        if upload.keep_last is not None and self._prunes:
+            prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == upload.step)
+        return True
 
 
 def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> None:
-    """Copy a checkpoint, each byte checked, to where it is complete or not there.
+    """Copy a checkpoint, each byte checked, to where it is complete or not there; if it is there, nothing is done.
 
     Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``CheckpointExistsError``, ``StorageError``.
     """
     source, target = storage_for(upload.path), storage_for(upload.to)
-    manifest = _manifest(source, upload.path)
-    if _is_there(target, upload.to, manifest):
-        return
-    existing: Existing = "set aside" if upload.sets_aside else "refuse"
-    if not target.may_put(upload.to, existing):
-        raise exists_error(upload.to, existing, upload.step)
-    name = f"{secrets.token_hex(6)}-{upload.step}"
-    attempt = target.begin_checkpoint(upload.to, name, manifest.nbytes, upload.timeout)
-    try:
-        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="asyncckpt-upload") as pool:
-            copying = [pool.submit(_copy_file, source, upload.path, manifest, each, attempt) for each in manifest.files]
-            wait(copying, return_when=FIRST_EXCEPTION)
-            for each in copying:
-                each.cancel()
-        for each in copying:
-            if not each.cancelled():
-                each.result()
-        _write(attempt, MANIFEST_NAME, replace(manifest, attempt=name, keep=upload.keep).encode())
-        if missing := manifest.files.keys() - attempt.names():
-            raise StorageError(f"{min(missing)} was written, and is not there", path=attempt.path)
-        attempt.finalize(existing)
-    except BaseException:
-        attempt.discard()
-        raise
-    attempt.release()
+    with source.reading(upload.path):
+        manifest = _manifest(source, upload.path)
+        if _is_there(target, upload.to, manifest):
+            return
+        existing: Existing = "set aside" if upload.sets_aside else "refuse"
+        if not target.may_put(upload.to, existing):
+            raise exists_error(upload.to, existing, upload.step)
+        name = f"{secrets.token_hex(6)}-{upload.step}"
+        orphan_s = _ORPHAN_S if target.has_locks else upload.timeout
+        attempt = target.begin_checkpoint(upload.to, name, manifest.nbytes, orphan_s)
+        try:
+            _copy_files(source, upload.path, manifest, attempt)
+            _write(attempt, MANIFEST_NAME, replace(manifest, attempt=name, keep=upload.keep).encode())
+            if missing := manifest.files.keys() - attempt.names():
+                raise StorageError(f"{min(missing)} was written, and is not there", path=attempt.path)
+            attempt.finalize(existing)
+        except BaseException:
+            attempt.discard()
+            raise
+        attempt.release()
 
 
-def _copy_file(source: Storage, folder: str, manifest: Manifest, name: str, attempt: OpenAttempt) -> None:
+def _copy_files(source: Storage, folder: str, manifest: Manifest, attempt: OpenAttempt) -> None:
+    """Some at a time. The first that fails ends the others."""
+    failures: list[BaseException] = []
+
+    def copy(name: str) -> None:
+        try:
+            if not failures:
+                _copy_file(source, folder, manifest, name, attempt, failures)
+        except BaseException as error:
+            failures.append(error)
+
+    with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="asyncckpt-copy") as pool:
+        for name in manifest.files:
+            pool.submit(copy, name)
+    if failures:
+        raise failures[0]
+
+
+def _copy_file(
+    source: Storage, folder: str, manifest: Manifest, name: str, attempt: OpenAttempt, failures: list[BaseException]
+) -> None:
     facts, path = manifest.files[name], os.path.join(folder, name)
     if "index" not in facts:
         _write(attempt, name, _small_file(source, path, facts["xxh3"]))
@@ -152,7 +242,7 @@ def _copy_file(source: Storage, folder: str, manifest: Manifest, name: str, atte
     where = os.path.join(folder, facts["index"])
     index = Index.parse(_small_file(source, where, manifest.files[facts["index"]]["xxh3"]), where)
     with contextlib.closing(source.open(path)) as file:
-        attempt.copy(name, facts["bytes"], partial(_checked_parts, file, index))
+        attempt.copy(name, facts["bytes"], partial(_checked_parts, file, index, failures))
 
 
 def _manifest(source: Storage, path: str) -> Manifest:
@@ -163,7 +253,7 @@ def _manifest(source: Storage, path: str) -> Manifest:
 
 
 def _is_there(target: Storage, path: str, manifest: Manifest) -> bool:
-    """Whether it was copied already, as by the worker of a trainer that has died."""
+    """Whether it was copied already, and nobody heard of it."""
     with contextlib.suppress(DamagedCheckpointError):
         if target.exists(os.path.join(path, MANIFEST_NAME)):
             found = _manifest(target, path)
@@ -184,10 +274,12 @@ def _write(attempt: OpenAttempt, name: str, data: bytes) -> None:
         file.sync()
 
 
-def _checked_parts(file: InputFile, index: Index) -> Iterator[memoryview]:
+def _checked_parts(file: InputFile, index: Index, failures: list[BaseException]) -> Iterator[memoryview]:
     """The bytes of ``file``, in memory of their own; the last of a span only once that was found to be good."""
     bounds, digest, span = index.bounds, xxh3_64(), 0
     for begin in range(0, bounds[-1], _READ_BYTES):
+        if failures:
+            raise StorageError("another file of it has failed", path=file.path)
         end = min(begin + _READ_BYTES, bounds[-1])
         # Not one buffer for all: what is sent is still read while the next is asked for.
         part = memoryview(mmap.mmap(-1, max(round_up(end - begin), PAGE)))

@@ -81,8 +81,6 @@ class Engine(AbstractContextManager["Engine"]):
         self._supervisor = Supervisor(
             self.config, job, self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger), claim
         )
-        self.uploads = self._supervisor.uploads
-        """What is being copied to another root; of the first rank."""
         self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
         self._saves = Saves(self.config)
         self._copier = Copier(overlaps=self.config.overlap)

@@ -23,7 +23,8 @@ class Retention:
     """What is to become of what stands at the place of a save, and beside it.
 
     ``keep_last``: how many of the newest steps stay, once it is committed; None: all. ``keep``: asked on the first rank
-    whether this one is kept for good. ``since``: see ``WriteRequest``. ``upload``: asked there what follows the commit.
+    whether this one is kept for good. ``since``: see ``WriteRequest``. ``upload``: what follows the commit;
+    asked there, too.
     """
 
     existing: Existing = "refuse"
@@ -34,7 +35,7 @@ class Retention:
 
 
 def retention_of(
-    config: Config, origin: Origin | None, roots: Sequence[str], step: int, *, uploads: bool | None = None
+    config: Config, origin: Origin | None, roots: Sequence[str], step: int, *, upload: bool | None = None
 ) -> Retention:
     """What a save of ``step`` does to other checkpoints, and whether it is uploaded.
 
@@ -43,7 +44,7 @@ def retention_of(
         origin: Where the run goes on from; None: it has loaded nothing.
         roots: The folder of the steps; or the local one, and the one that steps are uploaded to.
         step: The one to be saved.
-        uploads: Whether this one is; None: as ``config`` says.
+        upload: Whether this one is; None: as ``config`` says.
     """
     root = roots[0]
     existing: Existing = "refuse"
@@ -59,25 +60,26 @@ def retention_of(
     since = 0.0 if origin is None else origin.newest
     if len(roots) == 1:
         return Retention(existing=existing, keep_last=config.keep_last, keep=partial(_keeps, config, step), since=since)
-    is_due = is_uploaded(config, step) if uploads is None else uploads
-    upload = partial(upload_of, config, roots, step, origin) if is_due else None
-    return Retention(existing=existing, keep_last=config.local_keep_last, since=since, upload=upload)
+    ask = partial(_upload, config, origin, roots, step, upload)
+    return Retention(existing=existing, keep_last=config.local_keep_last, since=since, upload=ask)
 
 
-def is_uploaded(config: Config, step: int) -> bool:
-    """Whether ``step`` is one of those that are uploaded."""
-    return config.upload_every is None or step % config.upload_every == 0
-
-
-def upload_of(config: Config, roots: Sequence[str], step: int, origin: Origin | None) -> Upload:
-    """The upload of ``step``, from the first of ``roots`` to the second; the rest as of ``retention_of``."""
+def _upload(
+    config: Config, origin: Origin | None, roots: Sequence[str], step: int, asked: bool | None
+) -> Upload | None:
+    """The upload of ``step``, from the first of ``roots`` to the second; None: it is not uploaded."""
+    keep = _keeps(config, step)
+    is_due = keep or config.upload_every is None or step % config.upload_every == 0
+    if asked is False or not (asked or is_due):
+        return None
     return Upload(
         path=step_folder(roots[0], step),
         to=step_folder(roots[1], step),
         step=step,
         sets_aside=origin is not None and step in origin.left,
+        must=keep or asked is True,
         keep_last=config.keep_last,
-        keep=_keeps(config, step),
+        keep=keep,
         timeout=config.commit_timeout,
     )
 

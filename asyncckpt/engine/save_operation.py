@@ -30,7 +30,6 @@ from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
 from asyncckpt.worker.messages import Committed, WriteRequest
-from asyncckpt.worker.uploads import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -170,17 +169,12 @@ class SaveOperation(SaveState):
             umask=_umask(),
             since=retention.since,
             plan=self.buffer.plan.number,
-            uploads=self._uploads(retention) if group.rank == 0 else (),
+            upload=retention.upload() if group.rank == 0 and retention.upload is not None else None,
         )
-
-    def _uploads(self, retention: Retention) -> tuple[Upload, ...]:
-        upload = None if retention.upload is None else retention.upload()
-        return (*self.buffer.client.uploads.overdue(), *(() if upload is None else (upload,)))
 
     def _begin(self) -> None:
         # Of the worker whose memory this is: should it have died since, this says so, and nothing has begun.
         self.buffer.client.begin(self)
-        self.buffer.client.uploads.add(self.number, self.request.uploads)
         self.request = replace(self.request, small_files=())  # a handle may be kept for long
         with self._beginning:
             self.is_begun, early = True, self._early
@@ -253,8 +247,6 @@ class SaveOperation(SaveState):
     def _finish(self, outcome: Committed | CheckpointError, heard: bool) -> None:
         failure = outcome if isinstance(outcome, CheckpointError) else None
         try:
-            if failure is not None:
-                self.buffer.client.uploads.on_failed_save(self.number, self.request.path)
             # What is raised here is for the log: whoever calls has other saves to end.
             if failure is not None and not heard and not self.is_given_up:
                 with _logged("finding out how a save has ended"):

@@ -173,7 +173,8 @@ def _choose(
         with contextlib.suppress(DamagedCheckpointError):  # of whatever it is, something is there
             is_finalized = storage.is_finalized(request.path, request.attempt)
         if is_finalized:
-            return request.attempt if step is not None or (newest and newest.step) == request.step else None
+            is_newest = newest is not None and newest.step == request.step and root in newest.roots
+            return request.attempt if step is not None or is_newest else None
         if request.attempt in committed or is_taken:
             continue
         return request.attempt if step is not None or _is_newer(request, newest) else None

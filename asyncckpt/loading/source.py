@@ -17,7 +17,7 @@ from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum
 from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
-from asyncckpt.worker.storage.history import StoredStep, newest_step, stored_step
+from asyncckpt.worker.storage.history import history, newest_step, stored_step
 
 _POLL_S = 0.02
 
@@ -59,25 +59,25 @@ def settled_step(timeout: float, *roots: str) -> int | None:
     return newest_step(*roots)
 
 
-def find_step(step: int | None, timeout: float, *roots: str) -> StoredStep:
-    """``step``, or, for None, the newest, as ``settled_step`` says; there has to be a checkpoint of it.
+def find_step(step: int | None, timeout: float, *roots: str) -> list[tuple[int, str]]:
+    """``step``, or, for None, the newest, once nobody is writing any more: the number and the root of each copy.
 
     Raises ``CheckpointNotFoundError``, ``StorageError``.
     """
-    number = settled_step(timeout, *roots) if step is None else step
-    found = None if number is None else stored_step(number, *roots)
-    if found is None and step is None:
-        raise CheckpointNotFoundError("there is no checkpoint here yet", path=roots[-1])
-    if found is None or (step is not None and not any(_is_complete(step_folder(each, step)) for each in found.roots)):
+    if step is None:
+        wait_for_attempts(roots[0], timeout, roots[-1])
+        found = history(*roots)
+        if not found:
+            raise CheckpointNotFoundError("there is no checkpoint here yet", path=roots[-1])
+        return [(found[-1].step, root) for root in found[-1].roots]
+    there = [root for root in roots if storage_for(root).exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]
+    if not there:
         known = ", ".join(map(str, complete_steps(*roots)[-5:])) or "none"
         raise CheckpointNotFoundError(
-            f"there is no such checkpoint; the newest are: {known}", path=step_folder(roots[-1], number or 0), step=step
+            f"there is no such checkpoint; the newest are: {known}", path=step_folder(roots[-1], step), step=step
         )
-    return found
-
-
-def _is_complete(path: str) -> bool:
-    return storage_for(path).exists(os.path.join(path, MANIFEST_NAME))
+    known_as = stored_step(step, *there) if there[1:] else None
+    return [(step, root) for root in (there if known_as is None else known_as.roots)]
 
 
 def is_stock(path: str) -> bool:

@@ -16,9 +16,9 @@ from xxhash import xxh3_64_hexdigest
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading.source import find_step, read_manifest, settled_step
 from asyncckpt.ranks.collectives import from_first
-from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder, storage_for
-from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of, stored_step
-from asyncckpt.worker.uploader import UPLOADED_NAME
+from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
+from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of
+from asyncckpt.worker.upload_notes import has_uploaded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,16 +48,16 @@ class Tiers:
             if not is_address(folder):
                 _make_folder(folder)
 
-    def settle(self) -> None:
-        """Before a load, on the first rank: set the local folder aside where the root was emptied since.
-
-        Whoever removes a run knows its root, and may not see the local folder: it must not come back from there.
+    def check_local(self) -> None:
+        """Raise ``StorageError`` where the root has nothing, and had something: its disk may not be mounted; or the run
+        was removed by somebody who did not see the local folder.
         """
-        local = self.local
-        if local is not None and os.path.exists(os.path.join(local, UPLOADED_NAME)) and not complete_steps(self.root):
-            logger.warning("%s was emptied: what is in %s is of a run that was removed", self.root, local)
-            storage_for(local).set_aside(local, "abandoned")
-            _make_folder(local)
+        if self.local is not None and has_uploaded(self.local) and not complete_steps(self.root):
+            raise StorageError(
+                f"there are no checkpoints here, and some were uploaded from {self.local}: see that this is mounted;"
+                " or, to begin anew, remove that folder, too",
+                path=self.root,
+            )
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, ascending."""
@@ -70,11 +70,6 @@ class Tiers:
     def origin(self, step: int) -> Origin:
         """Where a run goes on that has loaded ``step``. Raises ``StorageError``."""
         return origin_of(step, *self.roots)
-
-    def lacks_copy(self, step: int) -> bool:
-        """Whether ``step`` stands in the local folder alone. Raises ``StorageError``."""
-        found = stored_step(step, *self.roots)
-        return found is None or self.root not in found.roots
 
     def load(
         self,
@@ -100,8 +95,7 @@ class Tiers:
         Raises:
             CheckpointError: As ``fill``; or there is none.
         """
-        found = from_first(partial(find_step, step, timeout, *self.roots), ranks)
-        copies = _copies(found)
+        copies = from_first(partial(find_step, step, timeout, *self.roots), ranks)
         while True:
             step, root = copies.pop(0)
             path = step_folder(root, step)

@@ -236,7 +236,7 @@ def test_an_upload_whose_worker_is_killed(s3_root: str, s3_server: str, tmp_path
             assert checkpointer._engine.worker is not None
             workers.append(checkpointer._engine.worker.pid)
             checkpointer.save(10, state).result(60)
-            with pytest.raises(WorkerDiedError, match="the next save begins it again"):
+            with pytest.raises(WorkerDiedError, match="the next save starts a new worker"):
                 checkpointer.wait_uploads(60)
             assert complete_steps(s3_root) == [] and checkpointer.steps() == [10]
             checkpointer.save(11, state).result(60)

@@ -168,7 +168,7 @@ def test_a_load_waits_for_the_worker_of_a_dead_trainer(root: Path, monkeypatch: 
     trainer = subprocess.Popen(["sleep", "600"])
     lock = RootLock.take(Claim(str(root), None), trainer.pid)
     assert isinstance(lock, RootLock)
-    assert not root_lock.is_finishing(str(root)) and find_step(None, 0.0, str(root)).step == 1
+    assert not root_lock.is_finishing(str(root)) and find_step(None, 0.0, str(root)) == [(1, str(root))]
     trainer.kill()
     trainer.wait()
     assert root_lock.is_finishing(str(root))
@@ -183,7 +183,7 @@ def test_a_load_waits_for_the_worker_of_a_dead_trainer(root: Path, monkeypatch: 
         real(seconds)
 
     monkeypatch.setattr("asyncckpt.loading.source.time.sleep", sleep)
-    assert find_step(None, 60.0, str(root)).step == 2
+    assert find_step(None, 60.0, str(root)) == [(2, str(root))]
 
 
 def test_where_there_is_no_lock_there_is_one_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from support import ranks
 from support.states import same, small_state, zeros_like
+from support.workers import FAULTY, Faulty, wait_for, wait_reached
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, WorkerDiedError
 from asyncckpt.loading.source import read_manifest, verify
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.worker import endpoint
 from asyncckpt.worker.storage import complete_steps
-from asyncckpt.worker.uploader import UPLOADED_NAME
 
 
 @pytest.fixture
@@ -139,21 +139,77 @@ def test_an_upload_that_fails_fails_no_save(root: Path, fast: Path, caplog: pyte
     assert "uploading" in caplog.text
 
 
-def test_what_a_worker_dies_with_is_uploaded_with_the_next_save(root: Path, fast: Path) -> None:
-    """Also where it was the worker of the trainer before this one, which has died, too."""
+# The second time that an attempt is begun, written or finalized it is the upload.
+@pytest.mark.parametrize("fault", ["begin:kill:2", "finalize:kill:2", "sync:kill:6"])
+def test_what_a_worker_dies_with_is_uploaded_by_the_next(
+    root: Path, fast: Path, faulty_worker: Faulty, fault: str
+) -> None:
     state = small_state()
-    config = Config(local_root=str(fast), upload_every=10)
-    with Checkpointer(root, config) as checkpointer:
+    faulty_worker(fault)
+    with Checkpointer(root, Config(local_root=str(fast), upload_every=10, local_keep_last=1)) as checkpointer:
         path = checkpointer.save(10, state).result(60)
-        checkpointer.wait_uploads(60)
-    shutil.rmtree(root / "step-00000010")  # as if it had not come so far
-    Path(path).with_name(UPLOADED_NAME).unlink()
-    with Checkpointer(root, config) as checkpointer:
-        assert checkpointer.load(zeros_like(state)) == 10 and source_of(checkpointer) == "local"
+        with pytest.raises(WorkerDiedError):
+            checkpointer.wait_uploads(60)
         assert complete_steps(str(root)) == []
-        checkpointer.save(11, state).result(60)
+        faulty_worker("")
+        for step in (11, 12):
+            checkpointer.save(step, state).result(60)
         checkpointer.wait_uploads(60)
-        assert complete_steps(str(root)) == [10] and complete_steps(os.path.dirname(path)) == [10, 11]
+        assert complete_steps(str(root)) == [10]
+        checkpointer.save(13, state).result(60)
+    assert complete_steps(os.path.dirname(path)) == [13]
+
+
+def test_what_a_trainer_dies_with_is_uploaded_by_the_next(
+    root: Path, fast: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where its worker is still uploading: that one goes on, nobody waits for it, and nothing is sent twice."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
+    fault = "from asyncckpt.worker import process; real = process.command()\n"
+    fault += f"process.command = lambda: [real[0], {FAULTY!r}, 'begin:hold:2']\n"
+    subprocess.run([sys.executable, "-c", fault + DYING, str(root), str(fast), "10"], timeout=100)
+    wait_reached(gate)
+    config = Config(local_root=str(fast), upload_every=10, local_keep_last=1)
+    state = {"weight": torch.arange(100.0), "step": 10}
+    with Checkpointer(root, config) as checkpointer:
+        assert checkpointer.load(into := zeros_like(state)) == 10 and same(into, state)
+        begun = time.monotonic()
+        for step in (11, 12):
+            checkpointer.save(step, state).result(60)
+        assert time.monotonic() - begun < 20 and complete_steps(str(root)) == []
+        wait_for(lambda: checkpointer.steps() == [10, 12])  # what is to be uploaded is not removed
+        gate.touch()
+        checkpointer.wait_uploads(60)
+        assert complete_steps(str(root)) == [10]
+        checkpointer.save(20, state).result(60)
+        checkpointer.wait_uploads(60)
+        assert complete_steps(str(root)) == [10, 20]
+        assert not [name for name in os.listdir(root) if "abandoned" in name or name.startswith(".")]
+
+
+def test_what_fails_at_the_end_is_told_and_tried_once_more(
+    root: Path, fast: Path, faulty_worker: Faulty, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty_worker("begin:enospc:2")
+    with Checkpointer(root, Config(local_root=str(fast))) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+    assert "uploading" in caplog.text and "No space left" in caplog.text and complete_steps(str(root)) == [1]
+
+
+def test_what_fails_stays_until_it_is_uploaded(root: Path, fast: Path, faulty_worker: Faulty) -> None:
+    """Whatever is saved meanwhile, and removed."""
+    faulty_worker("begin:eio:2")
+    with Checkpointer(root, Config(local_root=str(fast), upload_every=10, local_keep_last=1)) as checkpointer:
+        checkpointer.save(10, small_state()).result(60)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="as the test wants"):
+                checkpointer.wait_uploads(60)
+        assert complete_steps(str(root)) == []
+        for step in (11, 12, 13):
+            checkpointer.save(step, small_state()).result(60)
+        checkpointer.wait_uploads(60)
+        assert complete_steps(str(root)) == [10]
 
 
 def test_going_back(root: Path, fast: Path) -> None:
@@ -217,7 +273,7 @@ def test_a_local_folder_belongs_to_one_root(root: Path, fast: Path) -> None:
             two.load({})
 
 
-def test_a_run_that_was_removed_does_not_come_back(root: Path, fast: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_was_removed_does_not_come_back(root: Path, fast: Path) -> None:
     state, config = small_state(), Config(local_root=str(fast), upload_every=2)
     with Checkpointer(root, config) as checkpointer:
         checkpointer.save(1, state).result(60)
@@ -227,13 +283,14 @@ def test_a_run_that_was_removed_does_not_come_back(root: Path, fast: Path, caplo
         checkpointer.wait_uploads(60)
     shutil.rmtree(root)
     with Checkpointer(root, config) as checkpointer:
+        for look in (checkpointer.latest, lambda: checkpointer.load(zeros_like(state))):
+            with pytest.raises(StorageError, match="see that this is mounted"):
+                look()
+        shutil.rmtree(local_of(checkpointer))
+    with Checkpointer(root, config) as checkpointer:
         assert checkpointer.latest() is None
         with pytest.raises(CheckpointNotFoundError):
             checkpointer.load(zeros_like(state))
-        checkpointer.save(2, state).result(60)
-        assert checkpointer.load(zeros_like(state)) == 2
-        assert complete_steps(f"{local_of(checkpointer)}.abandoned-1") == [2, 3]
-    assert "was emptied" in caplog.text
 
 
 def test_what_makes_no_sense(root: Path, fast: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -13,21 +15,20 @@ import torch
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import (
     CheckpointError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
-    SaveTimeoutError,
     StorageError,
-    WorkerDiedError,
 )
 from asyncckpt.loading.source import read_manifest, verify
-from asyncckpt.worker import uploader
+from asyncckpt.worker import uploader as uploader_module
 from asyncckpt.worker.storage import complete_steps, storage_for
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.partial import PartialFolder
+from asyncckpt.worker.storage.storage import Storage
+from asyncckpt.worker.upload_notes import UploadNotes
 from asyncckpt.worker.uploader import Uploader, copy_checkpoint
-from asyncckpt.worker.uploads import OpenUploads, Upload, UploadEnded
+from asyncckpt.worker.uploads import Upload, wait_for_uploads
 
 
 @pytest.fixture
@@ -41,14 +42,11 @@ def local(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def told() -> list[UploadEnded]:
-    return []
-
-
-def upload_of(local: Path, root: Path, step: int, *, keep: bool = False, keep_last: int | None = None) -> Upload:
+def upload_of(
+    local: Path, root: Path, step: int, *, keep: bool = False, must: bool = False, keep_last: int | None = None
+) -> Upload:
     name = f"step-{step:08d}"
-    return Upload(str(local / name), str(root / name), step, False, keep_last, keep, 600.0)
+    return Upload(str(local / name), str(root / name), step, False, must, keep_last, keep, 600.0)
 
 
 class SlowStorage(LocalStorage):
@@ -66,7 +64,7 @@ class SlowStorage(LocalStorage):
 
 
 def test_a_copy_is_the_checkpoint(local: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploader, "_READ_BYTES", 1 << 20)  # spans of 8 MiB end in the middle of what is read
+    monkeypatch.setattr(uploader_module, "_READ_BYTES", 1 << 20)  # spans of 8 MiB end in the middle of what is read
     copy_checkpoint(upload_of(local, root, 2, keep=True), storage_for)
     one, other = (read_manifest(str(folder / "step-00000002")) for folder in (local, root))
     assert (one.files, one.created, one.step) == (other.files, other.created, other.step) and other.keep
@@ -95,80 +93,96 @@ def test_damage_is_not_copied(local: Path, root: Path, name: str, where: float) 
     assert not root.exists() or not list(root.iterdir())
 
 
+@pytest.fixture
+def uploader_of(local: Path) -> Iterator[Callable[..., Uploader]]:
+    """Makes an uploader, which is closed in the end."""
+    with contextlib.ExitStack() as held:
+
+        def make(storage: Callable[[str], Storage] = storage_for) -> Uploader:
+            return held.enter_context(closing(Uploader(str(local), storage)))
+
+        yield make
+
+
+def upload(uploader: Uploader, *uploads: Upload) -> None:
+    for each in uploads:
+        uploader.note(each)
+        uploader.conclude(each.step, is_committed=True)
+        uploader.begin()
+
+
+def outcome(uploader: Uploader) -> CheckpointError | None:
+    """Of all that was noted; None: it is there."""
+    try:
+        wait_for_uploads(uploader.under_way, 60)
+    except CheckpointError as error:
+        return error
+    return None
+
+
 @pytest.mark.parametrize("call", ["create", "names", "finalize"])
-def test_nothing_is_left_of_one_that_fails(
-    local: Path, root: Path, told: list[UploadEnded], call: str, monkeypatch: pytest.MonkeyPatch
+def test_what_fails_leaves_nothing_and_is_tried_again(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise StorageError("no space left", path=str(root))
 
-    with closing(Uploader(storage_for, told.append)) as each, monkeypatch.context() as patch:
+    monkeypatch.setattr(uploader_module, "_RETRY_S", 0.1)
+    uploader = uploader_of()
+    with monkeypatch.context() as patch:
         patch.setattr(PartialFolder, call, refuse)
-        each.add(upload_of(local, root, 1))
-        each.close()
-        assert isinstance(told[0].error, StorageError) and told[0].error.step == 1 and not list(root.iterdir())
-        patch.undo()
-        each.add(upload_of(local, root, 1))
-    assert told[1] == UploadEnded(str(root / "step-00000001"), None) and complete_steps(str(root)) == [1]
+        upload(uploader, upload_of(local, root, 1))
+        for _ in range(2):
+            error = outcome(uploader)
+            assert isinstance(error, StorageError) and error.step == 1
+    while outcome(uploader) is not None:
+        pass
+    assert os.listdir(root) == ["step-00000001"] and not uploader.needs(1)
 
 
-def test_what_waits_makes_way_and_is_held_until_then(local: Path, root: Path, told: list[UploadEnded]) -> None:
+def test_what_waits_makes_way_and_stays_until_then(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
+) -> None:
     allowed = threading.Event()
     slow = SlowStorage(allowed)
-
-    def choose(path: str) -> LocalStorage:
-        return slow if path.startswith(str(root)) else LocalStorage()
-
-    with closing(Uploader(choose, told.append)) as each:
-        each.add(upload_of(local, root, 1, keep_last=2))
-        assert slow.begun.wait(60)
-        each.add(upload_of(local, root, 2, keep=True, keep_last=2))
-        each.add(upload_of(local, root, 3, keep_last=2))
-        each.add(upload_of(local, root, 4, keep_last=2))
-        assert told == [UploadEnded(str(root / "step-00000003"), None)]
-        prune(str(local), 1, lambda _: False)
-        assert complete_steps(str(local)) == [1, 2, 4]  # 3 is nobody's any more
-        allowed.set()
-    assert [each.error for each in told] == [None] * 4 and complete_steps(str(root)) == [2, 4]
-    prune(str(local), 1, lambda _: False)
+    uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
+    upload(uploader, upload_of(local, root, 1, keep_last=2))
+    assert slow.begun.wait(60)
+    upload(uploader, upload_of(local, root, 2, must=True, keep_last=2), upload_of(local, root, 3, keep_last=2))
+    upload(uploader, upload_of(local, root, 4, keep_last=2))
+    prune(str(local), 1, uploader.needs)
+    assert complete_steps(str(local)) == [1, 2, 3, 4]
+    allowed.set()
+    assert outcome(uploader) is None and complete_steps(str(root)) == [2, 4]
+    assert "00000003 is not uploaded, as uploads take too long" in caplog.text
+    prune(str(local), 1, uploader.needs)
     assert complete_steps(str(local)) == [4]
-    each.add(upload_of(local, root, 3))
-    assert isinstance(told[-1].error, CheckpointNotFoundError)
+    upload(uploader, upload_of(local, root, 3))
+    assert isinstance(outcome(uploader), CheckpointNotFoundError) and outcome(uploader) is None
 
 
-@pytest.fixture
-def waits() -> Iterator[Callable[[OpenUploads], CheckpointError | None]]:
-    def wait(uploads: OpenUploads) -> CheckpointError | None:
-        try:
-            uploads.wait(0.01)
-        except CheckpointError as error:
-            return error
-        return None
+def test_one_worker_at_a_time_uploads(local: Path, root: Path, uploader_of: Callable[..., Uploader]) -> None:
+    """Another goes on where it has ended, and removes nothing of what others have saved since."""
+    allowed = threading.Event()
+    slow = SlowStorage(allowed)
+    one = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
+    upload(one, upload_of(local, root, 1, keep_last=1))
+    assert slow.begun.wait(60)
+    one.trainer_gone()
+    other = uploader_of()
+    upload(other, upload_of(local, root, 2))
+    assert len(other.under_way().to) == 2 and not root.exists()
+    allowed.set()
+    assert outcome(other) is None and complete_steps(str(root)) == [1, 2]
 
-    yield wait
 
-
-def test_what_a_trainer_knows_of_them(waits: Callable[[OpenUploads], CheckpointError | None]) -> None:
-    one, two, three = (upload_of(Path("/local"), Path("/root"), step) for step in (1, 2, 3))
-    uploads = OpenUploads()
-    uploads.add(7, (one,))
-    assert isinstance(waits(uploads), SaveTimeoutError)
-    uploads.on_end(one.to, None)
-    assert waits(uploads) is None
-    uploads.add_overdue(one)
-    assert isinstance(waits(uploads), WorkerDiedError) and uploads.overdue() == (one,)
-    uploads.add(8, (one, two))
-    assert uploads.overdue() == ()
-    uploads.on_failed_save(8, two.path)  # nothing of it was begun
-    assert uploads.overdue() == (one,)
-    uploads.add(9, (one, three))
-    uploads.on_exit()
-    assert set(uploads.overdue()) == {one, three}
-    uploads.add(10, uploads.overdue())
-    uploads.on_end(one.to, StorageError("refused"))
-    uploads.on_end(three.to, CheckpointExistsError("taken"))
-    assert isinstance(waits(uploads), CheckpointExistsError)  # that cannot be mended, and is told once
-    assert isinstance(waits(uploads), StorageError) and uploads.overdue() == (one,)
-    uploads.add(11, uploads.overdue())
-    uploads.on_end(one.to, None)
-    assert waits(uploads) is None
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_worker_that_dies_as_it_commits(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], is_committed: bool
+) -> None:
+    note = upload_of(local, root, 4 if is_committed else 5)
+    UploadNotes(str(local)).add(note)
+    (local / "asyncckpt.uploads" / "step-00000003.json").write_text("{")  # no power, just then
+    uploader = uploader_of()
+    assert outcome(uploader) is None and complete_steps(str(root)) == ([4] if is_committed else [])
+    assert UploadNotes(str(local)).steps() == []

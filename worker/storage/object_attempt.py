@@ -58,10 +58,10 @@ class ObjectAttempt(OpenAttempt):
 
     def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
         key = f"{self._parts}/{name}"
-        if nbytes <= self._part_bytes:
+        if nbytes <= _PART_BYTES:
             self._objects.put(key, b"".join(parts()))
         else:
-            send_parts(self._objects, key, lambda: nbytes, parts, self._part_bytes)
+            send_parts(self._objects, key, lambda: nbytes, parts, max(_PART_BYTES, -(-nbytes // _MOST_PARTS)))
 
     def names(self) -> set[str]:
         self._listing = list_below(self._objects, self._place)

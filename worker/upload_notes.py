@@ -1,0 +1,100 @@
+"""Notes of uploads: each has one, a small file in the local folder, from before its checkpoint is committed until it is
+at the root, or nobody wants it there any more. So what a worker dies with, the next one finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import asdict
+
+from asyncckpt.worker.storage.file_system import lock_alone, make_folder, translated
+from asyncckpt.worker.uploads import Upload
+
+_FOLDER = "asyncckpt.uploads"
+_NOTE = re.compile(r"\.?step-(\d+)\.json")
+_EVER = "ever"
+
+
+class UploadNotes:
+    """The notes in one local folder. A note whose name begins with a dot is of a checkpoint that is not committed yet.
+
+    All methods raise ``StorageError`` where the folder refuses.
+    """
+
+    def __init__(self, local: str) -> None:
+        """Make the folder for them in ``local``, if it is missing."""
+        self._folder = os.path.join(local, _FOLDER)
+        with translated("making a folder", self._folder):
+            make_folder(self._folder)
+
+    def add(self, upload: Upload) -> None:
+        """Note it, durably, for when its checkpoint is committed."""
+        path = self._path(upload.step, hidden=True)
+        with translated("noting an upload", path), open(path, "w") as file:
+            json.dump(asdict(upload), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def show(self, step: int) -> None:
+        """Its checkpoint is committed."""
+        path = self._path(step, hidden=True)
+        with translated("noting an upload", path):
+            os.replace(path, self._path(step))
+
+    def remove(self, step: int) -> None:
+        """It has ended, or will not be."""
+        for path in (self._path(step), self._path(step, hidden=True)):
+            with translated("removing a note", path), contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def hidden(self) -> list[int]:
+        """The steps whose checkpoints are not committed yet, or whose worker died just then."""
+        return [step for name, step in self._names() if name.startswith(".")]
+
+    def steps(self) -> list[int]:
+        """All steps that have one."""
+        return [step for _, step in self._names()]
+
+    def all(self) -> list[Upload]:
+        """Those of committed checkpoints, the oldest note first. One that cannot be read is removed."""
+        found: list[tuple[int, Upload]] = []
+        for name, step in self._names():
+            path = os.path.join(self._folder, name)
+            if not name.startswith("."):
+                with translated("reading a note", path), contextlib.suppress(FileNotFoundError):
+                    try:
+                        with open(path) as file:
+                            found.append((os.fstat(file.fileno()).st_mtime_ns, Upload(**json.load(file))))
+                    except (ValueError, TypeError):
+                        self.remove(step)
+        return [upload for _, upload in sorted(found, key=lambda each: (each[0], each[1].step))]
+
+    def lock(self) -> int | None:
+        """Take the lock: one worker at a time uploads. The descriptor holds it; None: another worker has it."""
+        with translated("taking a lock", self._folder):
+            fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if lock_alone(fd) is False:  # None: its file system has no locks
+                os.close(fd)
+                return None
+            return fd
+
+    def note_success(self) -> None:
+        """Something of this run is in its root, from now on."""
+        with contextlib.suppress(OSError), open(os.path.join(self._folder, _EVER), "w"):
+            pass
+
+    def _names(self) -> list[tuple[str, int]]:
+        with translated("listing", self._folder):
+            names = ((name, _NOTE.fullmatch(name)) for name in os.listdir(self._folder))
+            return [(name, int(match[1])) for name, match in names if match]
+
+    def _path(self, step: int, *, hidden: bool = False) -> str:
+        return os.path.join(self._folder, f"{'.' if hidden else ''}step-{step:08d}.json")
+
+
+def has_uploaded(local: str) -> bool:
+    """Whether something was uploaded from the folder ``local``, ever."""
+    return os.path.exists(os.path.join(local, _FOLDER, _EVER))
