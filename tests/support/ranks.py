@@ -34,7 +34,7 @@ fsdp2_on_cpu = pytest.mark.skipif(
 )
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.fsdp", "asyncckpt.integrations.dcp", "asyncckpt.weights"])
+_context.set_forkserver_preload(["torch.distributed.fsdp", "asyncckpt.integrations.dcp", "asyncckpt.weights", "pytest"])
 
 
 @dataclass
