@@ -34,7 +34,10 @@ fsdp2_on_cpu = pytest.mark.skipif(
 )
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.fsdp", "asyncckpt.integrations.dcp", "asyncckpt.weights", "pytest"])
+# What each rank would import by itself: torch._dynamo, for one, at its first step of an optimizer.
+_context.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch._dynamo", "asyncckpt.integrations.dcp", "asyncckpt.weights", "pytest"]
+)
 
 
 @dataclass
