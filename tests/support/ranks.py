@@ -135,6 +135,7 @@ def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
 def _alone(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _speaker
     _speaker = pipe
+    torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
     function(*args)
@@ -161,6 +162,7 @@ def _main(
     global _speaker
     _speaker = pipe
     faulthandler.dump_traceback_later(LIMIT_S - 5, exit=True)
+    torch.set_num_threads(1)  # as torchrun has it: many threads on few cores mostly wait for each other, in turns
     os.environ.clear()
     os.environ.update(environment)  # that of the test, not of the server this is forked from
     os.environ.pop("MASTER_ADDR", None)
