@@ -7,8 +7,10 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -139,6 +141,17 @@ def _alone(pipe: Connection, environment: dict[str, str], function: Callable[...
     os.environ.clear()
     os.environ.update(environment)
     function(*args)
+
+
+def script(code: str, *arguments: str) -> int:
+    """The exit code of ``python -c code arguments``, where torch is imported already."""
+    return alone(_run_script, code, arguments)[0]
+
+
+def _run_script(code: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(code, "<string>", "exec"), main.__dict__)
 
 
 _speaker: Connection | None = None
