@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.peers import MEGATRON, peer
+from support.peers import MEGATRON, peer, python
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 # A script that parses as ``pretrain_gpt.py`` of core 0.16 does; ``KNOWS`` are the flags that are not in all trees.
 _SCRIPT = """
@@ -39,26 +42,52 @@ _DOCUMENTED = ("--async-save", "--use-persistent-ckpt-worker", "--async-ckpt-use
 _PRIORITIES = ("--async-ckpt-cpu-priority", "7", "--async-ckpt-io-priority=2")
 
 
-def _launch(folder: Path, *arguments: str, knows: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+# Run as a module, in a process that has imported torch.
+_MODULE = """
+import runpy, warnings
+warnings.simplefilter("ignore")
+runpy.run_module("asyncckpt.integrations.megatron", run_name="__main__", alter_sys=True)
+"""
+
+
+def _script(folder: Path) -> str:
     script = folder / "pretrain.py"
     script.write_text(_SCRIPT)
-    root = str(Path(__file__).parents[2])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "asyncckpt.integrations.megatron", str(script), *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, peer(MEGATRON)]), "KNOWS": json.dumps(knows)},
+    return str(script)
+
+
+def _launch(folder: Path, *arguments: str) -> str:
+    return python(_MODULE, MEGATRON, arguments=(_script(folder), *arguments))
+
+
+def _said(output: str) -> Any:
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture(autouse=True)
+def knows(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Call it with the flags that the script's own parser has."""
+
+    def know(*flags: str) -> None:
+        monkeypatch.setenv("KNOWS", json.dumps(flags))
+
+    know()
+    return know
+
+
+def test_a_parser_that_lacks_them(tmp_path: Path) -> None:
+    """The command as the documents have it."""
+    command = [sys.executable, "-W", "ignore", "-m", "asyncckpt.integrations.megatron", _script(tmp_path)]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), peer(MEGATRON)])
+    done = subprocess.run(
+        [*command, *_DOCUMENTED, *_PRIORITIES],
+        env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=100,
     )
-
-
-def _said(done: subprocess.CompletedProcess[str]) -> Any:
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_parser_that_lacks_them(tmp_path: Path) -> None:
-    said = _said(_launch(tmp_path, *_DOCUMENTED, *_PRIORITIES))
+    said = _said(done.stdout)
     arguments = said["arguments"]
     assert arguments["async_save"] and arguments["save"] == "here" and arguments["async_ckpt_use_cpu_shm"] is True
     assert arguments["async_ckpt_cpu_priority"] == said["nice"] == 7 and said["io"] == "best-effort"
@@ -66,17 +95,18 @@ def test_a_parser_that_lacks_them(tmp_path: Path) -> None:
     assert "--async-ckpt-use-cpu-shm" in said["unknown"]
 
 
-def test_a_parser_that_has_them_is_left_alone(tmp_path: Path) -> None:
-    knows = ("--async-ckpt-use-cpu-shm", "--async-ckpt-cpu-priority", "--async-ckpt-io-priority")
-    said = _said(_launch(tmp_path, *_DOCUMENTED, "--async-ckpt-io-priority=2", knows=knows))
+def test_a_parser_that_has_them_is_left_alone(tmp_path: Path, knows: Callable[..., None]) -> None:
+    knows("--async-ckpt-use-cpu-shm", "--async-ckpt-cpu-priority", "--async-ckpt-io-priority")
+    said = _said(_launch(tmp_path, *_DOCUMENTED, "--async-ckpt-io-priority=2"))
     arguments = said["arguments"]
     assert arguments["async_ckpt_use_cpu_shm"] == "its own, given"
     assert arguments["async_ckpt_cpu_priority"] == "its own" and arguments["async_ckpt_io_priority"] == "2"
 
 
 def test_what_nobody_knows_is_refused_by_the_parser(tmp_path: Path) -> None:
-    done = _launch(tmp_path, *_DOCUMENTED, "--async-ckpt-use-gpu-shm")
-    assert done.returncode == 2 and "unrecognized arguments: --async-ckpt-use-gpu-shm" in done.stderr
+    refused = r"(?s)ended with 2\b.*unrecognized arguments: --async-ckpt-use-gpu-shm"
+    with pytest.raises(pytest.fail.Exception, match=refused):
+        _launch(tmp_path, *_DOCUMENTED, "--async-ckpt-use-gpu-shm")
 
 
 @pytest.mark.parametrize("given", [_DOCUMENTED[:2], ()])

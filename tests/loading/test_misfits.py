@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import script
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -145,10 +144,11 @@ def test_other_conversions_are_made_and_counted(written: str, numbers: Path, cap
     assert "converted" not in caplog.text
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_what_is_loaded_from_memory_is_no_different(root: Path) -> None:
     code = "import os, sys, torch; from asyncckpt import Checkpointer, Config; c = Checkpointer(sys.argv[1], Config("
     code += "linger=60)); c.save(1, {'w': torch.ones(3)}).result(60); os._exit(1)"
-    subprocess.run([sys.executable, "-c", code, str(root)], timeout=100, check=False)
+    assert script(code, str(root)) == 1
     into = torch.zeros(3, dtype=torch.int64)
     with Checkpointer(root) as checkpointer:
         with pytest.raises(MismatchError, match=r"'w' is torch.int64 and torch.float32 is stored"):

@@ -32,6 +32,8 @@ SHORT_S = 12.0
 LONG_S = 20.0
 START_S = 15.0
 PATIENCE_S = 20.0
+# What all that are only slow run into.
+SLOW_S = 8.0
 
 TRAINERS = {"plan": (draft.Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}
 WORKERS = {"exception": "eio", "kill worker": "kill", "kill trainer": "orphan", "stall": "stop"}
@@ -161,8 +163,8 @@ def _outlive(root: str, gate: str, fault: str, trainer_dies: bool) -> str:
     if dist.get_rank() == 0:
         faulty(fault)
     # Within the time for a commit all workers have to come up, too, which a loaded machine takes seconds for.
-    checkpointer = Checkpointer(root, Config(timeout=2 * SHORT_S, commit_timeout=2 * SHORT_S, start_timeout=START_S))
-    group._RESOLVE_S = SHORT_S
+    checkpointer = Checkpointer(root, Config(timeout=2 * SLOW_S, commit_timeout=2 * SLOW_S, start_timeout=START_S))
+    group._RESOLVE_S = SLOW_S
     save = checkpointer.save(1, replicas(1))
     if dist.get_rank() == 0:
         worker = checkpointer._engine.worker

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu_check.cli import main
 from gpu_check.figures import Figure, Results, read
 from support import simulated_device
 
@@ -34,10 +35,14 @@ def test_what_a_figure_has_to_reach(tmp_path: Path) -> None:
 
 @pytest.mark.device
 @pytest.mark.skipif(simulated_device.why_not() is not None, reason="no g++")
-def test_a_part_is_measured_once(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "env", "--device", "simulated", "--scale", "0.01", "--out", str(tmp_path)]
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert "copy into our memory" in done.stdout, done.stderr
-    found = json.loads((tmp_path / "gpu-env.json").read_text())
-    assert found["whole"] and "env: torch" not in done.stdout  # the second time it was there
+def test_a_part_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(SCRIPT), "env", "--device", "simulated", "--scale", "0.01", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200)
+    assert "env: torch" in done.stdout and "copy into our memory" in done.stdout, done.stderr
+    assert json.loads((tmp_path / "gpu-env.json").read_text())["whole"]
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    said, _ = capfd.readouterr()
+    assert "copy into our memory" in said and "env: torch" not in said  # it was there

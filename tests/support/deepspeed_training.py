@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # here, or each rank imports it, and torch's compiler, by itself
 import torch
 import torch.distributed as dist
 

@@ -7,8 +7,10 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,7 +36,10 @@ fsdp2_on_cpu = pytest.mark.skipif(
 )
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.fsdp", "asyncckpt.integrations.dcp", "asyncckpt.weights"])
+# What each rank would import by itself: torch._dynamo, for one, at its first step of an optimizer.
+_context.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch._dynamo", "asyncckpt.integrations.dcp", "asyncckpt.weights", "pytest"]
+)
 
 
 @dataclass
@@ -132,9 +137,21 @@ def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
 def _alone(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _speaker
     _speaker = pipe
+    torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
     function(*args)
+
+
+def script(code: str, *arguments: str) -> int:
+    """The exit code of ``python -c code arguments``, where torch is imported already."""
+    return alone(_run_script, code, arguments)[0]
+
+
+def _run_script(code: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(code, "<string>", "exec"), main.__dict__)
 
 
 _speaker: Connection | None = None
@@ -158,6 +175,7 @@ def _main(
     global _speaker
     _speaker = pipe
     faulthandler.dump_traceback_later(LIMIT_S - 5, exit=True)
+    torch.set_num_threads(1)  # as torchrun has it: many threads on few cores mostly wait for each other, in turns
     os.environ.clear()
     os.environ.update(environment)  # that of the test, not of the server this is forked from
     os.environ.pop("MASTER_ADDR", None)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support.ranks import script
 from support.segments import mapped_segments
 from support.states import small_state
 from support.workers import Faulty
@@ -229,12 +230,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.usefixtures("forkserver")
 @pytest.mark.parametrize(
     ("death", "steps"), [("after", [1, 2]), ("staging 2", [1]), ("untold 2", [1, 2]), ("untold 1", [1])]
 )
 def test_what_a_killed_trainer_had_staged_is_written(root: Path, death: str, steps: list[int]) -> None:
-    trainer = subprocess.run([sys.executable, "-c", TRAINER, str(root), death], timeout=120, cwd="/")
-    assert trainer.returncode == -signal.SIGKILL
+    assert script(TRAINER, str(root), death) == -signal.SIGKILL
     with Checkpointer(root) as checkpointer:
         state = {"w": torch.zeros(3_000_000), "step": 0}
         assert checkpointer.load(state) == steps[-1]  # which waits for the dead trainer's worker

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.ranks import script
 from support.workers import Faulty
 
 from asyncckpt.checkpointer import Checkpointer
@@ -205,9 +204,9 @@ checkpointer.save(2, state_of(2))
 HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_killed_half_way_it_has_saved_nothing(root: Path) -> None:
-    trainer = subprocess.run([sys.executable, "-c", TRAINER, str(root), *HERE], timeout=200)
-    assert trainer.returncode == -signal.SIGKILL
+    assert script(TRAINER, str(root), *HERE) == -signal.SIGKILL
     with Checkpointer(root) as checkpointer:
         assert checkpointer.load(state := state_of(0)) == 1
         assert all(torch.equal(state[name], tensor) for name, tensor in state_of(1).items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def _functions_on_ranks(bad: int) -> str:
     queue.schedule_async_request(nvrx.AsyncRequest(fail, (dist.get_rank(),), [dist.barrier]))
     try:
         while not queue.maybe_finalize_async_calls(blocking=False, no_dist=False):
-            pass
+            time.sleep(0.01)  # a step of the training
     except CheckpointException as error:
         return str(list(error.failures))
     finally:

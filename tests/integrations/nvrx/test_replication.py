@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def _saves_locally(package: str, folder: str) -> None:
         queue.schedule_async_request(manager.save(state, iteration, is_async=True))
         while queue.get_num_unfinalized_calls():
             queue.maybe_finalize_async_calls(blocking=False)
+            time.sleep(0.01)  # a step of the training
     queue.close()
 
     assert manager.find_latest() == 2

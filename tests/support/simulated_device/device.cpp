@@ -17,8 +17,6 @@ namespace simulated {
 
 namespace {
 
-constexpr auto kType = c10::DeviceType::PrivateUse1;
-
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return kType;

@@ -6,9 +6,14 @@
 #include <cstdint>
 #include <optional>
 
+#include <c10/core/DeviceType.h>
+
 #include "streams.h"
 
 namespace simulated {
+
+// What torch calls their type.
+constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 // Memory of a device, as a caching allocator gives it: what is freed is poisoned in the order of the stream that it
 // was taken on, and taken again on that stream at once. Throws c10::OutOfMemoryError.

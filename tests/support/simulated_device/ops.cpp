@@ -27,7 +27,6 @@ namespace {
 using at::Tensor;
 using c10::IValue;
 
-constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr auto kKey = c10::DispatchKey::PrivateUse1;
 
 bool is_ours(const Tensor& tensor) {
