@@ -20,9 +20,9 @@ def add_to(commands: Any) -> argparse.ArgumentParser:
     added: argparse.ArgumentParser = commands.add_parser(
         "export",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}, tensor by tensor, checked on the way. OUT appears when it is complete."
-        " Exits with 0 if that is so, with 1 if the checkpoint is damaged, and with 2 if something is not there or cannot"
-        " be used.",
+        description=f"{text[0].upper()}{text[1:]}, tensor by tensor, checked on the way. OUT appears when complete:"
+        " then this exits with 0; with 1 if the checkpoint is damaged, with 2 if something is not there or cannot be"
+        " used.",
         epilog="examples: asyncckpt export checkpoints model --only model --dtype bf16 --extra config.json;"
         " asyncckpt export checkpoints/step-00000100 state.pt --to torch;"
         " asyncckpt export state.pt checkpoints/step-00000100 --to dcp",

@@ -82,7 +82,7 @@ def export(
     Args:
         path: A checkpoint of ours or of stock DCP; a root, for its newest step; a file of ``torch.save``; a file of
             safetensors, or a folder of them.
-        out: For "hf" and "dcp" a folder (named as a step of a root it is a checkpoint of that step), for "torch" a file.
+        out: For "hf" and "dcp" a folder (with the name of a step, that step of a root), for "torch" a file.
         to: "hf", safetensors with an index, as ``from_pretrained`` reads them, tensors alone; "torch", one file that
             ``torch.load`` reads; "dcp", a checkpoint that ``Checkpointer.load`` and stock DCP read.
         dtype: What floating point tensors become, but those of one byte: "bf16", "fp16" or "fp32".
