@@ -28,7 +28,8 @@ from asyncckpt.worker.storage.storage import OutputFile
 _THREADS = 4
 # Of all of them together, unless one alone is larger.
 _IN_FLIGHT_BYTES = _THREADS * BATCH_BYTES
-_WRITE_BYTES = 4 << 20
+# Of a batch that is larger than others.
+_WRITE_BYTES = BATCH_BYTES
 _ALIGNMENT = 64
 
 

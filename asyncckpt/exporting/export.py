@@ -26,6 +26,7 @@ from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_source import open_torch_file
 from asyncckpt.exporting.torch_file_target import plan_torch_file
 from asyncckpt.loading.data_file import read_pool
+from asyncckpt.loading.load import without_gc
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import find_step, is_stock
 from asyncckpt.worker.manifest import MANIFEST_NAME
@@ -107,7 +108,7 @@ def export(
     job = _Job(absolute(path), to, max_shard_size, extra, weights_only)
     new_name, new_dtype = renaming(rename), dtype_of(dtype)
     place = place_for(out, is_file=to == "torch")
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, without_gc():
         bar = held.enter_context(Progress("exporting", shown=progress))
         state = job.open(held)
         return job.write(state, select(state, only, new_name, new_dtype), place, bar)

@@ -57,12 +57,15 @@ class StoredTensor:
         """Its boxes in their order, each with its first element in the tensor, if each is the elements from there on in
         a row: the whole tensor, or shards of its rows. None: it has to be gathered.
         """
+        if not all(map(self._is_row, self.boxes)):
+            return None
+        if len(self.boxes) == 1:
+            return [(0, self.boxes[0])]
         strides = contiguous(self.shape)
-        rows = sorted(
+        return sorted(
             (sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True)), box)
             for box in self.boxes
         )
-        return rows if all(self._is_row(box) for box in self.boxes) else None
 
     def check(self, path: str) -> None:
         """That the boxes are the whole tensor, and each element is in one of them. Raises ``DamagedCheckpointError``.
@@ -70,6 +73,8 @@ class StoredTensor:
         Args:
             path: The checkpoint, for the error.
         """
+        if len(self.boxes) == 1 and self.boxes[0].shape == self.shape and not any(self.boxes[0].offsets):
+            return
         within = all(
             len(box.shape) == len(box.offsets) == len(self.shape)
             and all(0 <= at <= at + n <= most for at, n, most in zip(box.offsets, box.shape, self.shape, strict=True))

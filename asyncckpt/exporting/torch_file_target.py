@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -94,22 +95,26 @@ class _Pickler(StoragePickler):
     def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, _Tensor):
             return super().reducer_override(obj)
-        example = torch.empty(0, dtype=obj.storage.dtype, device="cpu")
-        rebuild, (_, _, _, _, *more) = example.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
+        rebuild, (_, _, _, _, *more) = _reduced(obj.storage.dtype)
         shape = obj.storage.tensor.shape
         return rebuild, (obj.storage, 0, shape, contiguous(shape), *more)
 
     def persistent_id(self, obj: object) -> Any:
         if not isinstance(obj, _Storage):
             return super().persistent_id(obj)
-        example = torch.empty(0, dtype=obj.dtype, device="cpu")
-        of_tensor = example.__reduce_ex__(_PROTOCOL)[1][0]  # type: ignore[no-untyped-call]
+        of_tensor = _reduced(obj.dtype)[1][0]
         key = self.keys.setdefault(obj, str(len(self.keys)))
         if isinstance(of_tensor, torch.storage.TypedStorage):
             kind = getattr(torch, of_tensor._pickle_storage_type())  # type: ignore[no-untyped-call]
             return "storage", kind, key, "cpu", obj.tensor.numel
         kind = normalize_storage_type(type(of_tensor))  # type: ignore[no-untyped-call]
         return "storage", kind, key, "cpu", obj.nbytes
+
+
+@functools.cache
+def _reduced(dtype: torch.dtype) -> Any:
+    """What torch pickles of a tensor of that type: how it is rebuilt, and from what."""
+    return torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
 
 
 class _Completed:
