@@ -55,9 +55,12 @@ def open_checkpoint(path: str, held: ExitStack) -> StoredState:
 
 
 def nesting(metadata: Metadata) -> dict[str, Keys]:
-    """By the name of each value, the keys that lead to it in the state dict that was saved, as DCP has noted them."""
+    """By the name of each value, in their order, the keys that lead to it in the state dict, as DCP has noted them."""
     known = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    return {name: tuple(known.get(name) or (name,)) for name in metadata.state_dict_metadata}
+    names = dict.fromkeys(
+        [*(name for name in known if name in metadata.state_dict_metadata), *metadata.state_dict_metadata]
+    )
+    return {name: tuple(known.get(name) or (name,)) for name in names}
 
 
 def whole(name: str, dtypes: set[torch.dtype], shape: tuple[int, ...], boxes: list[Box], path: str) -> StoredTensor:

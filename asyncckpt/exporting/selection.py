@@ -93,7 +93,7 @@ def select(state: StoredState, only: str | None, rename: Callable[[str], str], d
     prefix = f"{only.rstrip('.')}." if only and only.strip(".") else ""
     first: dict[object, str] = {}
     old: dict[str, str] = {}
-    for name in [*state.tensors, *state.objects]:
+    for name in state.keys:
         if not name.startswith(prefix):
             continue
         before = _without(state.keys[name], prefix)
@@ -132,11 +132,19 @@ def _without(keys: Keys, prefix: str) -> Keys:
 
 
 def _renamed(keys: Keys, new: str) -> Keys:
-    """Keys, the last one changed so that they are the name ``new``; where the others do not fit it, that alone."""
-    above = "".join(f"{key}." for key in keys[:-1])
-    if f"{above}{keys[-1]}" == new:
+    """The keys that a value has as ``new``: the last one, or those above it, are changed; else it is the only one."""
+    above, last = keys[:-1], str(keys[-1])
+    before = "".join(f"{key}." for key in above)
+    if f"{before}{last}" == new:
         return keys
-    return (*keys[:-1], new[len(above) :]) if above and new.startswith(above) and len(new) > len(above) else (new,)
+    if above and new.startswith(before) and new != before:
+        return (*above, new[len(before) :])
+    if above and new.endswith(f".{last}"):
+        parts = new[: -len(last) - 1].split(".")
+        same = len(parts) == len(above)  # positions in lists stay numbers
+        kept = [key if str(key) == part else part for key, part in zip(above, parts, strict=True)] if same else parts
+        return (*kept, keys[-1])
+    return (new,)
 
 
 def _refuse_nested(keys: Mapping[str, Keys], path: str) -> None:

@@ -123,8 +123,9 @@ class StoredObject(NamedTuple):
 class StoredState:
     """A state dict in storage.
 
-    ``keys`` lead to each value in it, by its name, which is those with dots between them. Of an object the bytes may be
-    at hand already. ``files`` are open, and ``verified`` says whether they have checksums.
+    ``keys`` lead to each value in it, by its name, which is those with dots between them; they have the order of the
+    state dict. Of an object the bytes may be at hand already. ``files`` are open, and ``verified`` says whether they
+    have checksums.
     """
 
     path: str

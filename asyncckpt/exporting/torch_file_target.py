@@ -37,12 +37,15 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
     """
     state: dict[Any, Any] = {}
     storages: dict[str, _Storage] = {}
-    for name, (tensor, dtype) in selection.tensors.items():
-        storages[name] = storages.get(selection.tied.get(name, ""), _Storage(tensor, dtype))
-        set_element(state, selection.keys[name], _Tensor(storages[name]))
-    for name, stored in selection.objects.items():
-        value = load_object(io.BytesIO(pickles[stored]), name, path, weights_only=weights_only)
-        set_element(state, selection.keys[name], value)
+    for name, keys in selection.keys.items():
+        value: Any
+        if name in selection.tensors:
+            storages[name] = storages.get(selection.tied.get(name, "")) or _Storage(*selection.tensors[name])
+            value = _Tensor(storages[name])
+        else:
+            data = io.BytesIO(pickles[selection.objects[name]])
+            value = load_object(data, name, path, weights_only=weights_only)
+        set_element(state, keys, value)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, _PROTOCOL)
     try:
