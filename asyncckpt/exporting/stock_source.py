@@ -166,14 +166,12 @@ def _note(head: bytes, place: _Place) -> _Note | None:
             if not isinstance(note, _Note):
                 raise UnsavableStateError(f"{place.key.fqn!r} is stored as a {type(note).__name__}: no plain tensor")
         elif name.endswith(b"/data/0") and note is not None:
-            extent = sum((n - 1) * stride for n, stride in zip(note.shape, note.strides, strict=True)) + 1
-            begin = payload_at + note.begin * note.dtype.itemsize
-            end = begin + (0 if 0 in note.shape else extent * note.dtype.itemsize)
-            if (
-                min(note.shape, default=0) < 0
-                or min(note.strides, default=0) < 0
-                or not 0 <= begin <= end <= place.nbytes
-            ):
+            begin = end = payload_at
+            if 0 not in note.shape:  # else it may begin anywhere
+                begin += note.begin * note.dtype.itemsize
+                extent = 1 + sum((n - 1) * stride for n, stride in zip(note.shape, note.strides, strict=True))
+                end = begin + extent * note.dtype.itemsize
+            if min((*note.shape, *note.strides), default=0) < 0 or not payload_at <= begin <= end <= place.nbytes:
                 raise ValueError("its elements do not stand in it")
             return note._replace(begin=place.at + begin)
         at += len(_LOCAL_MAGIC)

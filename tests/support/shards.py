@@ -55,7 +55,7 @@ class ShardPlanner(DefaultSavePlanner):
 def shards(tensor: torch.Tensor, cuts: Cuts) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """The parts of a tensor, each with its offsets."""
     given = [*cuts, *([()] * tensor.ndim)][: tensor.ndim]
-    edges = [sorted({0, *its, n}) for its, n in zip(given, tensor.shape, strict=True)]
+    edges = [sorted({0, *its, n}) if n else [0, 0] for its, n in zip(given, tensor.shape, strict=True)]
     for begins in itertools.product(*(list(itertools.pairwise(its)) for its in edges)):
         part = tensor[tuple(slice(*each) for each in begins)] if tensor.ndim else tensor
         yield tuple(begin for begin, _ in begins), part.contiguous()
