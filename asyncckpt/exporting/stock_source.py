@@ -33,6 +33,22 @@ _HEAD_BYTES, _LONGEST_HEAD_BYTES = 4 << 10, 256 << 10
 _NEAR_BYTES = 64 << 10
 _READ_BYTES = 1 << 20
 
+# What their classes would say, too, with a warning.
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
+
 _LOCAL = struct.Struct("<4s5H3L2H")
 _LOCAL_MAGIC = b"PK\3\4"
 
@@ -192,11 +208,9 @@ class _Unpickler(pickle.Unpickler):
             case (("torch" | "torch.storage"), "UntypedStorage"):
                 return torch.uint8
             case "torch", _:
-                found = getattr(torch, name, None)
+                found = _STORAGES.get(name) or getattr(torch, name, None)
                 if isinstance(found, torch.dtype):
                     return found
-                if isinstance(dtype := getattr(found, "dtype", None), torch.dtype):  # as of torch.FloatStorage
-                    return dtype
         raise UnsavableStateError(
             f"a tensor is stored by way of {module}.{name}, and only plain ones can be exported; leave it out by"
             " exporting another part of the state, or load it with torch.distributed.checkpoint"
