@@ -18,7 +18,7 @@ from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor
 from asyncckpt.exporting.stored import Box, contiguous
 from asyncckpt.loading.data_file import ChecksummedFile
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 8 << 20
 """Of a batch, unless it is a tensor that has to be gathered; and of what is read before it is converted."""
 
 

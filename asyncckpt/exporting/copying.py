@@ -25,9 +25,9 @@ from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.storage.storage import OutputFile
 
 # Batches that are filled or written at once: while some are read, others are written.
-_THREADS = 4
-# Of all of them together, unless one alone is larger.
-_IN_FLIGHT_BYTES = _THREADS * BATCH_BYTES
+_THREADS = 6
+# Of all of them together, beside the largest tensor that has to be gathered: while it is written others are read.
+_IN_FLIGHT_BYTES = 64 << 20
 # Of a batch that is larger than others.
 _WRITE_BYTES = BATCH_BYTES
 _ALIGNMENT = 64
@@ -75,7 +75,8 @@ class _Writing:
         self._plan, self._state, self._output = plan, state, output
         self._readers, self._progress = readers, progress
         self._batches = list(batches(plan, state.files))
-        self._room = max(_IN_FLIGHT_BYTES, *(each.end - each.begin for each in self._batches))
+        largest = max(each.end - each.begin for each in self._batches)
+        self._room = _IN_FLIGHT_BYTES + (largest if largest > 2 * BATCH_BYTES else 0)
         # Guards what follows.
         self._changed = threading.Condition()
         self._turn = 0
