@@ -91,7 +91,7 @@ def remarks(done: Exported) -> Iterator[str]:
         yield f"tied, and so written once: {pairs}{_more(len(done.tied))}"
     if done.objects:
         yield f"left out, as no tensors: {', '.join(done.objects[:_SOME])}{_more(len(done.objects))}"
-    if done.objects and done.tops:
+    if done.tops:
         yield f"the names begin with {', '.join(done.tops)}: --only {done.tops[0]} exports that part alone, without it"
 
 

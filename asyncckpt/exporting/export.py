@@ -18,7 +18,7 @@ from asyncckpt.exporting.copying import write
 from asyncckpt.exporting.dcp_target import CheckpointTarget
 from asyncckpt.exporting.file_plan import FilePlan
 from asyncckpt.exporting.output import output, place_for
-from asyncckpt.exporting.safetensors_source import SUFFIX, open_safetensors
+from asyncckpt.exporting.safetensors_source import SUFFIX, names_of_files, open_safetensors
 from asyncckpt.exporting.safetensors_target import plan_safetensors
 from asyncckpt.exporting.selection import Rename, Selection, dtype_of, parse_bytes, renaming, select
 from asyncckpt.exporting.stock_source import open_stock
@@ -45,7 +45,7 @@ class Exported:
     """What an export has made: at ``path``, ``nbytes`` in ``files``, of what was stored in ``source``.
 
     ``tied`` were left out of safetensors, each with the name its bytes stand under; ``objects`` were left out, too.
-    ``tops`` are the keys at the top of what was exported.
+    ``tops`` are the keys that the names of safetensors begin with.
     """
 
     source: str
@@ -149,15 +149,15 @@ class _Job:
             if name.endswith(SUFFIX):
                 return open_safetensors(folder, [name], held)
             return open_torch_file(path, held, weights_only=self._weights_only)
-        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and named_steps(path):
+        is_checkpoint = storage.exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path)
+        if not is_checkpoint and named_steps(path):
             if (step := newest_step(path)) is None:
                 raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)
             path = step_folder(path, find_step(path, step, 0.0))
         held.enter_context(storage.reading(path))  # retention leaves it alone
         if is_stock(path):
             return open_stock(path, held)
-        names = [name for name in storage.names_in(path) if name.endswith(SUFFIX)]
-        if names and not storage.exists(os.path.join(path, MANIFEST_NAME)):
+        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (names := names_of_files(path)):
             return open_safetensors(path, names, held)
         return open_checkpoint(path, held)
 
@@ -200,7 +200,7 @@ class _Job:
             nbytes=written + sum(map(len, small.values())),
             tied=selection.tied if is_hf else {},
             objects=list(selection.objects) if is_hf else (),
-            tops=list(dict.fromkeys(str(keys[0]) for keys in selection.keys.values() if len(keys) > 1)),
+            tops=selection.tops if is_hf else (),
         )
 
     def _write_large(self, plans: Sequence[FilePlan], state: StoredState, attempt: OpenAttempt, bar: Progress) -> int:

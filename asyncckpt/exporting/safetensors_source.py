@@ -22,9 +22,25 @@ from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.storage import storage_for
 
 SUFFIX = ".safetensors"
+INDEX_NAME = f"model{SUFFIX}.index.json"
 # Where DCP's HuggingFaceStorageWriter says which part of a tensor each file has.
 _SHARDS = "DCP_SHARDING_INFO"
 _LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
+
+
+def names_of_files(folder: str) -> list[str]:
+    """The files of safetensors in ``folder``: those that an index there names, or else all. Raises as below."""
+    storage, path = storage_for(folder), os.path.join(folder, INDEX_NAME)
+    names = [name for name in storage.names_in(folder) if name.endswith(SUFFIX)]
+    if INDEX_NAME not in storage.names_in(folder):
+        return names
+    try:
+        known = set(json.loads(storage.read(path))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"this is no index of safetensors: {type(error).__name__}", path=path) from error
+    if missing := known.difference(names):
+        raise DamagedCheckpointError(f"the index names {min(missing, key=str)!r}, which is missing", path=path)
+    return sorted(known)
 
 
 def open_safetensors(path: str, names: list[str], held: ExitStack) -> StoredState:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor
+from asyncckpt.exporting.safetensors_source import INDEX_NAME
 from asyncckpt.exporting.selection import Selection
 from asyncckpt.exporting.stored import StoredTensor
 from asyncckpt.planning.safetensors_plan import in_order, lay_out
 
-INDEX_NAME = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
 
 _Tensors = Mapping[str, tuple[StoredTensor, torch.dtype]]

@@ -31,6 +31,11 @@ class Selection:
     keys: dict[str, Keys] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def tops(self) -> list[str]:
+        """The keys at the top under which there are tensors."""
+        return list(dict.fromkeys(str(self.keys[name][0]) for name in self.tensors if len(self.keys[name]) > 1))
+
 
 def dtype_of(asked: str | torch.dtype | None) -> torch.dtype | None:
     """The type that is asked for: bf16, fp16, fp32, or torch's name of one. Raises ``ValueError``."""

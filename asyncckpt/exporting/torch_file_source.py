@@ -96,16 +96,15 @@ def _pickled(value: object) -> bytes:
 
 
 class _Mappings:
-    """Where this process has mapped a file."""
+    """Where this process has mapped files; not by their inodes, which stacked file systems say differently."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        facts = os.stat(path)
         self._rows: list[tuple[int, int, int]] = []  # address, end, offset in the file
         with open("/proc/self/maps") as lines:
             for line in lines:
                 addresses, _, offset, _, inode, *_ = line.split(maxsplit=5)
-                if int(inode) == facts.st_ino:
+                if int(inode):
                     begin, _, end = addresses.partition("-")
                     self._rows.append((int(begin, 16), int(end, 16), int(offset, 16)))
         self._rows.sort()

@@ -15,7 +15,7 @@ from support.states import same, stock_load, zeros_like
 import asyncckpt
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.cli import main
-from asyncckpt.errors import MismatchError, UnsavableStateError, UntrustedValueError
+from asyncckpt.errors import DamagedCheckpointError, MismatchError, UnsavableStateError, UntrustedValueError
 from asyncckpt.exporting.export import export
 from asyncckpt.loading.source import verify
 from asyncckpt.worker.storage import step_folder
@@ -113,6 +113,13 @@ def test_the_index_says_where_each_tensor_is(sources: dict[str, Any], tmp_path: 
         assert all(index["weight_map"][each] == name for each in its)
         found |= its
     assert index["metadata"]["total_size"] == sum(each.nbytes for each in found.values())
+    save_file({"bias": torch.ones(1)}, tmp_path / "out/other.safetensors")  # which the index does not name
+    assert export(tmp_path / "out", tmp_path / "back").tensors == len(found)
+    (tmp_path / "out/other.safetensors").unlink()
+    (tmp_path / "out" / names[0]).rename(tmp_path / "away")
+    with pytest.raises(DamagedCheckpointError, match=f"names {names[0]!r}, which is missing"):
+        export(tmp_path / "out", tmp_path / "again")
+    (tmp_path / "away").rename(tmp_path / "out" / names[0])
     expected = {name: each for name, each in sources["state"]["model"].items() if name != "tied"}
     assert {name: found[name] for name in expected}.keys() == found.keys()
     assert all(same(found[name], expected[name]) for name in expected)
