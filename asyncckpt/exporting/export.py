@@ -179,9 +179,9 @@ class _Job:
                 plans = [checkpoint.plan]
             else:
                 plans = [plan_torch_file(selection, pickles, state.path, weights_only=self._weights_only)]
-        nbytes = sum(plan.nbytes for plan in plans) + sum(map(os.path.getsize, self._extra.values()))
+        beside, nbytes = sum(map(os.path.getsize, self._extra.values())), sum(plan.nbytes for plan in plans)
         bar.expect(nbytes)
-        with output(place, nbytes, is_file=self._to == "torch") as attempt:
+        with output(place, nbytes + beside, is_file=self._to == "torch") as attempt:
             written = self._write_large(plans, state, attempt, bar)
             if checkpoint is not None:
                 small = checkpoint.small_files(place, self._attempt)
@@ -197,7 +197,7 @@ class _Job:
             path=place,
             files=[*names, *small, *self._extra],
             tensors=len(selection.tensors) - (len(selection.tied) if is_hf else 0),
-            nbytes=written + sum(map(len, small.values())),
+            nbytes=written + beside + sum(map(len, small.values())),
             tied=selection.tied if is_hf else {},
             objects=list(selection.objects) if is_hf else (),
             tops=selection.tops if is_hf else (),
