@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import VersionError as VersionError
     from asyncckpt.errors import WeightsTimeoutError as WeightsTimeoutError
     from asyncckpt.errors import WorkerDiedError as WorkerDiedError
+    from asyncckpt.exporting.export import export as export
     from asyncckpt.integrations.dcp import async_save as async_save
     from asyncckpt.integrations.dcp import load as load
     from asyncckpt.integrations.dcp import save as save
@@ -62,6 +63,7 @@ _MODULES = {
     "Save": "save_handle",
     "add_arguments": "config",
     "async_save": "integrations.dcp",
+    "export": "exporting.export",
     "load": "integrations.dcp",
     "save": "integrations.dcp",
     "torch_save": "integrations.torch_file",

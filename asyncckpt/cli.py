@@ -1,4 +1,4 @@
-"""The command line: ``asyncckpt ls``, ``inspect``, ``verify``, ``workers`` and ``demo``.
+"""The command line: ``asyncckpt ls``, ``inspect``, ``verify``, ``export``, ``workers`` and ``demo``.
 
 What we have written is looked at without torch, and without reading a pickle.
 """
@@ -21,6 +21,7 @@ from tabulate import tabulate
 import asyncckpt
 from asyncckpt.demo import run as demo
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.exporting import command as exporting
 from asyncckpt.loading.contents import Value, checkpoints_at, contents
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import is_stock, read_manifest, verify
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command("inspect", _inspect, "show what is in a checkpoint; of a folder of them, in the newest")
     inspect.add_argument("--shards", action="store_true", help="show the shards of each tensor, and where they are")
     command("verify", _verify, "check every byte of checkpoints, and name the files and tensors that are bad")
+    exporting.add_to(commands).set_defaults(run=_export)
     _add_workers(commands)
     commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")
     return parser
@@ -263,6 +265,15 @@ def _verify(answers: _Answers, given: str, args: argparse.Namespace) -> None:
                 answers.fail(_DAMAGED if damages else _GOOD)
                 if not damages:
                     answers.line(f"{report.path}: good, {_size(report.nbytes)}")
+
+
+def _export(answers: _Answers, given: str, args: argparse.Namespace) -> None:
+    with answers.about(given):
+        done = exporting.run(given, args)
+        answers.add(done.facts())
+        answers.line(f"{done.path}: {_number(done.tensors, 'tensor')} in {_size(done.nbytes)}, from {done.source}")
+        for line in exporting.remarks(done):
+            answers.line(line)
 
 
 def _workers(answers: _Answers, _: None, args: argparse.Namespace) -> None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from asyncckpt.worker.manifest import checksum
 
 try:
-    from isal.isal_zlib import crc32  # five times as fast as zlib's
+    from isal.isal_zlib import crc32 as crc32  # five times as fast as zlib's
 except ImportError:  # there is none for this kind of processor
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 # The folder that all records stand in. torch.save takes the file's own name, or this where it knows none.
 _FOLDER = "archive"
@@ -140,10 +140,16 @@ def complete(
     return archive.end
 
 
+class Image(Protocol):
+    """Bytes of a file in memory: all of them, or those that are being completed."""
+
+    def __setitem__(self, where: slice, data: bytes | bytearray, /) -> None: ...
+
+
 class Archive:
     """An archive being completed in memory, in an image in which headers, storages and pickle stand already."""
 
-    def __init__(self, image: memoryview) -> None:
+    def __init__(self, image: Image) -> None:
         self._image = image
         self._directory = bytearray()
         self._records = 0

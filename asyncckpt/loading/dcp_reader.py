@@ -61,6 +61,19 @@ def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool
         state_dict_loader.load(state_dict, process_group=process_group, **options)
 
 
+def read_stock_metadata(path: str, *, weights_only: bool) -> Metadata:
+    """The metadata of the checkpoint ``path``, which stock DCP wrote. It names files of that folder alone.
+
+    Raises as ``load_metadata``, and ``StorageError``.
+    """
+    data = storage_for(path).read(os.path.join(path, METADATA_NAME))
+    metadata = load_metadata(data, path, weights_only=weights_only)
+    for place in (metadata.storage_data or {}).values():
+        if (name := str(place.relative_path)).startswith("/") or ".." in name.split("/"):
+            raise DamagedCheckpointError(f"{METADATA_NAME} names a file of another folder: {name!r}", path=path)
+    return metadata
+
+
 class StockReader(FileSystemReader):
     """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
 
@@ -69,12 +82,7 @@ class StockReader(FileSystemReader):
         self._weights_only = weights_only
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = str(self.path)
-        data = storage_for(path).read(os.path.join(path, METADATA_NAME))
-        metadata = load_metadata(data, path, weights_only=self._weights_only)
-        for place in (metadata.storage_data or {}).values():
-            if (name := str(place.relative_path)).startswith("/") or ".." in name.split("/"):
-                raise DamagedCheckpointError(f"{METADATA_NAME} names a file of another folder: {name!r}", path=path)
+        metadata = read_stock_metadata(str(self.path), weights_only=self._weights_only)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -65,7 +65,7 @@ def load(
     """
     path, ranks = absolute(path), False if no_dist else process_group
     per_rank = per_rank_values(state_dict)
-    with contextlib.ExitStack() as held, _without_gc(), _as_ours(path, ranks):
+    with contextlib.ExitStack() as held, without_gc(), _as_ours(path, ranks):
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
         source = on_all(lambda: source or _open(path, held), ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
@@ -130,7 +130,7 @@ def _is_first() -> bool:
 
 
 @contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Planning makes some ten objects a tensor, none of them garbage: looking for that takes longer than all else."""
     was_enabled = gc.isenabled()
     gc.disable()

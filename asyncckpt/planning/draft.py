@@ -264,7 +264,7 @@ class Draft:
         self._metadata.storage_data = storage
         self._metadata.storage_meta = StorageMeta()
         self._metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        return [_pickle_metadata(self._metadata)] + [b""] * (len(places) - 1)
+        return [pickle_metadata(self._metadata)] + [b""] * (len(places) - 1)
 
     def _capture(self, items: Sequence[WriteItem]) -> FlatCapture | PlannerCapture:
         if self._flat is not None and isinstance(self._planner, DefaultSavePlanner):
@@ -380,7 +380,7 @@ def _check_shards(state: Mapping[str, Any]) -> None:
             )
 
 
-def _pickle_metadata(metadata: Metadata) -> bytes:
+def pickle_metadata(metadata: Metadata) -> bytes:
     """DCP's ``.metadata``, in the form that every torch from 2.6 on reads: the properties of a tensor are the first
     five, which all of them know. The strides that torch 2.14 added are not needed to load.
     """

@@ -43,6 +43,11 @@ _ORDER = {dtype: number for number, dtype in enumerate(_NAMES)}
 Form = tuple[torch.dtype, tuple[int, ...]]
 
 
+def in_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """The names of tensors of these types, in the order in which ``save_file`` writes them."""
+    return sorted(dtypes, key=lambda name: (_ORDER.get(dtypes[name], 0), str(name).encode()))
+
+
 def lay_out(
     forms: Mapping[str, Form], metadata: Mapping[str, str] | None = None, alignment: int = _ALIGNMENT
 ) -> tuple[bytes, dict[str, int]]:
@@ -91,7 +96,7 @@ class SafetensorsPlan:
         _check(tensors)
         if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
             raise UnsavableStateError(f"the metadata of a safetensors file is text, and not {dict(metadata)!r}")
-        names = sorted(tensors, key=lambda name: (_ORDER.get(tensors[name].dtype, 0), str(name).encode()))
+        names = in_order({name: tensor.dtype for name, tensor in tensors.items()})
         header, begins = lay_out({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}, metadata)
         specs = [TensorSpec(tensors[name].dtype, tuple(tensors[name].shape), name=name) for name in begins]
         sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]

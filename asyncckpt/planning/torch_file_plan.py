@@ -68,17 +68,17 @@ class TorchFileContents:
     def __init__(self, obj: object, protocol: int) -> None:
         """Pickle ``obj`` as ``torch.save`` does. Raises ``UnsavableStateError``."""
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer, protocol)
+        pickler = StoragePickler(buffer, protocol)
         try:
             pickler.dump(obj)
             with torch.no_grad():  # once: to enter it takes longer than what is done there
-                self.tensors = [_flat(storage) for storage in pickler.storages.values()]
+                self.tensors = [flat_bytes(storage) for storage in pickler.storages.values()]
         except Exception as error:  # whatever the object's own code raises
             raise UnsavableStateError(
                 f"the object, a {type(obj).__qualname__}, cannot be saved: {type(error).__name__}: {error}"
             ) from error
         self.pickle = buffer.getvalue()
-        self.alignment = _storage_alignment()
+        self.alignment = storage_alignment()
         self.sizes = [tensor.numel() for tensor in self.tensors]
 
     @property
@@ -87,13 +87,14 @@ class TorchFileContents:
         return (self.alignment, *self.sizes)
 
 
-class _Pickler(pickle.Pickler):
+class StoragePickler(pickle.Pickler):
     """Puts aside the storages, in the order in which they are met, and leaves a reference to each."""
 
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self._keys: dict[int, str] = {}
+        self.storages: dict[object, torch.UntypedStorage] = {}
+        self.keys: dict[object, str] = {}
+        """The names of the records, by what they hold: by the addresses of storages, and by what a subclass adds."""
         self._dtypes: dict[int, torch.dtype] = {}
         self._rebuild = _rebuild_function()
 
@@ -124,7 +125,7 @@ class _Pickler(pickle.Pickler):
             raise RuntimeError("tensors of different dtypes are views of the same data")
         # Kept from here on, so that none has the place in memory of another that is gone.
         self.storages.setdefault(storage._cdata, storage)
-        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
+        key = self.keys.setdefault(storage._cdata, str(len(self.keys)))
         faked = getattr(obj, "_fake_device", None)
         return "storage", kind, key, location_tag(storage) if faked is None else str(faked), numel
 
@@ -221,14 +222,15 @@ def _lay_out(alignment: int, reserved: int, sizes: Sequence[int]) -> DataLayout:
     )
 
 
-def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage's bytes, on its device: ``storage.cpu()`` would copy them in the same way, but now."""
     if storage.device.type == "meta":
         raise ValueError("a storage on the meta device has no bytes")
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _storage_alignment() -> int:
+def storage_alignment() -> int:
+    """What ``torch.save`` aligns storages to, in bytes."""
     try:
         from torch.utils.serialization import config
     except ImportError:

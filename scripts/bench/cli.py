@@ -98,6 +98,11 @@ def _store(args: argparse.Namespace) -> Iterator[Job]:
     yield jobs.save_to_store(args.gib, args.tensors, Pace(rounds=args.rounds, pause=args.pause, patience=3600.0))
 
 
+def _export(args: argparse.Namespace) -> Iterator[Job]:
+    pace = Pace(rounds=args.rounds, pause=args.pause)
+    return (jobs.export(args.gib, tensors, pace) for tensors in args.tensors)
+
+
 def _weights(args: argparse.Namespace) -> Iterator[Job]:
     pace = Pace(rounds=args.rounds, pause=args.pause)
     for tensors in args.tensors:
@@ -187,6 +192,9 @@ def _parser() -> argparse.ArgumentParser:
     store = command("store", "a save to S3 as moto serves it, and a load", _store, [_where(gib=0.5, rounds=7)])
     store.add_argument("--tensors", type=int, default=400)
     store.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
+    exports = command("export", "a checkpoint in other forms: safetensors, torch's, DCP's", _export, [where])
+    exports.add_argument("--tensors", type=int, nargs="+", default=[400], help="so many equal ones (%(default)s)")
+    exports.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
     scale = command("scale", "a save against the number of tensors, and against bytes", _scale, [who])
     scale.add_argument("--tensors", type=int, nargs="+", default=jobs.SCALE_TENSORS)
     scale.add_argument("--bytes", action=argparse.BooleanOptionalAction, default=True, help="also against bytes")

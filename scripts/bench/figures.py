@@ -27,6 +27,9 @@ def copy_limit(found: dict[str, Any]) -> float:
     return min(statistics.median(limits[name]) for name in ("memcpy", "memcpy, all cores") if limits.get(name))
 
 
+COPY_FILE = "direct read and write"
+"""The limit of an export."""
+
 UPLOADS = ("one PUT", "multipart upload")
 """How a store is given the bytes of a state by itself."""
 

@@ -7,7 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncckpt.shm.segment import PAGE
-from bench import broadcasts, frameworks, loads, loop, memory, publications, ranks, saves, scale, simulation, store
+from bench import (
+    broadcasts,
+    exports,
+    frameworks,
+    loads,
+    loop,
+    memory,
+    publications,
+    ranks,
+    saves,
+    scale,
+    simulation,
+    store,
+)
 from bench.contestants import ENTRIES
 from bench.models import ARCHITECTURES
 from bench.states import GIB, Request
@@ -75,6 +88,13 @@ def save_to_store(gib: float, tensors: int, pace: Pace) -> Job:
         return store.measure(Request(name=str(tensors), gib=gib), pace, folder)
 
     return Job("store", f"{gib * 1024:g}MiB", measure, {"rounds": pace.rounds, "pause_s": pace.pause})
+
+
+def export(gib: float, tensors: int, pace: Pace) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return exports.measure(Request(name=str(tensors), gib=gib), pace, folder)
+
+    return Job("export", str(tensors), measure, {"rounds": pace.rounds, "pause_s": pace.pause})
 
 
 def train_by_frameworks(gib: float, pace: Pace) -> Job:

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bench.contestants import OURS, title
-from bench.figures import COPY, READ_AND_COPY, LoopFigures, SaveFigures, SaveLimits, copy_limit, load_figures
+from bench.figures import COPY, COPY_FILE, READ_AND_COPY, LoopFigures, SaveFigures, SaveLimits, copy_limit, load_figures
 from bench.results import Result
 
 DPI = 110
@@ -99,6 +99,14 @@ def _load(found: Result) -> Figure:
     axes = figure.subplots()
     _bars(axes, [(name, each.load) for name, each in rows.items()], "load, s", limit, milli=False)
     figure.suptitle(f"A load of {_about(found)}; dashed: direct read and copy", fontsize=10)
+    return figure
+
+
+def _export(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    bars = [(name, median(result["export_s"])) for name, result in found["results"].items()]
+    _bars(figure.subplots(), bars, "export, s", median(found["limits"][COPY_FILE]), milli=False)
+    figure.suptitle(f"An export of {_about(found)}; dashed: direct read and write", fontsize=10)
     return figure
 
 
@@ -203,6 +211,7 @@ _DRAWN = {
     "loop": _loop,
     "load": _load,
     "store": _save,
+    "export": _export,
     "frameworks": _frameworks,
     "scale": _scale,
     "memory": _memory,

@@ -15,6 +15,7 @@ HEADINGS = {
     "loop": "What a save costs the training loop",
     "load": "What a load costs",
     "store": "What an object store costs",
+    "export": "What an export costs",
     "frameworks": "What a save costs in a framework's trainer",
     "scale": "How a save grows",
     "memory": "What memory it takes",
@@ -57,6 +58,12 @@ EXPLANATIONS = {
         "read is of 8 MiB at a time, by four threads, into memory of its own; asyncckpt checks every byte that it "
         "loads. All that was loaded is compared."
     ),
+    "export": (
+        "A checkpoint that becomes others, until these are on storage, all out of the page cache before. The limit "
+        "reads and writes the bytes once, past the page cache, by four threads. asyncckpt checks the bytes of its own "
+        "checkpoints, and takes checksums of those that it writes; torch's own ways are `dcp_to_torch_save`, and "
+        "`consolidate_safetensors_files` with four threads, from two shards of each tensor. What comes out is compared."
+    ),
     "frameworks": (
         "Short trainings of a stack of linear layers by AdamW, with one save in the middle, in turns. *Blocked* is the "
         "call that saves. *Lost* is what the steps from the save on took more than as many before it, until well after "
@@ -96,8 +103,9 @@ PEERS = (
     "it is, unaligned. They come with the extra `bench`, nvrx and verl by `scripts/peers.sh`; one that is missing, or "
     "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
-COMMANDS = """    python scripts/bench all                  # all of this page, but for the store
+COMMANDS = """    python scripts/bench all                  # all of this page, but for the store and exports
     python scripts/bench store
+    python scripts/bench export
     python scripts/bench save --state 8000x50kB --values 5000 --changing 50
     python scripts/bench --help"""
 

@@ -43,6 +43,7 @@ KINDS = (
     "loop",
     "load",
     "store",
+    "export",
     "frameworks",
     "scale",
     "memory",

@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 from bench.contestants import OURS, title
 from bench.figures import (
+    COPY_FILE,
     UPLOADS,
     LoopFigures,
     SaveFigures,
@@ -177,6 +178,15 @@ def columns(found: Result) -> str:
     return _table([keys[0], *(f"{row[keys[0]]:,}" for row in rows)], shown)
 
 
+def export(found: Result) -> str:
+    limit = median(found["limits"][COPY_FILE])
+    rows: list[Sequence[object]] = [(COPY_FILE, seconds(limit), "1x", "1x", len(found["limits"][COPY_FILE]))]
+    for name, result in found["results"].items():
+        middle = median(result["export_s"])
+        rows.append((name, seconds(middle), times(middle / limit), times(limit / middle), len(result["export_s"])))
+    return _table(["", "export", "/ limit", "of its speed", "exports"], rows)
+
+
 def frameworks(found: Result) -> str:
     copy = copy_limit(found)
     write = copy + median(found["limits"]["direct write"][1:])
@@ -196,6 +206,7 @@ TABLES = {
     "loop": loop,
     "load": load,
     "store": store,
+    "export": export,
     "frameworks": frameworks,
     "scale": scale,
     "memory": memory,

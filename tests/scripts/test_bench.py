@@ -13,7 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from bench import broadcasts, contestants, figures, files, loads, models, publications, report, results, store, tables
+from bench import (
+    broadcasts,
+    contestants,
+    exports,
+    figures,
+    files,
+    loads,
+    models,
+    publications,
+    report,
+    results,
+    store,
+    tables,
+)
 from bench.contestants.contestant import Pending
 from bench.contestants.torch_save import TorchSave
 from bench.saves import Series
@@ -103,6 +116,12 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert {"asyncckpt", "asyncckpt, as if on two hosts"} <= found["broadcast"]["results"].keys()
     assert not found["publish"]["left_out"]
     assert found["publish"]["results"].keys() > publications.WAYS.keys()
+
+
+def test_exports(tmp_path: Path) -> None:
+    found = run(tmp_path, "export --gib 0.005 --tensors 5 --rounds 1 --pause 0")["export"]
+    assert not found["left_out"] and found["results"].keys() == exports.WAYS.keys()
+    assert all(len(result["export_s"]) == 1 for result in found["results"].values())
 
 
 STORE_PEERS = {"DCP save, s3fs": "s3fs", "DCP async_save, s3fs": "s3fs"}

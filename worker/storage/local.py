@@ -78,7 +78,7 @@ class LocalStorage(Storage):
                 partial.make()
                 if orphan_s is not None:
                     _sweep_checkpoints(parent, os.stat(partial.path).st_mtime - orphan_s)
-                _require_space(partial.path, final, "checkpoint", nbytes)
+                require_space(partial.path, final, "checkpoint", nbytes)
         except StorageError:
             partial.discard(())
             raise
@@ -88,7 +88,7 @@ class LocalStorage(Storage):
         parent = os.path.dirname(final)
         with translated("looking at the folder", parent):
             _sweep_files(parent, time.time() - orphan_s)
-            _require_space(parent, final, "file", nbytes)
+            require_space(parent, final, "file", nbytes)
         return PartialFile(attempt_path(final, attempt), final, self._direct)
 
     def resolve(self, final: str, attempt: str, existing: Existing, inode: int | None = None) -> Resolution:
@@ -249,8 +249,11 @@ class LocalStorage(Storage):
             set_aside(path, why)
 
 
-def _require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
-    """Raises ``OSError`` or ``StorageError``."""
+def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
+    """See that the file system of ``folder`` has ``nbytes`` left, for what is to be ``final``, of that ``kind``.
+
+    Raises ``OSError`` or ``StorageError``.
+    """
     space = os.statvfs(folder)
     if (free := space.f_bavail * space.f_frsize) < nbytes:
         raise StorageError(

@@ -1,0 +1,85 @@
+"""What is stored in a checkpoint of ours: its indexes say where, DCP's metadata how it was nested."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.exporting.stored import Box, StoredObject, StoredState, StoredTensor, contiguous
+from asyncckpt.loading.read_requests import dtype_named
+from asyncckpt.loading.source import StorageSource
+from asyncckpt.loading.unpickle import load_metadata
+from asyncckpt.planning.structure import Keys
+from asyncckpt.worker.manifest import METADATA_NAME, Item
+
+
+def open_checkpoint(path: str, held: ExitStack) -> StoredState:
+    """The state in the checkpoint ``path``.
+
+    Args:
+        path: Its folder.
+        held: Closes the files that are opened.
+
+    Raises:
+        CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it is damaged.
+        MismatchError: It is a set of files, without a state dict.
+    """
+    source = StorageSource(path)
+    metadata = load_metadata(source.metadata(), path, weights_only=True)
+    files = {name: held.enter_context(closing(source.open(name))) for name in source.data_files()}
+    items: dict[str, dict[tuple[int, ...], tuple[str, Item]]] = {}
+    for name, file in files.items():
+        for item in file.index.items:  # DCP stores each part once
+            items.setdefault(item.name, {}).setdefault(tuple(item.offsets), (name, item))
+    state = StoredState(path, {}, {}, nesting(metadata), files, verified=True)
+    for name, known in metadata.state_dict_metadata.items():
+        its = list(items.get(name, {}).values())
+        kind, is_empty = ("tensor", 0 in known.size) if isinstance(known, TensorStorageMetadata) else ("object", False)
+        if not (its or is_empty) or any(item.kind != kind for _, item in its):
+            raise DamagedCheckpointError(
+                f"{METADATA_NAME} has the {kind} {name!r}, and no index of a data file has it: they are not of one"
+                " checkpoint",
+                path=path,
+            )
+        if isinstance(known, TensorStorageMetadata):
+            dtypes = {dtype_named(item.dtype) for _, item in its} or {known.properties.dtype}
+            boxes = [_box(file, item) for file, item in its]
+            state.tensors[name] = whole(name, dtypes, tuple(known.size), boxes, path)
+        else:
+            ((file_name, item),) = its
+            state.objects[name] = StoredObject(file_name, item.at, item.at + item.nbytes)
+    return state
+
+
+def nesting(metadata: Metadata) -> dict[str, Keys]:
+    """By the name of each value, in their order, the keys that lead to it in the state dict, as DCP has noted them."""
+    known = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    names = dict.fromkeys(
+        [*(name for name in known if name in metadata.state_dict_metadata), *metadata.state_dict_metadata]
+    )
+    return {name: tuple(known.get(name) or (name,)) for name in names}
+
+
+def whole(name: str, dtypes: set[torch.dtype], shape: tuple[int, ...], boxes: list[Box], path: str) -> StoredTensor:
+    """A tensor, with all its boxes. Raises ``DamagedCheckpointError`` where they are not the whole of one.
+
+    Args:
+        name: Its name.
+        dtypes: Those that its boxes have.
+        shape: Its own.
+        boxes: Where it is stored.
+        path: The checkpoint, for the error.
+    """
+    dtype, *others = sorted(dtypes, key=str)
+    if others:
+        raise DamagedCheckpointError(f"parts of {name!r} have different types: {sorted(map(str, dtypes))}", path=path)
+    tensor = StoredTensor(name, dtype, shape, boxes)
+    tensor.check(path)
+    return tensor
+
+
+def _box(file: str, item: Item) -> Box:
+    return Box(file, item.payload_at, tuple(item.offsets), tuple(item.shape), contiguous(item.shape))

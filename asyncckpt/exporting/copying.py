@@ -1,0 +1,232 @@
+"""Writing a file of which all is known but the bytes: batch by batch, on a few threads, in a bounded memory.
+
+The life of a batch, on one thread: it is *filled* (read and checked, converted), it takes its *turn* (in the order of
+the file: checksums of the output are taken then), and it is written. Others are filled and written meanwhile. A write
+is of whole pages, past the page cache: what a batch has of the page at its end the next one takes over, in its turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+
+from asyncckpt.errors import CheckpointError, OutOfMemoryError
+from asyncckpt.exporting.batches import BATCH_BYTES, Batch, Conversion, batches
+from asyncckpt.exporting.file_plan import FilePlan, Window
+from asyncckpt.exporting.stored import StoredState, fetch
+from asyncckpt.shm.huge import huge_buffer, own_buffer
+from asyncckpt.shm.memcpy import address_of
+from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.worker.storage.storage import OutputFile
+
+# Batches that are filled or written at once: while some are read, others are written.
+_THREADS = 6
+# Of all of them together, beside the largest tensor that has to be gathered: while it is written others are read.
+_IN_FLIGHT_BYTES = 64 << 20
+# Of a batch that is larger than others.
+_WRITE_BYTES = BATCH_BYTES
+_ALIGNMENT = 64
+
+
+def write(
+    plan: FilePlan,
+    state: StoredState,
+    output: OutputFile,
+    readers: ThreadPoolExecutor,
+    progress: Callable[[int], None],
+) -> int:
+    """Write a file, and make it durable.
+
+    Args:
+        plan: The file.
+        state: What is read.
+        output: The new file, which is left open.
+        readers: The threads that read.
+        progress: Called with the bytes written since the last call, on any thread.
+
+    Returns:
+        Its length in bytes.
+
+    Raises:
+        DamagedCheckpointError, StorageError: Bytes are damaged, or storage refuses. The text names the tensors.
+    """
+    writing = _Writing(plan, state, output, readers, progress)
+    writing.run()
+    length = plan.length() if plan.length is not None else plan.nbytes
+    output.truncate(length)
+    output.sync()
+    return length
+
+
+class _Writing:
+    def __init__(
+        self,
+        plan: FilePlan,
+        state: StoredState,
+        output: OutputFile,
+        readers: ThreadPoolExecutor,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._plan, self._state, self._output = plan, state, output
+        self._readers, self._progress = readers, progress
+        self._batches = list(batches(plan, state.files))
+        largest = max(each.end - each.begin for each in self._batches)
+        self._room = _IN_FLIGHT_BYTES + (largest if largest > 2 * BATCH_BYTES else 0)
+        # Guards what follows.
+        self._changed = threading.Condition()
+        self._turn = 0
+        self._in_flight = 0
+        self._failed = False
+        # In turns alone.
+        self._carried = b""
+        self._constant = 0
+
+    def run(self) -> None:
+        """All batches. Raises what the first that fails has raised."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="asyncckpt-export") as pool:
+            tasks = []
+            try:
+                for number, batch in enumerate(self._batches):
+                    if not self._admit(batch):
+                        break
+                    tasks.append(pool.submit(self._carry_out, number, batch))
+            except BaseException:
+                self._give_up()
+                raise
+        for task in tasks:
+            task.result()
+
+    def _admit(self, batch: Batch) -> bool:
+        """Wait for its memory; they are let in in their order, so that none waits for a turn that cannot come. False
+        where it is not wanted any more.
+        """
+        nbytes = batch.end - batch.begin
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._in_flight + nbytes <= self._room)
+            self._in_flight += nbytes
+            return not self._failed
+
+    def _give_up(self) -> None:
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    def _carry_out(self, number: int, batch: Batch) -> None:
+        try:
+            first = batch.begin // PAGE * PAGE
+            nbytes = round_up(batch.end) - first
+            memory = huge_buffer(nbytes) if nbytes > BATCH_BYTES + 2 * PAGE else own_buffer(BATCH_BYTES + 2 * PAGE)
+            window = Window(first, memory[:nbytes])
+            with self._about(batch):
+                self._fill(batch, window)
+            with self._in_turn(number) as is_wanted:
+                if not is_wanted:
+                    return
+                self._complete(batch, window)
+                last = number == len(self._batches) - 1
+                end = round_up(batch.end) if last else batch.end // PAGE * PAGE
+                self._carried = b"" if last else bytes(window[max(end, first) : batch.end])
+            with self._about(batch):
+                for at in range(first, end, _WRITE_BYTES):
+                    self._output.write(window[at : min(at + _WRITE_BYTES, end)], at)
+            self._progress(batch.end - batch.begin)
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            with self._changed:
+                self._in_flight -= batch.end - batch.begin
+                self._changed.notify_all()
+
+    @contextmanager
+    def _in_turn(self, number: int) -> Iterator[bool]:
+        """When all before it have had their turn; it yields False where one of them failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._turn == number)
+            is_wanted = not self._failed
+        yield is_wanted
+        with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def _about(self, batch: Batch) -> Iterator[None]:
+        """What goes wrong is said of its tensors."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise type(error)(f"{error.message} (exporting {batch.what})", path=error.path) from error
+        except MemoryError as error:
+            raise OutOfMemoryError(f"{batch.end - batch.begin:,} bytes to gather {batch.what} in: {error}") from error
+
+    def _complete(self, batch: Batch, window: Window) -> None:
+        """In turn: put in what stands around the tensors, and what the batch before has left of the first page."""
+        window[window.begin : window.begin + len(self._carried)] = self._carried
+        constants = self._plan.constants
+        while self._constant < len(constants) and constants[self._constant][0] < batch.end:
+            at, data = constants[self._constant]
+            begin, end = max(at, batch.begin), min(at + len(data), batch.end)
+            window[begin:end] = memoryview(data)[begin - at : end - at]
+            if at + len(data) > batch.end:  # the rest is for the next
+                break
+            self._constant += 1
+        if self._plan.complete is not None:
+            self._plan.complete(Window(batch.begin, window[batch.begin : batch.end]))
+
+    def _fill(self, batch: Batch, window: Window) -> None:
+        """Read what belongs to the tensors of a batch."""
+        base = address_of(window.data) - window.begin if window.data else 0
+        self._fetch((move.file, move.begin, move.end, base + move.to) for move in batch.moves)
+        some: list[Conversion] = []
+        nbytes = 0
+        for each in batch.conversions:
+            size = round_up(each.end - each.begin, _ALIGNMENT)
+            if some and nbytes + size > BATCH_BYTES:
+                self._convert(some, nbytes, window)
+                some, nbytes = [], 0
+            some.append(each)
+            nbytes += size
+        if some:
+            self._convert(some, nbytes, window)
+
+    def _fetch(self, parts: Iterable[tuple[str, int, int, int]]) -> None:
+        per_file: dict[str, list[tuple[int, int, int]]] = {}
+        for file, *part in parts:
+            per_file.setdefault(file, []).append(tuple(part))  # type: ignore[arg-type]
+        for file, some in per_file.items():
+            fetch(self._state.files[file], some, self._readers, verify=self._state.verified)
+
+    def _convert(self, conversions: Sequence[Conversion], nbytes: int, window: Window) -> None:
+        """Read elements, ``nbytes`` together, and copy them to where they belong, as what they become."""
+        scratch = _scratch(nbytes)
+        base = address_of(scratch)
+        begins = list(accumulate((round_up(each.end - each.begin, _ALIGNMENT) for each in conversions), initial=0))
+        self._fetch((each.file, each.begin, each.end, base + at) for each, at in zip(conversions, begins, strict=False))
+        source, target = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (scratch, window.data))
+        with torch.no_grad():
+            for each, at in zip(conversions, begins, strict=False):
+                elements = source[at : at + each.end - each.begin].view(each.dtype)
+                for copy in each.copies:
+                    to = target[copy.to - window.begin :]
+                    to = to[: len(to) // each.to_dtype.itemsize * each.to_dtype.itemsize].view(each.to_dtype)
+                    to.as_strided(copy.shape, copy.to_strides, to.storage_offset()).copy_(
+                        elements.as_strided(copy.shape, copy.strides, elements.storage_offset() + copy.first)
+                    )
+
+
+def _scratch(nbytes: int) -> memoryview:
+    """Memory of this thread to read into. The usual size of it is kept for the next call."""
+    if nbytes > BATCH_BYTES:
+        return huge_buffer(nbytes)
+    memory: memoryview | None = getattr(_own, "scratch", None)
+    if memory is None:
+        memory = _own.scratch = huge_buffer(BATCH_BYTES)
+    return memory[: max(nbytes, 1)]
+
+
+_own = threading.local()

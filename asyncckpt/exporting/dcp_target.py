@@ -1,0 +1,153 @@
+"""A checkpoint of ours, as one rank would have saved it: a data file, its index, DCP's metadata and the manifest."""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import xxhash
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
+from asyncckpt.exporting.selection import Selection
+from asyncckpt.planning.draft import pickle_metadata
+from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
+from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest, data_name, index_name, spans, storage_meta
+from asyncckpt.worker.storage import step_of
+from asyncckpt.worker.storage.history import time_of_creation
+
+
+class CheckpointTarget:
+    """A checkpoint that is laid out: ``plan`` is its data file; when that is written, the other files are known."""
+
+    def __init__(self, selection: Selection, pickles: Mapping[str, bytes]) -> None:
+        """Lay out what is selected; ``pickles`` are the objects, by the names they are stored under."""
+        self._selection = selection
+        numbers = {name: number for number, name in enumerate(selection.tensors)}
+        specs = [
+            TensorSpec(dtype, tensor.shape, numbers.get(selection.tied.get(name, "")), name)
+            for name, (tensor, dtype) in selection.tensors.items()
+        ]
+        objects = [pickles[stored] for stored in selection.objects.values()]
+        layout = DataLayout.lay_out(specs, list(map(len, objects)))
+        self._items = [*_tensor_items(specs, layout.tensors), *_object_items(selection.objects, layout.objects)]
+        self._sums = _SpanSums(spans((item.at for item in self._items), layout.nbytes))
+        constants = [
+            *layout.constants,
+            *((place.at, data) for place, data in zip(layout.objects, objects, strict=True)),
+        ]
+        placed = list(_placed(selection, layout))
+        gaps = _gaps([*((at, at + len(data)) for at, data in constants), *_extents(placed)], layout.nbytes)
+        everything = sorted([*constants, *gaps])
+        self.plan = FilePlan(data_name(0), placed, everything, layout.nbytes, self._sums.add)
+
+    def index(self) -> bytes:
+        """The index of the data file, once that is written."""
+        return Index.head(self.plan.name, self._items) + Index.tail(self.plan.nbytes, self._sums.found)
+
+    def metadata(self, path: str, attempt: str) -> bytes:
+        """DCP's, of a checkpoint at ``path``; no other has the ``attempt``."""
+        known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        for item in self._items:
+            offsets = None
+            if item.kind == "tensor":
+                offsets, size = torch.Size(item.offsets), torch.Size(item.shape)
+                dtype = self._selection.tensors[item.name][1]
+                known[item.name] = TensorStorageMetadata(
+                    TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(offsets, size)]
+                )
+            else:
+                known[item.name] = BytesStorageMetadata()
+            storage[MetadataIndex(item.name, offsets)] = _StorageInfo(self.plan.name, item.at, item.nbytes)
+        metadata = Metadata(known, dict(self._selection.keys), storage, StorageMeta())
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        return pickle_metadata(metadata)[:-1] + storage_meta(path, attempt)
+
+    def manifest(self, path: str, attempt: str, small: Mapping[str, bytes], seconds: float) -> bytes:
+        """The manifest of a checkpoint at ``path``, with the data file and the files ``small``."""
+        files: dict[str, dict[str, object]] = {
+            self.plan.name: {"bytes": self.plan.nbytes, "index": index_name(0)},
+            **{name: {"bytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)} for name, data in small.items()},
+        }
+        step = step_of(path)
+        return Manifest(
+            attempt=attempt,
+            step=step,
+            created=time.time() if step is None else time_of_creation(os.path.dirname(path)),
+            world_size=1,
+            keep=False,
+            nbytes=self.plan.nbytes + sum(map(len, small.values())),
+            files=files,
+            timings={"write_s": round(seconds, 6)},
+        ).encode()
+
+    def small_files(self, path: str, attempt: str) -> dict[str, bytes]:
+        """Those that the manifest names beside the data file, once that is written."""
+        return {index_name(0): self.index(), METADATA_NAME: self.metadata(path, attempt)}
+
+
+class _SpanSums:
+    """The checksums of the spans of a file, which is seen part by part."""
+
+    def __init__(self, bounds: array[int]) -> None:
+        self._bounds = bounds
+        self._digest = xxhash.xxh3_64()
+        self.found = array("Q")
+
+    def add(self, window: Window) -> None:
+        """The next part."""
+        begin = window.begin
+        while begin < window.end:
+            bound = self._bounds[len(self.found) + 1]
+            end = min(bound, window.end)
+            self._digest.update(window[begin:end])
+            if end == bound:
+                self.found.append(self._digest.intdigest())
+                self._digest.reset()
+            begin = end
+
+
+def _tensor_items(specs: Sequence[TensorSpec], places: Sequence[Place]) -> Iterator[Item]:
+    for spec, place in zip(specs, places, strict=True):
+        dtype = str(spec.dtype).removeprefix("torch.")
+        yield Item(spec.name, "tensor", dtype, [*spec.shape], [0] * len(spec.shape), *place)
+
+
+def _object_items(names: Mapping[str, str], places: Sequence[Place]) -> Iterator[Item]:
+    for name, place in zip(names, places, strict=True):
+        yield Item(name, "object", "", [], [], *place)
+
+
+def _placed(selection: Selection, layout: DataLayout) -> Iterator[PlacedTensor]:
+    for (name, (tensor, dtype)), place in zip(selection.tensors.items(), layout.tensors, strict=True):
+        if name not in selection.tied:
+            yield PlacedTensor(tensor, dtype, place.payload_at, place.at + place.nbytes)
+
+
+def _extents(placed: Sequence[PlacedTensor]) -> Iterator[tuple[int, int]]:
+    return ((each.payload_at, each.payload_end) for each in placed)
+
+
+def _gaps(covered: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, bytes]]:
+    """Zeros for all that is not covered: first bytes and ends of what is."""
+    end = 0
+    for first, last in sorted(covered):
+        if first > end:
+            yield end, bytes(first - end)
+        end = max(end, last)
+    if end < nbytes:
+        yield end, bytes(nbytes - end)

@@ -1,0 +1,230 @@
+"""Exporting a checkpoint: to safetensors, to a file of ``torch.save``, or to another checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from asyncckpt.errors import CheckpointNotFoundError, MismatchError, StorageError, UnsavableStateError
+from asyncckpt.exporting.checkpoint_source import open_checkpoint
+from asyncckpt.exporting.copying import write
+from asyncckpt.exporting.dcp_target import CheckpointTarget
+from asyncckpt.exporting.file_plan import FilePlan
+from asyncckpt.exporting.output import output, place_for
+from asyncckpt.exporting.safetensors_source import SUFFIX, names_of_files, open_safetensors
+from asyncckpt.exporting.safetensors_target import plan_safetensors
+from asyncckpt.exporting.selection import Rename, Selection, dtype_of, parse_bytes, renaming, select
+from asyncckpt.exporting.stock_source import open_stock
+from asyncckpt.exporting.stored import StoredState
+from asyncckpt.exporting.torch_file_source import open_torch_file
+from asyncckpt.exporting.torch_file_target import plan_torch_file
+from asyncckpt.loading.data_file import read_pool
+from asyncckpt.loading.load import without_gc
+from asyncckpt.loading.progress import Progress
+from asyncckpt.loading.source import find_step, is_stock
+from asyncckpt.worker.manifest import MANIFEST_NAME
+from asyncckpt.worker.storage import absolute, is_address, named_steps, step_folder, storage_for
+from asyncckpt.worker.storage.file_system import translated
+from asyncckpt.worker.storage.history import newest_step
+from asyncckpt.worker.storage.storage import OpenAttempt
+
+_COPY_BYTES = 1 << 20
+
+Target = Literal["hf", "torch", "dcp"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has made: at ``path``, ``nbytes`` in ``files``, of what was stored in ``source``.
+
+    ``tied`` were left out of safetensors, each with the name its bytes stand under; ``objects`` were left out, too.
+    ``tops`` are the keys that the names of safetensors begin with.
+    """
+
+    source: str
+    path: str
+    files: Sequence[str]
+    tensors: int
+    nbytes: int
+    tied: dict[str, str] = field(default_factory=dict)
+    objects: Sequence[str] = ()
+    tops: Sequence[str] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        facts = {"source": self.source, "path": self.path, "files": self.files, "tensors": self.tensors}
+        return facts | {"bytes": self.nbytes, "tied": self.tied, "left_out": self.objects}
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: Target = "hf",
+    dtype: str | torch.dtype | None = None,
+    only: str | None = None,
+    rename: Rename | None = None,
+    max_shard_size: str | int | None = None,
+    extra: Sequence[str | os.PathLike[str]] = (),
+    weights_only: bool = True,
+    progress: bool = False,
+) -> Exported:
+    """Write a stored state in another form, tensor by tensor, in little memory; what has checksums is checked by them.
+
+    ``out`` appears when it is complete and durable, and not before; what is there already is never replaced.
+
+    Args:
+        path: A checkpoint of ours or of stock DCP; a root, for its newest step; a file of ``torch.save``; a file of
+            safetensors, or a folder of them.
+        out: For "hf" and "dcp" a folder (with the name of a step, that step of a root), for "torch" a file.
+        to: "hf", safetensors with an index, as ``from_pretrained`` reads them, tensors alone; "torch", one file that
+            ``torch.load`` reads; "dcp", a checkpoint that ``Checkpointer.load`` and stock DCP read.
+        dtype: What floating point tensors become, but those of one byte: "bf16", "fp16" or "fp32".
+        only: The key of the part of the state dict to export, as "model", or several with dots between them; the names
+            begin behind it.
+        rename: What names become then: "PATTERN=REPLACEMENT" as of ``re.sub``, the path of a JSON file with new names
+            by old ones, a dict of them, or a function.
+        max_shard_size: For "hf": bytes of a file, as "5GB", which is the default.
+        extra: For "hf": files that are copied beside.
+        weights_only: For "torch", and of a file of torch: no value may run code while it is unpickled.
+        progress: Show a bar on the terminal.
+
+    Raises:
+        ValueError: An argument is none of these.
+        CheckpointExistsError: There is something at ``out``.
+        CheckpointNotFoundError, DamagedCheckpointError: There is no checkpoint, or it is damaged.
+        MismatchError: There is nothing to export.
+        UnsavableStateError: Names collide, or a value cannot be stored in that form.
+        UntrustedValueError: A value could run code.
+        StorageError: Storage refuses, or is full.
+    """
+    job = _Job(absolute(path), to, max_shard_size, extra, weights_only)
+    new_name, new_dtype = renaming(rename), dtype_of(dtype)
+    place = place_for(out, is_file=to == "torch")
+    with contextlib.ExitStack() as held, without_gc():
+        bar = held.enter_context(Progress("exporting", shown=progress))
+        state = job.open(held)
+        return job.write(state, select(state, only, new_name, new_dtype), place, bar)
+
+
+class _Job:
+    """An export, from what was asked for."""
+
+    def __init__(
+        self,
+        path: str,
+        to: Target,
+        max_shard_size: str | int | None,
+        extra: Sequence[str | os.PathLike[str]],
+        weights_only: bool,
+    ) -> None:
+        """Arguments as those of ``export``. Raises ``ValueError``, ``StorageError``."""
+        if to not in ("hf", "torch", "dcp"):
+            raise ValueError(f"to={to!r}: it is 'hf', 'torch' or 'dcp'")
+        if to != "hf" and (extra or max_shard_size is not None):
+            raise ValueError(f"max_shard_size and extra are for to='hf', and not for {to!r}")
+        self._path, self._to, self._weights_only = path, to, weights_only
+        self._most = parse_bytes("5GB" if max_shard_size is None else max_shard_size)
+        self._extra = {os.path.basename(os.path.abspath(each)): absolute(each) for each in extra}
+        for each in self._extra.values():
+            with translated("looking at a file", each):
+                if not os.path.isfile(each):
+                    raise StorageError("this is to be copied, and is no file", path=each)
+        if len(self._extra) != len(extra):
+            raise ValueError("extra: two files have the same name")
+        self._attempt = f"{secrets.token_hex(6)}-0"
+
+    def open(self, held: contextlib.ExitStack) -> StoredState:
+        """What is stored, held open, and held against removal."""
+        path, storage = self._path, storage_for(self._path)
+        if not is_address(path) and os.path.isfile(path):
+            folder, name = os.path.split(path)
+            if name.endswith(SUFFIX):
+                return open_safetensors(folder, [name], held)
+            return open_torch_file(path, held, weights_only=self._weights_only)
+        is_checkpoint = storage.exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path)
+        if not is_checkpoint and named_steps(path):
+            if (step := newest_step(path)) is None:
+                raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)
+            find_step(step, 0.0, path)  # or this says what there is
+            path = step_folder(path, step)
+        held.enter_context(storage.reading(path))  # retention leaves it alone
+        if is_stock(path):
+            return open_stock(path, held)
+        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (names := names_of_files(path)):
+            return open_safetensors(path, names, held)
+        return open_checkpoint(path, held)
+
+    def write(self, state: StoredState, selection: Selection, place: str, bar: Progress) -> Exported:
+        """Write what was selected to ``place``."""
+        begun = time.perf_counter()
+        checkpoint: CheckpointTarget | None = None
+        small: dict[str, bytes] = {}
+        if self._to == "hf":
+            if not selection.tensors:
+                raise MismatchError("there are no tensors in it", path=state.path)
+            plans, small = plan_safetensors(selection, self._most)
+            if taken := self._extra.keys() & {*small, *(plan.name for plan in plans)}:
+                raise UnsavableStateError(f"{min(taken)!r} is written by the export: leave it out of what is copied")
+        else:
+            pickles = state.pickles(selection.objects.values())
+            if self._to == "dcp":
+                checkpoint = CheckpointTarget(selection, pickles)
+                plans = [checkpoint.plan]
+            else:
+                plans = [plan_torch_file(selection, pickles, state.path, weights_only=self._weights_only)]
+        beside, nbytes = sum(map(os.path.getsize, self._extra.values())), sum(plan.nbytes for plan in plans)
+        bar.expect(nbytes)
+        with output(place, nbytes + beside, is_file=self._to == "torch") as attempt:
+            written = self._write_large(plans, state, attempt, bar)
+            if checkpoint is not None:
+                small = checkpoint.small_files(place, self._attempt)
+                small[MANIFEST_NAME] = checkpoint.manifest(place, self._attempt, small, time.perf_counter() - begun)
+            for name, data in small.items():
+                _write_small(attempt, name, data)
+            for name, source in self._extra.items():
+                _copy(attempt, name, source)
+        is_hf = self._to == "hf"
+        names = [plan.name or os.path.basename(place) for plan in plans]
+        return Exported(
+            source=state.path,
+            path=place,
+            files=[*names, *small, *self._extra],
+            tensors=len(selection.tensors) - (len(selection.tied) if is_hf else 0),
+            nbytes=written + beside + sum(map(len, small.values())),
+            tied=selection.tied if is_hf else {},
+            objects=list(selection.objects) if is_hf else (),
+            tops=selection.tops if is_hf else (),
+        )
+
+    def _write_large(self, plans: Sequence[FilePlan], state: StoredState, attempt: OpenAttempt, bar: Progress) -> int:
+        written = 0
+        with read_pool(state.path) as readers:
+            for plan in plans:
+                with contextlib.closing(attempt.create(plan.name, large=True)) as file:
+                    written += write(plan, state, file, readers, bar.update)
+        return written
+
+
+def _write_small(attempt: OpenAttempt, name: str, data: bytes) -> None:
+    with contextlib.closing(attempt.create(name, large=False)) as file:
+        file.write(memoryview(data), 0)
+        file.sync()
+
+
+def _copy(attempt: OpenAttempt, name: str, source: str) -> None:
+    """Copy a file beside."""
+    with contextlib.closing(attempt.create(name, large=False)) as file, translated("copying a file", source):
+        with open(source, "rb") as its:
+            at = 0
+            while data := its.read(_COPY_BYTES):
+                file.write(memoryview(data), at)
+                at += len(data)
+        file.sync()

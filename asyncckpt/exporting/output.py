@@ -1,0 +1,103 @@
+"""Where an export goes: a hidden folder or file beside that place, which gets its name in one step when it is durable.
+
+What a killed export has left is known by its name and by the lock that nobody holds on it; the next one to the same
+place removes it. The hidden name is not that of an attempt at a checkpoint, for which a load of the root would wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+
+from asyncckpt.errors import CheckpointExistsError, StorageError
+from asyncckpt.worker.storage import absolute, is_address
+from asyncckpt.worker.storage.file_system import lock_alone, make_folder, opened, translated
+from asyncckpt.worker.storage.local import require_space
+from asyncckpt.worker.storage.partial import PartialFile, PartialFolder
+from asyncckpt.worker.storage.storage import OpenAttempt
+
+_SUFFIX = "export"
+
+
+def place_for(out: str | os.PathLike[str], *, is_file: bool) -> str:
+    """Where ``out`` is, if an export may go there.
+
+    Args:
+        out: What was asked for.
+        is_file: Whether it is to be a file, and not a folder.
+
+    Raises:
+        CheckpointExistsError: There is something already.
+        StorageError: It is on an object store, or cannot be looked at.
+    """
+    path = absolute(out)
+    if is_address(path):
+        raise StorageError("an export goes to a file system: export to a folder, and copy that to the store", path=path)
+    with translated("looking at the place", path):
+        is_empty = not is_file and os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
+        if os.path.lexists(path) and not is_empty:
+            raise CheckpointExistsError(
+                "there is something here already, and an export replaces nothing: remove it, or export to another"
+                " place",
+                path=path,
+            )
+    return path
+
+
+@contextlib.contextmanager
+def output(path: str, nbytes: int, *, is_file: bool) -> Iterator[OpenAttempt]:
+    """A new folder, or file, at ``path``: it is there, whole and durable, when the context ends without an error.
+
+    Args:
+        path: As ``place_for`` returned it. Missing folders above it are made.
+        nbytes: What is going to be written; there must be space for it.
+        is_file: Whether it is a file.
+
+    Yields:
+        What the files are created in.
+
+    Raises:
+        CheckpointExistsError: Something has come there meanwhile.
+        StorageError: There is too little space, or storage refuses.
+    """
+    parent, name = os.path.split(path)
+    with translated("making a folder", parent):
+        make_folder(parent)
+        _remove_leftovers(parent, name)
+        require_space(parent, path, "export", nbytes)
+    hidden = os.path.join(parent, f".{name}.{secrets.token_hex(6)}.{_SUFFIX}")
+    attempt: PartialFile | PartialFolder
+    if is_file:
+        attempt = PartialFile(hidden, path, direct=True)
+    else:
+        attempt = folder = PartialFolder(hidden, path, direct=True)
+        with translated("making a folder", hidden):
+            folder.make()
+    try:
+        yield attempt
+        place_for(path, is_file=is_file)
+        attempt.finalize("refuse")
+    except BaseException:
+        attempt.discard()
+        raise
+    attempt.release()
+
+
+def _remove_leftovers(parent: str, name: str) -> None:
+    """Remove what killed exports to the same place have left. Raises ``OSError``."""
+    its = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{12}}\.{_SUFFIX}")
+    for each in filter(its.fullmatch, os.listdir(parent)):
+        path = os.path.join(parent, each)
+        with contextlib.suppress(FileNotFoundError):
+            facts = os.lstat(path)
+            is_folder = stat.S_ISDIR(facts.st_mode)
+            if facts.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(facts.st_mode)):
+                continue
+            with opened(path, os.O_NOFOLLOW) as fd:
+                if lock_alone(fd):
+                    shutil.rmtree(path) if is_folder else os.unlink(path)

@@ -1,0 +1,119 @@
+"""What is stored in files of safetensors: in one, or in all of a folder, also in shards as DCP's writer makes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
+from asyncckpt.exporting.checkpoint_source import whole
+from asyncckpt.exporting.plain_file import plain_file
+from asyncckpt.exporting.stored import Box, StoredState, contiguous
+from asyncckpt.loading.data_file import StoredFile
+from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
+from asyncckpt.shm.huge import huge_buffer
+from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.worker.storage import storage_for
+
+SUFFIX = ".safetensors"
+INDEX_NAME = f"model{SUFFIX}.index.json"
+# Where DCP's HuggingFaceStorageWriter says which part of a tensor each file has.
+_SHARDS = "DCP_SHARDING_INFO"
+_LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
+
+
+def names_of_files(folder: str) -> list[str]:
+    """The files of safetensors in ``folder``: those that an index there names, or else all. Raises as below."""
+    storage, path = storage_for(folder), os.path.join(folder, INDEX_NAME)
+    names = [name for name in storage.names_in(folder) if name.endswith(SUFFIX)]
+    if INDEX_NAME not in storage.names_in(folder):
+        return names
+    try:
+        known = set(json.loads(storage.read(path))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"this is no index of safetensors: {type(error).__name__}", path=path) from error
+    if missing := known.difference(names):
+        raise DamagedCheckpointError(f"the index names {min(missing, key=str)!r}, which is missing", path=path)
+    return sorted(known)
+
+
+def open_safetensors(path: str, names: list[str], held: ExitStack) -> StoredState:
+    """The tensors in some files. They have no checksums.
+
+    Args:
+        path: The folder.
+        names: The files in it.
+        held: Closes the files that are opened.
+
+    Raises:
+        DamagedCheckpointError, StorageError: A file is none of safetensors, or cannot be read.
+    """
+    state = StoredState(path, {}, {}, {}, files := {}, verified=False)
+    found: dict[str, list[tuple[torch.dtype, Box]]] = {}
+    for name in sorted(names):
+        fields, begin = _header(os.path.join(path, name))
+        try:
+            shards = json.loads((fields.pop(METADATA, None) or {}).get(_SHARDS, "{}"))
+            boxes = {each: _box(name, facts, begin, shards.get(each)) for each, facts in fields.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(
+                f"this is no header of safetensors: {type(error).__name__}: {error}", path=os.path.join(path, name)
+            ) from error
+        sizes = [(each, box.begin, math.prod(box.shape) * dtype.itemsize) for each, (dtype, box, _) in boxes.items()]
+        input_file, index = plain_file(path, name, sizes)
+        files[name] = held.enter_context(closing(StoredFile(input_file, index)))
+        for each, (dtype, box, is_shard) in boxes.items():
+            if each in found and not is_shard:
+                raise DamagedCheckpointError(
+                    f"{each!r} is in {found[each][0][1].file} and in {name}: take one of them away", path=path
+                )
+            found.setdefault(each, []).append((dtype, box))
+    for each, its in found.items():
+        ends = ([at + n for at, n in zip(box.offsets, box.shape, strict=True)] for _, box in its)
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        state.tensors[each] = whole(each, {dtype for dtype, _ in its}, shape, [box for _, box in its], path)
+        state.keys[each] = (each,)
+    return state
+
+
+def _box(
+    file: str, facts: Mapping[str, Any], begin: int, shard: Mapping[str, Any] | None
+) -> tuple[torch.dtype, Box, bool]:
+    """What a header says of a tensor: its type, where it is, and whether that is a part of a larger one."""
+    if facts["dtype"] not in DTYPES:
+        raise UnsavableStateError(
+            f"a tensor is of the type {facts['dtype']}, which this torch does not have", path=file
+        )
+    dtype, shape, (first, end) = DTYPES[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
+    offsets = tuple(shard["saved_offsets"]) if shard is not None else (0,) * len(shape)
+    numbers = [*shape, *offsets, first, end]
+    is_right = all(type(number) is int and number >= 0 for number in numbers) and len(offsets) == len(shape)
+    if not is_right or end - first != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{facts} are not the facts of a tensor")
+    return dtype, Box(file, begin + first, offsets, shape, contiguous(shape)), shard is not None
+
+
+def _header(path: str) -> tuple[dict[str, Any], int]:
+    """The header of a file, and where the bytes of the tensors begin."""
+    with closing(storage_for(path).open(path)) as file:
+        buffer = huge_buffer(PAGE)
+        done = file.read([buffer], 0)
+        end = PREFIX_BYTES + int.from_bytes(buffer[:PREFIX_BYTES], "little")
+        if done < PREFIX_BYTES or end > _LONGEST_HEADER:
+            raise DamagedCheckpointError("this is no file of safetensors", path=path)
+        if end > done:
+            buffer = huge_buffer(round_up(end))
+            done = file.read([buffer], 0)
+    try:
+        fields = json.loads(bytes(buffer[PREFIX_BYTES : min(end, done)]))
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a dict")
+    except ValueError as error:
+        raise DamagedCheckpointError(f"this is no header of safetensors: {error}", path=path) from error
+    return fields, end

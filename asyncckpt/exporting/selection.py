@@ -1,0 +1,171 @@
+"""What of a stored state is exported, under which names, and as which types."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from asyncckpt.errors import MismatchError, UnsavableStateError
+from asyncckpt.exporting.stored import StoredState, StoredTensor
+from asyncckpt.planning.structure import Keys
+
+Rename = Callable[[str], str] | Mapping[str, str] | str
+"""Gives a name of a value in the place of its own: a function; names by old names; or a text, see ``renaming``."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class Selection:
+    """What is exported: by its new name each tensor, with its new type, and of each object the name it is stored under.
+
+    ``keys`` lead to each value in the exported state. ``tied``: for a name, the earlier one whose bytes are the same.
+    """
+
+    tensors: dict[str, tuple[StoredTensor, torch.dtype]] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, Keys] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tops(self) -> list[str]:
+        """The keys at the top under which there are tensors."""
+        return list(dict.fromkeys(str(self.keys[name][0]) for name in self.tensors if len(self.keys[name]) > 1))
+
+
+def dtype_of(asked: str | torch.dtype | None) -> torch.dtype | None:
+    """The type that is asked for: bf16, fp16, fp32, or torch's name of one. Raises ``ValueError``."""
+    dtype = _DTYPES.get(asked, asked) if isinstance(asked, str) else asked
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    if asked is not None and dtype not in _DTYPES.values():
+        raise ValueError(f"dtype={asked!r}: floating point tensors are exported as {', '.join(_DTYPES)}")
+    return dtype
+
+
+def renaming(rename: Rename | None) -> Callable[[str], str]:
+    """The function that ``rename`` stands for.
+
+    A text is "PATTERN=REPLACEMENT", as of ``re.sub`` and split at its last "=", or, where it ends in ".json", a file
+    with an object of new names by old ones. Names that are not known stay. Raises ``ValueError``.
+    """
+    if rename is None:
+        return lambda name: name
+    if isinstance(rename, str):
+        if not rename.endswith(".json"):
+            pattern, equals, replacement = rename.rpartition("=")
+            try:
+                known = re.compile(pattern)
+                known.sub(replacement, "")
+            except (re.error, IndexError) as error:
+                raise ValueError(f"rename={rename!r}: {error}") from error
+            if not equals:
+                raise ValueError(f"rename={rename!r}: it is PATTERN=REPLACEMENT, or a file whose name ends in .json")
+            return lambda name: known.sub(replacement, name)
+        try:
+            with open(rename, encoding="utf-8") as file:
+                rename = json.load(file)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"rename={rename!r}: {error}") from error
+    if isinstance(rename, Mapping):
+        names = dict(rename)
+        if not all(isinstance(name, str) for pair in names.items() for name in pair):
+            raise ValueError("rename: names of values are text")
+        return lambda name: names.get(name, name)
+    if not callable(rename):
+        raise ValueError(f"rename={rename!r}: it is a function, a dict of names, or text")
+    return rename
+
+
+def select(state: StoredState, only: str | None, rename: Callable[[str], str], dtype: torch.dtype | None) -> Selection:
+    """Choose what is exported.
+
+    Args:
+        state: What is stored.
+        only: Keys, joined by dots, that lead to the part to export, which then is the whole; None: all.
+        rename: What the names become, after that.
+        dtype: What floating point tensors become, but those of less than two bytes; None: they stay.
+
+    Raises:
+        MismatchError: Nothing is left.
+        UnsavableStateError: Two values get the same name.
+    """
+    found = Selection()
+    prefix = f"{only.rstrip('.')}." if only and only.strip(".") else ""
+    first: dict[object, str] = {}
+    old: dict[str, str] = {}
+    for name in state.keys:
+        if not name.startswith(prefix):
+            continue
+        before = _without(state.keys[name], prefix)
+        new = rename(name[len(prefix) :])
+        if new in old:
+            raise UnsavableStateError(
+                f"{old[new]!r} and {name!r} both get the name {new!r}; rename them differently", path=state.path
+            )
+        old[new] = name
+        found.keys[new] = _renamed(before, new)
+        if name not in state.tensors:
+            found.objects[new] = name
+            continue
+        tensor = state.tensors[name]
+        is_converted = dtype is not None and tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
+        found.tensors[new] = tensor, dtype if dtype is not None and is_converted else tensor.dtype
+        place = tensor.dtype, tensor.shape, tuple(tensor.boxes)
+        if tensor.numel and first.setdefault(place, new) != new:
+            found.tied[new] = first[place]
+    if not old:
+        tops = ", ".join(map(repr, dict.fromkeys(str(keys[0]) for keys in state.keys.values()))) or "nothing"
+        raise MismatchError(f"there is nothing under {only!r}; at the top there is {tops}", path=state.path)
+    _refuse_nested(found.keys, state.path)
+    return found
+
+
+def _without(keys: Keys, prefix: str) -> Keys:
+    """Keys without those that ``prefix`` is made of, or the part of a key."""
+    while prefix:
+        head = f"{keys[0]}."
+        if prefix.startswith(head):
+            keys, prefix = keys[1:], prefix[len(head) :]
+        else:
+            keys, prefix = (head[len(prefix) : -1], *keys[1:]), ""
+    return keys
+
+
+def _renamed(keys: Keys, new: str) -> Keys:
+    """The keys that a value has as ``new``: the last one, or those above it, are changed; else it is the only one."""
+    above, last = keys[:-1], str(keys[-1])
+    before = "".join(f"{key}." for key in above)
+    if f"{before}{last}" == new:
+        return keys
+    if above and new.startswith(before) and new != before:
+        return (*above, new[len(before) :])
+    if above and new.endswith(f".{last}"):
+        parts = new[: -len(last) - 1].split(".")
+        same = len(parts) == len(above)  # positions in lists stay numbers
+        kept = [key if str(key) == part else part for key, part in zip(above, parts, strict=True)] if same else parts
+        return (*kept, keys[-1])
+    return (new,)
+
+
+def _refuse_nested(keys: Mapping[str, Keys], path: str) -> None:
+    """Raise ``UnsavableStateError`` where a value stands where others stand in."""
+    inner: set[Keys] = {each[:length] for each in keys.values() for length in range(1, len(each))}
+    for name, each in keys.items():
+        if each in inner:
+            raise UnsavableStateError(f"{name!r} would be a value, and have others in it; rename it", path=path)
+
+
+def parse_bytes(text: str | int) -> int:
+    """A number of bytes, as "5GB" (10**9 each) or "5GiB" (2**30). Raises ``ValueError``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(text), re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"{text!r} is no size: write 5GB, or 500MB, or 5GiB")
+    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    if nbytes < 1:
+        raise ValueError(f"{text!r} is no size: a file has more than that")
+    return nbytes

@@ -1,0 +1,240 @@
+"""What is stored in a checkpoint that stock DCP wrote: around each tensor stands an archive of ``torch.save``.
+
+Where the tensor's bytes are in it, and in what order, is found without running any of it: of the pickle in an archive
+only what rebuilds a plain tensor is known here, and that makes a note of what it was asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
+from asyncckpt.exporting.checkpoint_source import nesting, whole
+from asyncckpt.exporting.plain_file import plain_file
+from asyncckpt.exporting.stored import Box, StoredObject, StoredState
+from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
+from asyncckpt.loading.dcp_reader import read_stock_metadata
+from asyncckpt.shm.huge import own_buffer
+from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.worker.storage.storage import InputFile
+
+# The records before that of a tensor's bytes take a kilobyte, or, where all are aligned to pages, some of these.
+_HEAD_BYTES, _LONGEST_HEAD_BYTES = 4 << 10, 256 << 10
+# Heads that are so near to each other are read at once.
+_NEAR_BYTES = 64 << 10
+_READ_BYTES = 1 << 20
+
+# What their classes would say, too, with a warning.
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
+
+_LOCAL = struct.Struct("<4s5H3L2H")
+_LOCAL_MAGIC = b"PK\3\4"
+
+
+class _Place(NamedTuple):
+    """Where DCP has put an item, in bytes."""
+
+    at: int
+    nbytes: int
+    key: MetadataIndex
+
+
+class _Note(NamedTuple):
+    """A plain tensor: its first element is ``begin``, of its storage in elements, then of the file in bytes."""
+
+    dtype: torch.dtype
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def open_stock(path: str, held: ExitStack) -> StoredState:
+    """The state in the checkpoint ``path``. It has no checksums.
+
+    Args:
+        path: Its folder.
+        held: Closes the files that are opened.
+
+    Raises:
+        DamagedCheckpointError, StorageError: It is damaged, or cannot be read.
+        UnsavableStateError: It is stored in a way that only DCP can read.
+    """
+    metadata = read_stock_metadata(path, weights_only=True)
+    places: dict[str, list[_Place]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        if transforms := getattr(info, "transform_descriptors", None):
+            raise UnsavableStateError(
+                f"{index.fqn!r} is stored by way of the extensions {list(transforms)}: load it with"
+                " torch.distributed.checkpoint, save it without them, and export that",
+                path=path,
+            )
+        places.setdefault(info.relative_path, []).append(_Place(info.offset, info.length, index))
+    files: dict[str, ChecksummedFile] = {}
+    known = metadata.state_dict_metadata
+    state = StoredState(path, {}, {}, nesting(metadata), files, verified=False)
+    sizes = {name: about.size for name, about in known.items() if isinstance(about, TensorStorageMetadata)}
+    boxes: dict[str, list[tuple[torch.dtype, Box]]] = {name: [] for name in known}
+    with read_pool(path) as pool:
+        for name, its in places.items():
+            its.sort(key=lambda place: place.at)
+            input_file, index = plain_file(path, name, [(place.key.fqn, place.at, place.nbytes) for place in its])
+            files[name] = held.enter_context(closing(StoredFile(input_file, index)))
+            tensors = [place for place in its if place.key.fqn in sizes]
+            for place, note in _notes(input_file, tensors, pool):
+                its_name = place.key.fqn
+                boxes[its_name].append((note.dtype, _box(name, place, note, len(sizes[its_name]), path)))
+            for place in its:
+                if place.key.fqn not in sizes:
+                    state.objects[place.key.fqn] = StoredObject(name, place.at, place.at + place.nbytes)
+    for name, about in known.items():
+        if isinstance(about, TensorStorageMetadata):
+            dtypes = {dtype for dtype, _ in boxes[name]} or {about.properties.dtype}
+            state.tensors[name] = whole(name, dtypes, tuple(about.size), [box for _, box in boxes[name]], path)
+        elif name not in state.objects:
+            raise DamagedCheckpointError(f".metadata does not say where {name!r} is stored", path=path)
+    return state
+
+
+def _box(file: str, place: _Place, note: _Note, dims: int, path: str) -> Box:
+    offsets = tuple(place.key.offset or (0,) * dims)
+    if len(offsets) != len(note.shape):
+        raise DamagedCheckpointError(f"{place.key.fqn!r} has {len(offsets)} dimensions, and not its part", path=path)
+    return Box(file, note.begin, offsets, note.shape, note.strides)
+
+
+def _notes(file: InputFile, places: Sequence[_Place], pool: ThreadPoolExecutor) -> Iterator[tuple[_Place, _Note]]:
+    """What the archives at ``places`` hold. Raises ``DamagedCheckpointError``, ``UnsavableStateError``."""
+    groups: list[list[_Place]] = []
+    for place in places:
+        near = groups and place.at + _HEAD_BYTES - groups[-1][0].at <= _READ_BYTES
+        if near and place.at - groups[-1][-1].at <= _NEAR_BYTES:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    for found in pool.map(lambda group: _read_group(file, group), groups):
+        yield from found
+
+
+def _read_group(file: InputFile, group: Sequence[_Place]) -> list[tuple[_Place, _Note]]:
+    begin = group[0].at
+    data = _read(file, begin, group[-1].at + _HEAD_BYTES)
+    found = []
+    for place in group:
+        try:
+            note = _note(data[place.at - begin : place.at - begin + min(place.nbytes, _HEAD_BYTES)], place)
+            if note is None:
+                note = _note(_read(file, place.at, place.at + min(place.nbytes, _LONGEST_HEAD_BYTES)), place)
+            if note is None:
+                raise pickle.UnpicklingError("there is no archive of torch.save with one tensor")
+        except UnsavableStateError as error:
+            raise UnsavableStateError(error.message, path=file.path) from error
+        except Exception as error:  # a pickle that is none fails in many ways
+            raise DamagedCheckpointError(
+                f"{place.key.fqn!r}, from {place.at:,} on, cannot be read: {type(error).__name__}: {error}",
+                path=file.path,
+            ) from error
+        found.append((place, note))
+    return found
+
+
+def _read(file: InputFile, begin: int, end: int) -> bytes:
+    """The bytes from ``begin`` to ``end``, or as many as there are."""
+    first = begin // PAGE * PAGE
+    buffer = own_buffer(round_up(end) - first)[: round_up(end) - first]
+    done = file.read([buffer], first)
+    return bytes(buffer[:done][begin - first : end - first])
+
+
+def _note(head: bytes, place: _Place) -> _Note | None:
+    """What stands in the archive that begins with ``head``; None: more has to be read of it."""
+    note: _Note | None = None
+    at = 0
+    while (at := head.find(_LOCAL_MAGIC, at)) >= 0 and at + _LOCAL.size <= len(head):
+        *_, name_bytes, extra_bytes = _LOCAL.unpack_from(head, at)
+        name = head[at + _LOCAL.size : at + _LOCAL.size + name_bytes]
+        payload_at = at + _LOCAL.size + name_bytes + extra_bytes
+        if name.endswith(b"/data.pkl") and note is None:
+            if payload_at >= len(head):
+                return None
+            note = _Unpickler(io.BytesIO(head[payload_at:])).load()
+            if not isinstance(note, _Note):
+                raise UnsavableStateError(f"{place.key.fqn!r} is stored as a {type(note).__name__}: no plain tensor")
+        elif name.endswith(b"/data/0") and note is not None:
+            begin = end = payload_at
+            if 0 not in note.shape:  # else it may begin anywhere
+                begin += note.begin * note.dtype.itemsize
+                extent = 1 + sum((n - 1) * stride for n, stride in zip(note.shape, note.strides, strict=True))
+                end = begin + extent * note.dtype.itemsize
+            if min((*note.shape, *note.strides), default=0) < 0 or not payload_at <= begin <= end <= place.nbytes:
+                raise ValueError("its elements do not stand in it")
+            return note._replace(begin=place.at + begin)
+        at += len(_LOCAL_MAGIC)
+    return None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of a plain tensor, and of nothing else. What it names is ours, or cannot be called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        match module, name:
+            case "torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor_v3":
+                return _rebuild
+            case "torch._utils", "_rebuild_parameter":
+                return _rebuild_parameter
+            case "collections", "OrderedDict":
+                return _Hooks
+            case (("torch" | "torch.storage"), "UntypedStorage"):
+                return torch.uint8
+            case "torch", _:
+                found = _STORAGES.get(name) or getattr(torch, name, None)
+                if isinstance(found, torch.dtype):
+                    return found
+        raise UnsavableStateError(
+            f"a tensor is stored by way of {module}.{name}, and only plain ones can be exported; leave it out by"
+            " exporting another part of the state, or load it with torch.distributed.checkpoint"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, _, _, _ = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(f"it refers to {pid!r}")
+        return dtype
+
+
+class _Hooks(dict[Any, Any]):
+    """Stands for an empty OrderedDict."""
+
+
+def _rebuild(storage: Any, first: Any, shape: Any, strides: Any, *more: Any) -> _Note:
+    """A note of what torch would rebuild. Where a storage has no type of its own, the tensor says which it has."""
+    dtype = more[2] if len(more) > 2 and isinstance(more[2], torch.dtype) else storage
+    numbers = [first, *shape, *strides]
+    if not isinstance(dtype, torch.dtype) or any(type(number) is not int for number in numbers):
+        raise pickle.UnpicklingError("it is not made of numbers")
+    return _Note(dtype, first, tuple(shape), tuple(strides))
+
+
+def _rebuild_parameter(data: Any, *_: Any) -> Any:
+    return data

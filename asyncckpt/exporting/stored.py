@@ -1,0 +1,187 @@
+"""What is stored, wherever it is: tensors, each with the boxes that it is stored in, and objects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.planning.structure import Keys
+from asyncckpt.shm.memcpy import Destinations, address_of
+
+
+class Box(NamedTuple):
+    """A part of a tensor as it is stored: its first element stands at byte ``begin`` of ``file``.
+
+    ``offsets`` in the whole tensor, ``shape`` and ``strides`` are in elements.
+    """
+
+    file: str
+    begin: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def extent(self) -> int:
+        """From its first element to its last, in elements."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a stored state, whole, with all the boxes that it is stored in."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: Sequence[Box]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def rows(self) -> Sequence[tuple[int, Box]] | None:
+        """Its boxes in their order, each with its first element in the tensor, if each is the elements from there on in
+        a row: the whole tensor, or shards of its rows. None: it has to be gathered.
+        """
+        if not all(map(self._is_row, self.boxes)):
+            return None
+        if len(self.boxes) == 1:
+            return [(0, self.boxes[0])]
+        strides = contiguous(self.shape)
+        return sorted(
+            (sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True)), box)
+            for box in self.boxes
+        )
+
+    def check(self, path: str) -> None:
+        """That the boxes are the whole tensor, and each element is in one of them. Raises ``DamagedCheckpointError``.
+
+        Args:
+            path: The checkpoint, for the error.
+        """
+        if len(self.boxes) == 1 and self.boxes[0].shape == self.shape and not any(self.boxes[0].offsets):
+            return
+        within = all(
+            len(box.shape) == len(box.offsets) == len(self.shape)
+            and all(0 <= at <= at + n <= most for at, n, most in zip(box.offsets, box.shape, self.shape, strict=True))
+            for box in self.boxes
+        )
+        found = sum(math.prod(box.shape) for box in self.boxes)
+        if not within or found != self.numel or self._overlap():
+            raise DamagedCheckpointError(
+                f"{self.name!r} has {self.numel:,} elements, and {found:,} are stored in parts that are not the whole"
+                " of it: a part is missing, or there is one too many",
+                path=path,
+            )
+
+    def _overlap(self) -> bool:
+        """Whether two boxes have an element in common."""
+        if self.rows is not None:
+            ends = [(begin, begin + math.prod(box.shape)) for begin, box in self.rows if 0 not in box.shape]
+            return any(end > begin for (_, end), (begin, _) in pairwise(ends))
+        boxes = [box for box in self.boxes if 0 not in box.shape]
+        first = torch.tensor([box.offsets for box in boxes])
+        end = first + torch.tensor([box.shape for box in boxes])
+        return any(
+            bool(((first[number + 1 :] < end[number]) & (first[number] < end[number + 1 :])).all(dim=1).any())
+            for number in range(len(boxes))
+        )
+
+    def _is_row(self, box: Box) -> bool:
+        if 0 in box.shape:
+            return True
+        rows = zip(box.shape, box.strides, contiguous(box.shape), strict=True)
+        if any(n > 1 and stride != expected for n, stride, expected in rows):
+            return False
+        cut = [at for at, (n, most) in enumerate(zip(box.shape, self.shape, strict=True)) if n != most]
+        return not cut or all(n == 1 for n in box.shape[: cut[-1]])
+
+
+class StoredObject(NamedTuple):
+    """The bytes from ``begin`` to ``end`` of ``file``, as ``torch.load`` takes them."""
+
+    file: str
+    begin: int
+    end: int
+
+
+@dataclass
+class StoredState:
+    """A state dict in storage.
+
+    ``keys`` lead to each value in it, by its name, which is those with dots between them; they have the order of the
+    state dict. Of an object the bytes may be at hand already. ``files`` are open, and ``verified`` says whether they
+    have checksums.
+    """
+
+    path: str
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, StoredObject | bytes]
+    keys: dict[str, Keys]
+    files: Mapping[str, ChecksummedFile]
+    verified: bool
+
+    def pickles(self, names: Iterable[str]) -> dict[str, bytes]:
+        """The bytes of the objects ``names``, checked. Raises ``DamagedCheckpointError``, ``StorageError``."""
+        found: dict[str, bytes] = {}
+        places: dict[str, list[tuple[str, StoredObject]]] = {}
+        for name in names:
+            its = self.objects[name]
+            if isinstance(its, bytes):
+                found[name] = its
+            else:
+                places.setdefault(its.file, []).append((name, its))
+        with read_pool(self.path) as pool:
+            for file, some in places.items():
+                data = {name: memoryview(bytearray(place.end - place.begin)) for name, place in some}
+                parts = [(place.begin, place.end, address_of(data[name])) for name, place in some if data[name]]
+                fetch(self.files[file], parts, pool, verify=self.verified)
+                found |= {name: bytes(view) for name, view in data.items()}
+        return found
+
+
+def fetch(
+    file: ChecksummedFile, parts: Iterable[tuple[int, int, int]], pool: ThreadPoolExecutor, *, verify: bool
+) -> None:
+    """Read parts of a file into memory.
+
+    Args:
+        file: The file.
+        parts: Of each the first byte, the end, and the address that it goes to.
+        pool: The threads that read.
+        verify: Whether the checksums are compared.
+
+    Raises:
+        DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. Nobody writes to the memory then.
+    """
+    some = sorted(part for part in parts if part[0] < part[1])
+    columns = [[part[column] for part in some] for column in range(3)]
+    damages = []
+    for run in file.read([part[:2] for part in some], pool, Destinations(*columns), verify=verify):
+        damages += run.damages
+    if damages:
+        raise damages[0]
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements are in a row."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))

@@ -1,0 +1,123 @@
+"""What is stored in a file of ``torch.save``: unpickled without its bytes, which are read when they are needed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from bisect import bisect_right
+from contextlib import ExitStack, closing
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MismatchError,
+    UnsavableStateError,
+    UntrustedValueError,
+)
+from asyncckpt.exporting.checkpoint_source import whole
+from asyncckpt.exporting.plain_file import plain_file
+from asyncckpt.exporting.stored import Box, StoredState
+from asyncckpt.loading.data_file import StoredFile
+from asyncckpt.planning.structure import PLAIN, has_no_bytes, leaf_keys
+from asyncckpt.worker.storage import refuse_address
+
+
+def open_torch_file(path: str, held: ExitStack, *, weights_only: bool) -> StoredState:
+    """The state dict in a file. It has no checksums of ours.
+
+    Args:
+        path: The file.
+        held: Closes the file.
+        weights_only: Nothing in it may run code.
+
+    Raises:
+        DamagedCheckpointError, StorageError: It is none of ``torch.save``'s, or cannot be read.
+        UntrustedValueError: It names what could run code.
+        MismatchError: There is no state dict in it.
+        UnsavableStateError: Two values have the same name, or a tensor has no plain bytes.
+    """
+    refuse_address(path)
+    loaded = _load(path, weights_only)
+    if not isinstance(loaded, dict):
+        raise MismatchError(f"this holds a {type(loaded).__name__}, and an export is of a state dict", path=path)
+    folder, file = os.path.split(path)
+    state = StoredState(path, {}, {}, {}, {}, verified=False)
+    maps = _Mappings(path)
+    places: list[tuple[str, int, int]] = []
+    for keys in leaf_keys(loaded):
+        value: Any = loaded
+        for key in keys:
+            value = value[key]
+        name = ".".join(map(str, keys))
+        if name in state.keys:
+            raise UnsavableStateError(f"two values have the name {name!r} when keys are joined by dots", path=path)
+        state.keys[name] = keys
+        if not isinstance(value, torch.Tensor):
+            state.objects[name] = _pickled(value)
+            continue
+        if type(value) not in PLAIN or has_no_bytes(value) or value.is_conj() or value.is_neg():
+            raise UnsavableStateError(f"{name!r} is a tensor without plain bytes, which cannot be exported", path=path)
+        box = Box(file, maps.offset(value), (0,) * value.ndim, tuple(value.shape), value.stride())
+        places.append((name, box.begin, box.extent * value.itemsize))
+        state.tensors[name] = whole(name, {value.dtype}, tuple(value.shape), [box], path)
+    input_file, index = plain_file(folder, file, places)
+    state.files = {file: held.enter_context(closing(StoredFile(input_file, index)))}
+    return state
+
+
+def _load(path: str, weights_only: bool) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated", category=UserWarning)
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise UntrustedValueError(
+            f"what this file is made of could run code ({str(error).strip().splitlines()[0]}); if you trust who wrote"
+            " it, export it with weights_only=False",
+            path=path,
+        ) from error
+    except Exception as error:  # one that is none fails in many ways
+        raise DamagedCheckpointError(
+            f"torch.load cannot map this file: {type(error).__name__}: {error}; if it is of torch before 1.6, load and"
+            " save it again",
+            path=path,
+        ) from error
+
+
+def _pickled(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class _Mappings:
+    """Where this process has mapped files; not by their inodes, which stacked file systems say differently."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._rows: list[tuple[int, int, int]] = []  # address, end, offset in the file
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                addresses, _, offset, _, inode, *_ = line.split(maxsplit=5)
+                if int(inode):
+                    begin, _, end = addresses.partition("-")
+                    self._rows.append((int(begin, 16), int(end, 16), int(offset, 16)))
+        self._rows.sort()
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        """At which byte of the file a tensor begins."""
+        address = tensor.data_ptr()
+        if tensor.numel() == 0:
+            return 0
+        at = bisect_right(self._rows, address, key=lambda row: row[0]) - 1
+        if at < 0 or address >= self._rows[at][1]:
+            raise CheckpointError(
+                "torch.load has not mapped a tensor of this file; load and save it again", path=self._path
+            )
+        begin, _, offset = self._rows[at]
+        return address - begin + offset

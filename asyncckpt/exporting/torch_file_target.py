@@ -1,0 +1,148 @@
+"""A file as ``torch.save`` writes it, of the state dict as it was nested before DCP flattened it."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.serialization import normalize_storage_type
+
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
+from asyncckpt.exporting.selection import Selection
+from asyncckpt.exporting.stored import StoredTensor, contiguous
+from asyncckpt.loading.unpickle import load_object
+from asyncckpt.planning.torch_file_plan import StoragePickler, flat_bytes, storage_alignment
+from asyncckpt.worker.archive import Archive, Record, crc32, header, lay_out, tail_room
+
+_PROTOCOL = 2  # torch.save's own
+
+
+def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: str, *, weights_only: bool) -> FilePlan:
+    """Lay out a file.
+
+    Args:
+        selection: What is to be in it.
+        pickles: The objects, by the names they are stored under.
+        path: The checkpoint, for errors.
+        weights_only: No object may run code while it is unpickled.
+
+    Raises:
+        UntrustedValueError: An object could run code.
+        CheckpointError, UnsavableStateError: One does not unpickle, or not pickle again.
+    """
+    state: dict[Any, Any] = {}
+    storages: dict[str, _Storage] = {}
+    for name, keys in selection.keys.items():
+        value: Any
+        if name in selection.tensors:
+            storages[name] = storages.get(selection.tied.get(name, "")) or _Storage(*selection.tensors[name])
+            value = _Tensor(storages[name])
+        else:
+            data = io.BytesIO(pickles[selection.objects[name]])
+            value = load_object(data, name, path, weights_only=weights_only)
+        set_element(state, keys, value)
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, _PROTOCOL)
+    try:
+        pickler.dump(state)
+    except Exception as error:  # whatever an object's own code raises
+        raise UnsavableStateError(f"the state cannot be pickled: {type(error).__name__}: {error}", path=path) from error
+    return _plan(pickler, buffer.getvalue())
+
+
+def _plan(pickler: _Pickler, data: bytes) -> FilePlan:
+    """The file with what was pickled, and what that refers to: tensors to be copied, and storages within objects."""
+    known = [
+        each if isinstance(each, _Storage) else flat_bytes(pickler.storages[each]).cpu().numpy().tobytes()
+        for each in pickler.keys
+    ]
+    sizes = [each.nbytes if isinstance(each, _Storage) else len(each) for each in known]
+    alignment = storage_alignment()
+    records = lay_out(alignment, len(data), *sizes)
+    placed: list[PlacedTensor] = []
+    constants: list[tuple[int, bytes]] = []
+    for record, each in zip(records, [*known, data], strict=True):
+        constants.append((record.at, header(record)))
+        if isinstance(each, _Storage):
+            placed.append(PlacedTensor(each.tensor, each.dtype, record.payload_at, record.end))
+        else:
+            constants.append((record.payload_at, each))
+    nbytes = records[-1].end + tail_room(alignment, len(sizes))
+    completed = _Completed(records, [*sizes, len(data)], alignment)
+    return FilePlan("", placed, constants, nbytes, completed, lambda: completed.archive.end)
+
+
+class _Storage:
+    """The bytes of a tensor that is copied when the file is written."""
+
+    def __init__(self, tensor: StoredTensor, dtype: torch.dtype) -> None:
+        self.tensor, self.dtype = tensor, dtype
+        self.nbytes = tensor.numel * dtype.itemsize
+
+
+class _Tensor:
+    """Stands for a tensor in the state that is pickled."""
+
+    def __init__(self, storage: _Storage) -> None:
+        self.storage = storage
+
+
+class _Pickler(StoragePickler):
+    """Knows these, too."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if not isinstance(obj, _Tensor):
+            return super().reducer_override(obj)
+        rebuild, (_, _, _, _, *more) = _reduced(obj.storage.dtype)
+        shape = obj.storage.tensor.shape
+        return rebuild, (obj.storage, 0, shape, contiguous(shape), *more)
+
+    def persistent_id(self, obj: object) -> Any:
+        if not isinstance(obj, _Storage):
+            return super().persistent_id(obj)
+        of_tensor = _reduced(obj.dtype)[1][0]
+        key = self.keys.setdefault(obj, str(len(self.keys)))
+        if isinstance(of_tensor, torch.storage.TypedStorage):
+            kind = getattr(torch, of_tensor._pickle_storage_type())  # type: ignore[no-untyped-call]
+            return "storage", kind, key, "cpu", obj.tensor.numel
+        kind = normalize_storage_type(type(of_tensor))  # type: ignore[no-untyped-call]
+        return "storage", kind, key, "cpu", obj.nbytes
+
+
+@functools.cache
+def _reduced(dtype: torch.dtype) -> Any:
+    """What torch pickles of a tensor of that type: how it is rebuilt, and from what."""
+    return torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
+
+
+class _Completed:
+    """Takes the checksums of an archive as it is written, and puts in what depends on them."""
+
+    def __init__(self, records: Sequence[Record], sizes: Sequence[int], alignment: int) -> None:
+        self._records = list(zip(records, sizes, strict=True))
+        self._alignment = alignment
+        self._next = self._crc = 0
+        self._window = Window(0, memoryview(b""))
+        self.archive = Archive(self)
+
+    def __setitem__(self, where: slice, data: bytes | bytearray) -> None:
+        self._window[where] = data
+
+    def __call__(self, window: Window) -> None:
+        self._window = window
+        while self._next < len(self._records):
+            record, nbytes = self._records[self._next]
+            stop = record.payload_at + nbytes
+            begin, end = max(record.payload_at, window.begin), min(stop, window.end)
+            if begin < end:
+                self._crc = crc32(window[begin:end], self._crc)
+            if stop > window.end:
+                return
+            self.archive.close(record, nbytes, self._crc)
+            self._next, self._crc = self._next + 1, 0
+        self.archive.finish(self._alignment)

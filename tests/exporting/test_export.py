@@ -1,0 +1,240 @@
+"""Exports of a state with values of every kind: from each source to each form, and back."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.shards import kinds_of_values, save_shards
+from support.states import same, stock_load, zeros_like
+
+import asyncckpt
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.cli import main
+from asyncckpt.errors import DamagedCheckpointError, MismatchError, UnsavableStateError, UntrustedValueError
+from asyncckpt.exporting.export import export
+from asyncckpt.loading.source import verify
+from asyncckpt.worker.storage import step_folder
+
+CUTS: Any = {
+    "model.weight": ((7, 20), ()),  # rows, uneven
+    "model.third": ((1,), (2,), ()),
+    "optimizer.state.0.exp_avg": ((), (1, 33)),  # columns
+    "model.integers": ((50,),),
+    "model.fp8": ((),),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same state in files of each kind, and the state."""
+    torch.manual_seed(0)
+    folder, state = tmp_path_factory.mktemp("sources"), kinds_of_values()
+    with Checkpointer(folder / "root") as checkpointer:
+        checkpointer.save(3, {"model": {"weight": torch.zeros(1)}})
+        checkpointer.save(5, state)
+    save_shards(state, folder / "stock", CUTS, files=3)
+    torch.save(state, folder / "state.pt")
+    return {"state": state} | {name: folder / name for name in ("root", "stock", "state.pt")}
+
+
+@pytest.mark.parametrize("source", ["root", "stock", "state.pt"])
+def test_to_safetensors(sources: dict[str, Any], source: str, tmp_path: Path) -> None:
+    done = export(sources[source], tmp_path / "out", only="model")
+    expected = dict(sources["state"]["model"])
+    if source != "stock":  # which has stored both
+        assert done.tied == {"tied": "weight"}
+        del expected["tied"]
+    save_file({name: tensor.clone() for name, tensor in expected.items()}, tmp_path / "expected", {"format": "pt"})
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["model.safetensors"] == done.files
+    assert done.tensors == len(expected) and done.nbytes == (tmp_path / "expected").stat().st_size
+
+
+@pytest.mark.parametrize("source", ["root", "stock", "state.pt"])
+def test_to_a_file_of_torch(sources: dict[str, Any], source: str, tmp_path: Path) -> None:
+    export(sources[source], tmp_path / "out.pt", to="torch")
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert archive.testzip() is None  # the checksums are right, at which torch does not look
+    for loaded in (torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "out.pt", mmap=True)):
+        assert same(loaded, sources["state"])
+    is_one = loaded["model"]["weight"].data_ptr() == loaded["model"]["tied"].data_ptr()
+    assert is_one is (source != "stock")
+
+
+@pytest.mark.parametrize("source", ["root", "stock", "state.pt"])
+def test_to_a_checkpoint(sources: dict[str, Any], source: str, tmp_path: Path) -> None:
+    """It is a step of a root that a training resumes from; stock DCP loads it; all of it has checksums."""
+    state = sources["state"]
+    export(sources[source], step_folder(str(tmp_path / "root"), 12), to="dcp")
+    report = verify(step_folder(str(tmp_path / "root"), 12))
+    assert not report.damages and report.nbytes
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        assert checkpointer.latest() == 12 and checkpointer.load(into := zeros_like(state)) == 12
+        assert same(into, state)
+        checkpointer.save(13, state)
+    stock_load(into := zeros_like(state), step_folder(str(tmp_path / "root"), 12))
+    assert same(into, state)
+    export(step_folder(str(tmp_path / "root"), 12), tmp_path / "again.pt", to="torch")
+    assert same(torch.load(tmp_path / "again.pt"), state)
+
+
+def test_of_safetensors(sources: dict[str, Any], tmp_path: Path) -> None:
+    """Also in shards, as DCP's own writer of them leaves them."""
+    export(sources["root"], tmp_path / "out", only="model", max_shard_size="5KB", extra=[__file__])
+    files = sorted(each.name for each in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1
+    for path in (tmp_path / "out", tmp_path / "out" / files[0]):
+        export(path, tmp_path / "back.pt", to="torch")
+        expected = dict(sources["state"]["model"])
+        loaded = torch.load(tmp_path / "back.pt")
+        assert loaded and all(same(loaded[name], expected[name]) for name in loaded)
+        (tmp_path / "back.pt").unlink()
+    weight = expected["weight"]
+    for number, (begin, end) in enumerate(((0, 40), (40, 70))):
+        facts = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0, begin]}})}
+        (tmp_path / "sharded").mkdir(exist_ok=True)
+        save_file({"w": weight[:, begin:end].contiguous()}, tmp_path / f"sharded/{number}.safetensors", facts)
+    export(tmp_path / "sharded", tmp_path / "whole")
+    assert same(load_file(tmp_path / "whole/model.safetensors"), {"w": weight})
+
+
+def test_the_index_says_where_each_tensor_is(sources: dict[str, Any], tmp_path: Path) -> None:
+    done = export(sources["root"], tmp_path / "out", only="model", max_shard_size="5KB", extra=[__file__])
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert names == [f"model-{n:05d}-of-{len(names):05d}.safetensors" for n in range(1, len(names) + 1)]
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        its = load_file(tmp_path / "out" / name)
+        assert len(its) == 1 or sum(each.nbytes for each in its.values()) <= 5000
+        assert all(index["weight_map"][each] == name for each in its)
+        found |= its
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in found.values())
+    save_file({"bias": torch.ones(1)}, tmp_path / "out/other.safetensors")  # which the index does not name
+    assert export(tmp_path / "out", tmp_path / "back").tensors == len(found)
+    (tmp_path / "out/other.safetensors").unlink()
+    (tmp_path / "out" / names[0]).rename(tmp_path / "away")
+    with pytest.raises(DamagedCheckpointError, match=f"names {names[0]!r}, which is missing"):
+        export(tmp_path / "out", tmp_path / "again")
+    (tmp_path / "away").rename(tmp_path / "out" / names[0])
+    expected = {name: each for name, each in sources["state"]["model"].items() if name != "tied"}
+    assert {name: found[name] for name in expected}.keys() == found.keys()
+    assert all(same(found[name], expected[name]) for name in expected)
+    assert (tmp_path / "out" / Path(__file__).name).read_text() == Path(__file__).read_text()
+    assert sorted(done.files) == sorted(each.name for each in (tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_floating_point_tensors_are_converted(
+    sources: dict[str, Any], tmp_path: Path, to: Any, name: str, dtype: torch.dtype
+) -> None:
+    export(sources["stock"], tmp_path / "out", to=to, only="model", dtype=name)
+    expected = {
+        key: value.to(dtype) if value.is_floating_point() and value.itemsize > 1 else value
+        for key, value in sources["state"]["model"].items()
+    }
+    if to == "dcp":
+        export(tmp_path / "out", tmp_path / "out.pt", to="torch")
+    found = load_file(tmp_path / "out/model.safetensors") if to == "hf" else None
+    found = found or torch.load(tmp_path / ("out" if to == "torch" else "out.pt"))
+    assert found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
+
+
+def test_names(sources: dict[str, Any], tmp_path: Path) -> None:
+    export(sources["root"], tmp_path / "1.pt", to="torch", only="optimizer.state.1")
+    assert same(torch.load(tmp_path / "1.pt"), {"step": torch.tensor(2.0)})
+    export(sources["root"], tmp_path / "2.pt", to="torch", rename=r"^model\.(.*)t$=model.\1_")
+    loaded, model = torch.load(tmp_path / "2.pt"), sources["state"]["model"]
+    assert same(loaded["model"]["weigh_"], model["weight"]) and same(loaded["model"]["bias"], model["bias"])
+    export(sources["root"], tmp_path / "3.pt", to="torch", rename=r"^optimizer\.=o.p.")
+    loaded, optimizer = torch.load(tmp_path / "3.pt"), sources["state"]["optimizer"]
+    assert loaded.keys() == {"model", "o", "step", "betas"} and loaded["o"]["p"]["groups"]["0"] == {"lr": 1e-3}
+    export(sources["root"], tmp_path / "4.pt", to="torch", rename=r"^optimizer\.=optim.")
+    assert same(torch.load(tmp_path / "4.pt")["optim"], optimizer)
+    (tmp_path / "names.json").write_text(json.dumps({"weight": "a.b", "none": "x"}))
+    for rename in (str(tmp_path / "names.json"), {"weight": "a.b"}, lambda name: name.replace("weight", "a.b")):
+        export(sources["root"], tmp_path / "out", only="model", rename=rename)
+        found = load_file(tmp_path / "out/model.safetensors")
+        assert same(found["a.b"], model["weight"]) and "bias" in found and "weight" not in found
+        (tmp_path / "out/model.safetensors").unlink()
+    with pytest.raises(UnsavableStateError, match=r"'model.bias' both get the name 'weight'"):
+        export(sources["root"], tmp_path / "3", only="model", rename="bias=weight")
+    with pytest.raises(UnsavableStateError, match="others in it"):
+        export(sources["root"], tmp_path / "3", to="torch", rename={"step": "model"})
+    with pytest.raises(MismatchError, match="'optimizer'"):
+        export(sources["root"], tmp_path / "3", only="none")
+    assert not (tmp_path / "3").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "onnx"},
+        {"dtype": "int8"},
+        {"rename": "no equals sign"},
+        {"rename": "(=x"},
+        {"rename": "none.json"},
+        {"max_shard_size": "five"},
+        {"to": "dcp", "max_shard_size": "5GB"},
+        {"to": "torch", "extra": [__file__]},
+        {"extra": [__file__, __file__]},
+    ],
+)
+def test_wrong_arguments(sources: dict[str, Any], tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        export(sources["root"], tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+class Odd:
+    """What torch.load does not take without more."""
+
+
+def test_values_that_could_run_code(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "odd": Odd()}
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(1, state)
+    with pytest.raises(UntrustedValueError, match="'odd'"):
+        export(tmp_path / "root", tmp_path / "out.pt", to="torch")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["root"]
+    done = export(tmp_path / "root", tmp_path / "hf")  # they are not looked at
+    assert done.objects == ["odd"]
+    export(tmp_path / "root", tmp_path / "dcp", to="dcp")  # nor here, but taken over as they are
+    for path in (tmp_path / "root", tmp_path / "dcp"):
+        export(path, tmp_path / "out.pt", to="torch", weights_only=False)
+        loaded = torch.load(tmp_path / "out.pt", weights_only=False)
+        assert isinstance(loaded["odd"], Odd) and same(loaded["w"], state["w"])
+        (tmp_path / "out.pt").unlink()
+    torch.save(state, tmp_path / "odd.pt")
+    with pytest.raises(UntrustedValueError):
+        export(tmp_path / "odd.pt", tmp_path / "out.pt", to="torch")
+
+
+def test_the_command(sources: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*argv: object) -> tuple[int, str, str]:
+        status = main(["export", *map(str, argv)])
+        return status, *capsys.readouterr()
+
+    status, out, _ = run(sources["root"], tmp_path / "all")
+    assert status == 0 and "step-00000005" in out
+    assert "model.tied is model.weight" in out and "left out, as no tensors:" in out and "--only model" in out
+    status, out, _ = run(
+        *(sources["root"], tmp_path / "out", "--only", "model.", "--dtype", "bf16", "--json"),
+        *("--extra", __file__, "--rename", "weight=w", "--max-shard-size", "5GB"),
+    )
+    (facts,) = json.loads(out)
+    assert status == 0 and facts["tied"] == {"tied": "w"} and facts["files"][0] == "model.safetensors"
+    assert load_file(tmp_path / "out/model.safetensors")["w"].dtype == torch.bfloat16
+    status, _, error = run(sources["root"], tmp_path / "out")
+    assert status == 2 and "remove it" in error
+    assert run(tmp_path / "none", tmp_path / "new")[0] == 2
+    assert run(sources["root"], tmp_path / "new", "--rename", "(=")[0] == 2
+    assert run(sources["root"], "s3://bucket/new")[0] == 2
+    assert asyncckpt.export is export

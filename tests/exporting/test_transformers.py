@@ -1,0 +1,45 @@
+"""What is exported for Hugging Face loads with ``from_pretrained``, with nothing to say about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.states import same
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.exporting.export import export
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_model_loads(root: Path, tmp_path: Path, is_tied: bool) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=is_tied,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(each.sum() for each in model.parameters()).backward()
+    optimizer.step()
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state)
+    config.save_pretrained(tmp_path / "config")
+    extra = [tmp_path / "config/config.json"]
+    done = export(root, tmp_path / "model", only="model", max_shard_size="10KB", extra=extra)
+    assert len(done.files) > 4
+    assert done.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {})
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(told.values())
+    assert same(dict(loaded.state_dict()), dict(model.state_dict()))
+    export(root, tmp_path / "half", only="model", dtype="bf16", extra=extra)
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="bfloat16")
+    assert same(dict(half.state_dict()), {name: each.bfloat16() for name, each in model.state_dict().items()})
