@@ -143,7 +143,7 @@ def origin_of(step: int, *roots: str) -> Origin:
     return Origin(step, newest, frozenset(each.step for each in found if each.step > step))
 
 
-def time_of_creation(root: str, since: float) -> float:
+def time_of_creation(root: str, since: float = 0.0) -> float:
     """Now, in seconds since the epoch, and later than ``since``, and than what any checkpoint under ``root`` says of
     itself: the clocks of hosts differ. Raises ``StorageError``.
     """
