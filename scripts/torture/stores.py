@@ -33,6 +33,7 @@ from torture.tally import (
     Tally,
     check_published,
     check_root,
+    config_of_killed,
     is_of,
     state_of,
 )
@@ -88,10 +89,16 @@ def _kill_tiers(tally: Tally, local: Path, spoiler: _Spoiler, count: int, choice
 
     def check(tally: Tally, root: str) -> None:
         spoiler.chance = 0.0
+        with Checkpointer(root, config_of_killed()) as checkpointer:
+            checkpointer.wait_uploads(4 * LIMIT_S)
+            newest = checkpointer.latest()
+        uploaded = complete_steps(root)
+        tally.counts["steps uploaded, at the end"] += len(uploaded)
+        if newest not in uploaded:
+            tally.lose(f"{root}: step {newest} was to be uploaded, and {uploaded} are there")
         for folder in local.iterdir():
             check_root(tally, str(folder))
             shutil.rmtree(folder)
-        tally.counts["steps uploaded, at the end"] += len(complete_steps(root))
         _check_store(tally, root)
 
     for ranks in (1, 2):
