@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
@@ -268,7 +269,7 @@ class Committer:
         if self.uploader is not None:
             if request.upload is not None:
                 with _logged("noting an upload"):
-                    self.uploader.conclude(request.upload.step, is_committed=is_committed)
+                    self.uploader.conclude(request.upload, is_committed=is_committed)
             if is_committed:
                 self.uploader.begin()
 
@@ -286,7 +287,7 @@ class Committer:
             raise CheckpointError(_UNREPORTED)
         self._next_step = request.step
         if self.uploader is not None and request.upload is not None:
-            self.uploader.note(request.upload)
+            self.uploader.note(replace(request.upload, attempt=request.attempt))
         attempt.commit([json.loads(report) for report in reports])
         self._last_step = request.step
         with _logged("telling the other ranks of the commit"):  # they look at what is finalized

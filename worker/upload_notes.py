@@ -39,38 +39,32 @@ class UploadNotes:
             os.fsync(file.fileno())
 
     def show(self, step: int) -> None:
-        """Its checkpoint is committed."""
+        """The checkpoint of the hidden one is committed."""
         path = self._path(step, hidden=True)
         with translated("noting an upload", path):
             os.replace(path, self._path(step))
 
-    def remove(self, step: int) -> None:
-        """It has ended, or will not be."""
-        for path in (self._path(step), self._path(step, hidden=True)):
-            with translated("removing a note", path), contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+    def drop(self, step: int) -> None:
+        """That of the hidden one is not."""
+        self._unlink(self._path(step, hidden=True))
 
-    def hidden(self) -> list[int]:
-        """The steps whose checkpoints are not committed yet, or whose worker died just then."""
-        return [step for name, step in self._names() if name.startswith(".")]
+    def remove(self, upload: Upload) -> None:
+        """It has ended, or will not be; but its step may have another one meanwhile."""
+        if (known := self._read(path := self._path(upload.step))) is not None and known[1].attempt == upload.attempt:
+            self._unlink(path)
+
+    def hidden(self) -> list[Upload]:
+        """Those of checkpoints that are not committed yet, or whose worker died just then."""
+        return [upload for _, upload in self._found(hidden=True)]
 
     def steps(self) -> list[int]:
         """All steps that have one."""
         return [step for _, step in self._names()]
 
     def all(self) -> list[Upload]:
-        """Those of committed checkpoints, the oldest note first. One that cannot be read is removed."""
-        found: list[tuple[int, Upload]] = []
-        for name, step in self._names():
-            path = os.path.join(self._folder, name)
-            if not name.startswith("."):
-                with translated("reading a note", path), contextlib.suppress(FileNotFoundError):
-                    try:
-                        with open(path) as file:
-                            found.append((os.fstat(file.fileno()).st_mtime_ns, Upload(**json.load(file))))
-                    except (ValueError, TypeError):
-                        self.remove(step)
-        return [upload for _, upload in sorted(found, key=lambda each: (each[0], each[1].step))]
+        """Those of committed checkpoints, the oldest note first."""
+        found = sorted(self._found(hidden=False), key=lambda each: (each[0], each[1].step))
+        return [upload for _, upload in found]
 
     def lock(self) -> int | None:
         """Take the lock: one worker at a time uploads. The descriptor holds it; None: another worker has it."""
@@ -85,6 +79,24 @@ class UploadNotes:
         """Something of this run is in its root, from now on."""
         with contextlib.suppress(OSError), open(os.path.join(self._folder, _EVER), "w"):
             pass
+
+    def _found(self, *, hidden: bool) -> list[tuple[int, Upload]]:
+        names = [name for name, _ in self._names() if name.startswith(".") == hidden]
+        return list(filter(None, (self._read(os.path.join(self._folder, name)) for name in names)))
+
+    def _read(self, path: str) -> tuple[int, Upload] | None:
+        """A note, and when it was made; None: there is none. One that was not written to its end is removed."""
+        with translated("reading a note", path), contextlib.suppress(FileNotFoundError):
+            try:
+                with open(path) as file:
+                    return os.fstat(file.fileno()).st_mtime_ns, Upload(**json.load(file))
+            except (ValueError, TypeError):
+                self._unlink(path)
+        return None
+
+    def _unlink(self, path: str) -> None:
+        with translated("removing a note", path), contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
     def _names(self) -> list[tuple[str, int]]:
         with translated("listing", self._folder):

@@ -34,7 +34,6 @@ from asyncckpt.errors import (
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Manifest, checksum
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import step_folder
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.storage import InputFile, OpenAttempt, Storage, exists_error
 from asyncckpt.worker.upload_notes import UploadNotes
@@ -71,27 +70,27 @@ class Uploader:
         self._local = local
         self._storage_for = storage_for
         self._notes = UploadNotes(local)
-        for step in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here
-            self.conclude(step, is_committed=storage_for(local).exists(step_folder(local, step)))
+        for each in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here
+            self.conclude(each, is_committed=storage_for(local).is_finalized(each.path, each.attempt))
         self._changed = threading.Condition()
         self._is_wanted = bool(self._notes.all())
         self._is_ending = False
         self._prunes = True
         self._failure: CheckpointError | None = None  # of one that is tried again
         self._loss: CheckpointError | None = None  # of one that is not; told once
-        self._thread = threading.Thread(target=self._run, name="asyncckpt-uploader")
+        self._thread = threading.Thread(target=self._run, name="asyncckpt-uploader", daemon=True)
         self._thread.start()
 
     def note(self, upload: Upload) -> None:
         """Its checkpoint is about to be committed. Raises ``StorageError``."""
         self._notes.add(upload)
 
-    def conclude(self, step: int, *, is_committed: bool) -> None:
+    def conclude(self, upload: Upload, *, is_committed: bool) -> None:
         """How that has ended. Raises ``StorageError``."""
         if is_committed:
-            self._notes.show(step)
+            self._notes.show(upload.step)
         else:
-            self._notes.remove(step)
+            self._notes.drop(upload.step)
 
     def begin(self) -> None:
         """A save is committed: upload what is noted, and try again what has failed."""
@@ -110,8 +109,9 @@ class Uploader:
     def under_way(self) -> UploadsUnderWay:
         """What has not ended, and what went wrong. Raises ``StorageError``."""
         with self._changed:
-            failure, self._loss = self._failure or self._loss, None
-        return UploadsUnderWay(tuple(each.to for each in self._notes.all()), failure)
+            waiting = self._notes.all()
+            loss, self._loss = self._loss, None
+            return UploadsUnderWay(tuple(each.to for each in waiting), loss or (self._failure if waiting else None))
 
     def trainer_gone(self) -> None:
         """From now on no old checkpoints are removed from the root: another job may have it."""
@@ -159,7 +159,7 @@ class Uploader:
             if each.must:
                 return each
             logger.warning("%s is not uploaded, as uploads take too long: %s goes instead", each.path, waiting[-1].path)
-            self._notes.remove(each.step)
+            self._notes.remove(each)
         return waiting[-1] if waiting else None
 
     def _carry_out(self, upload: Upload) -> bool:
@@ -174,15 +174,15 @@ class Uploader:
             with self._changed:
                 self._failure, self._loss = (None, failure) if is_final else (failure, self._loss)
             if is_final:
-                self._notes.remove(upload.step)
+                self._notes.remove(upload)
             return is_final
         with self._changed:
             self._failure = None
-        self._notes.note_success()
-        self._notes.remove(upload.step)
         logger.info("%s is uploaded, in %.1f s", upload.path, time.monotonic() - begun)
+        self._notes.note_success()
         if upload.keep_last is not None and self._prunes:
             prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == upload.step)
+        self._notes.remove(upload)  # whoever waits, waits for all of it
         return True
 
 
@@ -194,6 +194,8 @@ def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> No
     source, target = storage_for(upload.path), storage_for(upload.to)
     with source.reading(upload.path):
         manifest = _manifest(source, upload.path)
+        if upload.attempt not in ("", manifest.attempt):
+            raise CheckpointNotFoundError("another checkpoint has taken its place", path=upload.path)
         if _is_there(target, upload.to, manifest):
             return
         existing: Existing = "set aside" if upload.sets_aside else "refuse"

@@ -27,6 +27,8 @@ class Upload:
     keep_last: int | None
     keep: bool
     timeout: float
+    attempt: str = ""
+    """Of the save whose checkpoint it is: another of the same step is another."""
 
 
 class AskUploads:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def uploader_of(local: Path) -> Iterator[Callable[..., Uploader]]:
 def upload(uploader: Uploader, *uploads: Upload) -> None:
     for each in uploads:
         uploader.note(each)
-        uploader.conclude(each.step, is_committed=True)
+        uploader.conclude(each, is_committed=True)
         uploader.begin()
 
 
@@ -161,6 +162,26 @@ def test_what_waits_makes_way_and_stays_until_then(
     assert isinstance(outcome(uploader), CheckpointNotFoundError) and outcome(uploader) is None
 
 
+def test_a_step_that_is_saved_again_meanwhile(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The note is that of the new one, whatever becomes of the one before."""
+    allowed = threading.Event()
+    slow = SlowStorage(allowed)
+    uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
+    upload(uploader, replace(upload_of(local, root, 4), attempt=read_manifest(str(local / "step-00000004")).attempt))
+    assert slow.begun.wait(60)
+    with Checkpointer(local) as checkpointer:
+        checkpointer.load({"small": torch.zeros(3)}, step=1)
+        checkpointer.save(4, {"small": torch.full((3,), 8.0)}).result(60)
+    upload(uploader, replace(upload_of(local, root, 4), attempt=read_manifest(str(local / "step-00000004")).attempt))
+    allowed.set()
+    while complete_steps(str(root)) != [4]:
+        outcome(uploader)
+    assert outcome(uploader) is None and not verify(str(root / "step-00000004")).damages
+    assert read_manifest(str(root / "step-00000004")).created == read_manifest(str(local / "step-00000004")).created
+
+
 def test_one_worker_at_a_time_uploads(local: Path, root: Path, uploader_of: Callable[..., Uploader]) -> None:
     """Another goes on where it has ended, and removes nothing of what others have saved since."""
     allowed = threading.Event()
@@ -180,7 +201,8 @@ def test_one_worker_at_a_time_uploads(local: Path, root: Path, uploader_of: Call
 def test_a_worker_that_dies_as_it_commits(
     local: Path, root: Path, uploader_of: Callable[..., Uploader], is_committed: bool
 ) -> None:
-    note = upload_of(local, root, 4 if is_committed else 5)
+    manifest = read_manifest(str(local / "step-00000004"))
+    note = replace(upload_of(local, root, 4), attempt=manifest.attempt if is_committed else "of another save")
     UploadNotes(str(local)).add(note)
     (local / "asyncckpt.uploads" / "step-00000003.json").write_text("{")  # no power, just then
     uploader = uploader_of()
