@@ -6,6 +6,7 @@ import os
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
+from asyncckpt.exporting.stored import DictKey
 from asyncckpt.planning.draft import pickle_metadata
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest, data_name, index_name, spans, storage_meta
@@ -38,7 +40,7 @@ class CheckpointTarget:
         self._selection = selection
         numbers = {name: number for number, name in enumerate(selection.tensors)}
         specs = [
-            TensorSpec(dtype, tensor.shape, numbers.get(selection.tied.get(name, "")), name)
+            TensorSpec(dtype, tensor.shape, numbers[selection.tied[name]] if name in selection.tied else None, name)
             for name, (tensor, dtype) in selection.tensors.items()
         ]
         objects = [pickles[stored] for stored in selection.objects.values()]
@@ -73,7 +75,8 @@ class CheckpointTarget:
             else:
                 known[item.name] = BytesStorageMetadata()
             storage[MetadataIndex(item.name, offsets)] = _StorageInfo(self.plan.name, item.at, item.nbytes)
-        metadata = Metadata(known, dict(self._selection.keys), storage, StorageMeta())
+        keys = {name: tuple(map(_as_dcp_has_it, its)) for name, its in self._selection.keys.items()}
+        metadata = Metadata(known, keys, storage, StorageMeta())
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         return pickle_metadata(metadata)[:-1] + storage_meta(path, attempt)
 
@@ -98,6 +101,11 @@ class CheckpointTarget:
     def small_files(self, path: str, attempt: str) -> dict[str, bytes]:
         """Those that the manifest names beside the data file, once that is written."""
         return {index_name(0): self.index(), METADATA_NAME: self.metadata(path, attempt)}
+
+
+def _as_dcp_has_it(key: Any) -> Any:
+    """Of keys of dicts their text, and positions in lists."""
+    return str(key) if isinstance(key, DictKey) else key
 
 
 class _SpanSums:

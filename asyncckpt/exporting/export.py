@@ -20,7 +20,15 @@ from asyncckpt.exporting.file_plan import FilePlan
 from asyncckpt.exporting.output import output, place_for
 from asyncckpt.exporting.safetensors_source import SUFFIX, names_of_files, open_safetensors
 from asyncckpt.exporting.safetensors_target import plan_safetensors
-from asyncckpt.exporting.selection import Rename, Selection, dtype_of, parse_bytes, renaming, select
+from asyncckpt.exporting.selection import (
+    Rename,
+    Selection,
+    check_nesting,
+    dtype_of,
+    parse_bytes,
+    renaming,
+    select,
+)
 from asyncckpt.exporting.stock_source import open_stock
 from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_source import open_torch_file
@@ -174,6 +182,7 @@ class _Job:
             if taken := self._extra.keys() & {*small, *(plan.name for plan in plans)}:
                 raise UnsavableStateError(f"{min(taken)!r} is written by the export: leave it out of what is copied")
         else:
+            check_nesting(selection.keys, state.path)
             pickles = state.pickles(selection.objects.values())
             if self._to == "dcp":
                 checkpoint = CheckpointTarget(selection, pickles)

@@ -103,6 +103,8 @@ def select(state: StoredState, only: str | None, rename: Callable[[str], str], d
             continue
         before = _without(state.keys[name], prefix)
         new = rename(name[len(prefix) :])
+        if not isinstance(new, str):
+            raise ValueError(f"rename gives {name!r} the name {new!r}, which is no text")
         if new in old:
             raise UnsavableStateError(
                 f"{old[new]!r} and {name!r} both get the name {new!r}; rename them differently", path=state.path
@@ -121,7 +123,6 @@ def select(state: StoredState, only: str | None, rename: Callable[[str], str], d
     if not old:
         tops = ", ".join(map(repr, dict.fromkeys(str(keys[0]) for keys in state.keys.values()))) or "nothing"
         raise MismatchError(f"there is nothing under {only!r}; at the top there is {tops}", path=state.path)
-    _refuse_nested(found.keys, state.path)
     return found
 
 
@@ -133,7 +134,7 @@ def _without(keys: Keys, prefix: str) -> Keys:
             keys, prefix = keys[1:], prefix[len(head) :]
         else:
             keys, prefix = (head[len(prefix) : -1], *keys[1:]), ""
-    return keys
+    return (str(keys[0]), *keys[1:]) if isinstance(keys[0], int) else keys  # at the top there is a dict
 
 
 def _renamed(keys: Keys, new: str) -> Keys:
@@ -142,6 +143,8 @@ def _renamed(keys: Keys, new: str) -> Keys:
     before = "".join(f"{key}." for key in above)
     if f"{before}{last}" == new:
         return keys
+    if new.endswith(f".{before}{last}"):
+        return (*new.removesuffix(f".{before}{last}").split("."), *keys)
     if above and new.startswith(before) and new != before:
         return (*above, new[len(before) :])
     if above and new.endswith(f".{last}"):
@@ -152,11 +155,16 @@ def _renamed(keys: Keys, new: str) -> Keys:
     return (new,)
 
 
-def _refuse_nested(keys: Mapping[str, Keys], path: str) -> None:
-    """Raise ``UnsavableStateError`` where a value stands where others stand in."""
-    inner: set[Keys] = {each[:length] for each in keys.values() for length in range(1, len(each))}
+def check_nesting(keys: Mapping[str, Keys], path: str) -> None:
+    """Raise ``UnsavableStateError`` where names cannot be nested: a value has others in it, or a list has names."""
+    is_list: dict[Keys, bool] = {}
     for name, each in keys.items():
-        if each in inner:
+        for length in range(len(each)):
+            at_position = isinstance(each[length], int)
+            if is_list.setdefault(each[:length], at_position) != at_position:
+                raise UnsavableStateError(f"{name!r} would stand in a list and in a dict; rename it", path=path)
+    for name, each in keys.items():
+        if each in is_list:
             raise UnsavableStateError(f"{name!r} would be a value, and have others in it; rename it", path=path)
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,15 @@ from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.planning.structure import Keys
 from asyncckpt.shm.memcpy import Destinations, address_of
+
+
+class DictKey(NamedTuple):
+    """A key of a dict that is no text. Among the keys of a value a number is a position in a list."""
+
+    key: Any
+
+    def __str__(self) -> str:
+        return str(self.key)
 
 
 class Box(NamedTuple):
@@ -123,9 +132,9 @@ class StoredObject(NamedTuple):
 class StoredState:
     """A state dict in storage.
 
-    ``keys`` lead to each value in it, by its name, which is those with dots between them; they have the order of the
-    state dict. Of an object the bytes may be at hand already. ``files`` are open, and ``verified`` says whether they
-    have checksums.
+    ``keys`` lead to each value in it, by its name, which is those with dots between them: text, ``DictKey``, positions
+    in lists; they have the order of the state dict. Of an object the bytes may be at hand already. ``files`` are open,
+    and ``verified`` says whether they have checksums.
     """
 
     path: str

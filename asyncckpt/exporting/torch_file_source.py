@@ -7,6 +7,7 @@ import os
 import pickle
 import warnings
 from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -21,9 +22,9 @@ from asyncckpt.errors import (
 )
 from asyncckpt.exporting.checkpoint_source import whole
 from asyncckpt.exporting.plain_file import plain_file
-from asyncckpt.exporting.stored import Box, StoredState
+from asyncckpt.exporting.stored import Box, DictKey, StoredState
 from asyncckpt.loading.data_file import StoredFile
-from asyncckpt.planning.structure import PLAIN, has_no_bytes, leaf_keys
+from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, is_leaf
 from asyncckpt.worker.storage import refuse_address
 
 
@@ -49,16 +50,13 @@ def open_torch_file(path: str, held: ExitStack, *, weights_only: bool) -> Stored
     state = StoredState(path, {}, {}, {}, {}, verified=False)
     maps = _Mappings(path)
     places: list[tuple[str, int, int]] = []
-    for keys in leaf_keys(loaded):
-        value: Any = loaded
-        for key in keys:
-            value = value[key]
+    for keys, value in _leaves(loaded, path):
         name = ".".join(map(str, keys))
         if name in state.keys:
             raise UnsavableStateError(f"two values have the name {name!r} when keys are joined by dots", path=path)
         state.keys[name] = keys
         if not isinstance(value, torch.Tensor):
-            state.objects[name] = _pickled(value)
+            state.objects[name] = _pickled(value, name)
             continue
         if type(value) not in PLAIN or has_no_bytes(value) or value.is_conj() or value.is_neg():
             raise UnsavableStateError(f"{name!r} is a tensor without plain bytes, which cannot be exported", path=path)
@@ -89,9 +87,31 @@ def _load(path: str, weights_only: bool) -> Any:
         ) from error
 
 
-def _pickled(value: object) -> bytes:
+def _leaves(state_dict: Any, path: str) -> Iterator[tuple[Keys, Any]]:
+    """The keys and the value of each leaf, in DCP's order, and of each empty container, which DCP has none of."""
+
+    def walk(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+        if keys and (is_leaf(value) or not value):
+            yield keys, value
+        elif isinstance(value, Mapping):
+            for key, each in value.items():
+                yield from walk(each, (*keys, key if type(key) is str else DictKey(key)))
+        else:
+            for position, each in enumerate(value):
+                yield from walk(each, (*keys, position))
+
+    try:
+        yield from walk(state_dict, ())
+    except RecursionError as error:
+        raise UnsavableStateError("a dict or a list of it is within itself, or too deep", path=path) from error
+
+
+def _pickled(value: object, name: str) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # of the object's own code
+        raise UnsavableStateError(f"{name!r} cannot be pickled: {type(error).__name__}: {error}") from error
     return buffer.getvalue()
 
 

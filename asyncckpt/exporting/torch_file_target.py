@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 from torch.serialization import normalize_storage_type
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
-from asyncckpt.exporting.stored import StoredTensor, contiguous
+from asyncckpt.exporting.stored import DictKey, StoredTensor, contiguous
 from asyncckpt.loading.unpickle import load_object
+from asyncckpt.planning.structure import Keys
 from asyncckpt.planning.torch_file_plan import StoragePickler, flat_bytes, storage_alignment
 from asyncckpt.worker.archive import Archive, Record, crc32, header, lay_out, tail_room
 
@@ -40,12 +40,13 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
     for name, keys in selection.keys.items():
         value: Any
         if name in selection.tensors:
-            storages[name] = storages.get(selection.tied.get(name, "")) or _Storage(*selection.tensors[name])
+            tied = selection.tied.get(name)
+            storages[name] = _Storage(*selection.tensors[name]) if tied is None else storages[tied]
             value = _Tensor(storages[name])
         else:
             data = io.BytesIO(pickles[selection.objects[name]])
             value = load_object(data, name, path, weights_only=weights_only)
-        set_element(state, keys, value)
+        _put(state, keys, value)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, _PROTOCOL)
     try:
@@ -53,6 +54,22 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
     except Exception as error:  # whatever an object's own code raises
         raise UnsavableStateError(f"the state cannot be pickled: {type(error).__name__}: {error}", path=path) from error
     return _plan(pickler, buffer.getvalue())
+
+
+def _put(state: dict[Any, Any], keys: Keys, value: Any) -> None:
+    """Put a value where ``keys`` lead to, and make the dicts and lists on the way."""
+    container: Any = state
+    for key, inner in zip(keys, [*keys[1:], None], strict=True):
+        its = key.key if isinstance(key, DictKey) else key
+        if isinstance(container, list):
+            container += [None] * (its + 1 - len(container))
+        if inner is None:
+            container[its] = value
+        elif isinstance(container, list) and container[its] is not None or its in container:
+            container = container[its]
+        else:
+            container[its] = [] if isinstance(inner, int) else {}
+            container = container[its]
 
 
 def _plan(pickler: _Pickler, data: bytes) -> FilePlan:
