@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import resource
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +69,9 @@ def run(path: str, args: argparse.Namespace) -> Exported:
     """Export ``path``. Raises ``CheckpointError``, also where an option is wrong."""
     from asyncckpt.exporting.export import export
 
+    with contextlib.suppress(ValueError, OSError):  # all files of a checkpoint are open at once
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         return export(
             path,
