@@ -95,11 +95,11 @@ class _Writing:
                     if not self._admit(batch):
                         break
                     tasks.append(pool.submit(self._carry_out, number, batch))
-            except BaseException:
+                for task in tasks:
+                    task.result()
+            except BaseException:  # also an interrupt: the threads end before the files are closed
                 self._give_up()
                 raise
-        for task in tasks:
-            task.result()
 
     def _admit(self, batch: Batch) -> bool:
         """Wait for its memory; they are let in in their order, so that none waits for a turn that cannot come. False
@@ -120,9 +120,9 @@ class _Writing:
         try:
             first = batch.begin // PAGE * PAGE
             nbytes = round_up(batch.end) - first
-            memory = huge_buffer(nbytes) if nbytes > BATCH_BYTES + 2 * PAGE else own_buffer(BATCH_BYTES + 2 * PAGE)
-            window = Window(first, memory[:nbytes])
             with self._about(batch):
+                memory = huge_buffer(nbytes) if nbytes > BATCH_BYTES + 2 * PAGE else own_buffer(BATCH_BYTES + 2 * PAGE)
+                window = Window(first, memory[:nbytes])
                 self._fill(batch, window)
             with self._in_turn(number) as is_wanted:
                 if not is_wanted:
@@ -161,7 +161,7 @@ class _Writing:
             yield
         except CheckpointError as error:
             raise type(error)(f"{error.message} (exporting {batch.what})", path=error.path) from error
-        except MemoryError as error:
+        except (MemoryError, OSError) as error:
             raise OutOfMemoryError(f"{batch.end - batch.begin:,} bytes to gather {batch.what} in: {error}") from error
 
     def _complete(self, batch: Batch, window: Window) -> None:

@@ -152,6 +152,9 @@ class _Job:
     def open(self, held: contextlib.ExitStack) -> StoredState:
         """What is stored, held open, and held against removal."""
         path, storage = self._path, storage_for(self._path)
+        if is_address(path) and path.endswith(SUFFIX) and storage.size(path) is not None:
+            folder, name = os.path.split(path)
+            return open_safetensors(folder, [name], held)
         if not is_address(path) and os.path.isfile(path):
             folder, name = os.path.split(path)
             if name.endswith(SUFFIX):

@@ -75,6 +75,8 @@ def open_safetensors(path: str, names: list[str], held: ExitStack) -> StoredStat
                 )
             found.setdefault(each, []).append((dtype, box))
     for each, its in found.items():
+        if len({len(box.shape) for _, box in its}) > 1:
+            raise DamagedCheckpointError(f"the shards of {each!r} have different numbers of dimensions", path=path)
         ends = ([at + n for at, n in zip(box.offsets, box.shape, strict=True)] for _, box in its)
         shape = tuple(map(max, zip(*ends, strict=True)))
         state.tensors[each] = whole(each, {dtype for dtype, _ in its}, shape, [box for _, box in its], path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -181,6 +182,10 @@ def _note(head: bytes, place: _Place) -> _Note | None:
             note = _Unpickler(io.BytesIO(head[payload_at:])).load()
             if not isinstance(note, _Note):
                 raise UnsavableStateError(f"{place.key.fqn!r} is stored as a {type(note).__name__}: no plain tensor")
+        elif name.endswith(b"/byteorder") and not _BYTE_ORDER.startswith(
+            head[payload_at : payload_at + len(_BYTE_ORDER)]
+        ):
+            raise UnsavableStateError(f"{place.key.fqn!r} has its bytes in another order than this machine")
         elif name.endswith(b"/data/0") and note is not None:
             begin = end = payload_at
             if 0 not in note.shape:  # else it may begin anywhere
@@ -223,12 +228,17 @@ class _Unpickler(pickle.Unpickler):
         return dtype
 
 
+_BYTE_ORDER = sys.byteorder.encode()
+
+
 class _Hooks(dict[Any, Any]):
     """Stands for an empty OrderedDict."""
 
 
 def _rebuild(storage: Any, first: Any, shape: Any, strides: Any, *more: Any) -> _Note:
     """A note of what torch would rebuild. Where a storage has no type of its own, the tensor says which it has."""
+    if any(isinstance(each, dict) and each for each in more):
+        raise UnsavableStateError(f"a tensor is stored with {more[2:]}, and only plain ones can be exported")
     dtype = more[2] if len(more) > 2 and isinstance(more[2], torch.dtype) else storage
     numbers = [first, *shape, *strides]
     if not isinstance(dtype, torch.dtype) or any(type(number) is not int for number in numbers):

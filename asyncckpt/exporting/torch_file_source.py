@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
+import re
+import sys
 import warnings
+import zipfile
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -17,15 +21,17 @@ from asyncckpt.errors import (
     CheckpointError,
     DamagedCheckpointError,
     MismatchError,
+    StorageError,
     UnsavableStateError,
-    UntrustedValueError,
 )
 from asyncckpt.exporting.checkpoint_source import whole
 from asyncckpt.exporting.plain_file import plain_file
 from asyncckpt.exporting.stored import Box, DictKey, StoredState
 from asyncckpt.loading.data_file import StoredFile
+from asyncckpt.loading.unpickle import HARMLESS, untrusted
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, is_leaf
 from asyncckpt.worker.storage import refuse_address
+from asyncckpt.worker.storage.file_system import translated
 
 
 def open_torch_file(path: str, held: ExitStack, *, weights_only: bool) -> StoredState:
@@ -43,6 +49,7 @@ def open_torch_file(path: str, held: ExitStack, *, weights_only: bool) -> Stored
         UnsavableStateError: Two values have the same name, or a tensor has no plain bytes.
     """
     refuse_address(path)
+    _check_records(path)
     loaded = _load(path, weights_only)
     if not isinstance(loaded, dict):
         raise MismatchError(f"this holds a {type(loaded).__name__}, and an export is of a state dict", path=path)
@@ -68,17 +75,37 @@ def open_torch_file(path: str, held: ExitStack, *, weights_only: bool) -> Stored
     return state
 
 
+def _check_records(path: str) -> None:
+    """What is read by its offsets has to stand there as it is in memory. A file that is no archive is told by torch."""
+    with translated("reading", path), contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        order = ""
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise UnsavableStateError(
+                    "its records are compressed, as by a tool for archives: load it with torch.load, and save it again",
+                    path=path,
+                )
+            if info.filename.endswith("/byteorder"):
+                order = archive.read(info).decode(errors="replace").strip()
+        if order not in ("", sys.byteorder):
+            raise UnsavableStateError(
+                f"it was saved on a machine with bytes in {order} order: load it with torch.load, and save it again",
+                path=path,
+            )
+
+
 def _load(path: str, weights_only: bool) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated", category=UserWarning)
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            with torch.serialization.safe_globals(HARMLESS):
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        raise UntrustedValueError(
-            f"what this file is made of could run code ({str(error).strip().splitlines()[0]}); if you trust who wrote"
-            " it, export it with weights_only=False",
-            path=path,
-        ) from error
+        if not re.search("GLOBAL|Unsupported", str(error)):
+            raise DamagedCheckpointError(f"the file is damaged: its pickle ends in {error}", path=path) from error
+        raise untrusted("what is in this file", error, path) from error
+    except OSError as error:
+        raise StorageError(f"reading failed: {error.strerror or error}", path=path) from error
     except Exception as error:  # one that is none fails in many ways
         raise DamagedCheckpointError(
             f"torch.load cannot map this file: {type(error).__name__}: {error}; if it is of torch before 1.6, load and"

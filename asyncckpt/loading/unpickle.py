@@ -45,7 +45,7 @@ _METADATA_GLOBALS = frozenset(
     }
 )
 # Constants of Python that torch does not know to be harmless, and bytes that are read like a file.
-_HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice, io.BytesIO]
+HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice, io.BytesIO]
 
 
 def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
@@ -70,7 +70,7 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
         if weights_only:
             _restore(classes, before)
     except _NotAllowed as error:
-        raise _untrusted(".metadata", error, path) from error
+        raise untrusted(".metadata", error, path) from error
     except Exception as error:  # a pickle that is none fails in many ways
         raise DamagedCheckpointError(f".metadata is no pickle: {type(error).__name__}: {error}", path=path) from error
     if not isinstance(found, Metadata):
@@ -92,10 +92,10 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -
         CheckpointError: It fails to unpickle: what it names is not there any more, or its own code raises.
     """
     try:
-        with torch.serialization.safe_globals(_HARMLESS):
+        with torch.serialization.safe_globals(HARMLESS):
             return torch.load(file, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        raise _untrusted(repr(name), error, path) from error
+        raise untrusted(repr(name), error, path) from error
     except Exception as error:  # the value's own code runs
         raise CheckpointError(f"{name!r} fails to unpickle: {type(error).__name__}: {error}", path=path) from error
 
@@ -135,7 +135,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise _NotAllowed(f"it names {module}.{name}")
 
 
-def _untrusted(what: str, error: Exception, path: str) -> UntrustedValueError:
+def untrusted(what: str, error: Exception, path: str) -> UntrustedValueError:
     lines = str(error).strip().splitlines() or ["it is of another class"]
     why = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
     return UntrustedValueError(
