@@ -67,7 +67,6 @@ class Uploader:
         Raises:
             StorageError: The local folder refuses.
         """
-        self._local = local
         self._storage_for = storage_for
         self._notes = UploadNotes(local)
         for each in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,8 @@ def test_a_damaged_one(s3_root: str) -> None:
     assert any("step-00000002.damaged-1" in key for key in keys_below(s3_root))
 
 
-def test_a_worker_that_is_killed_while_it_sends(s3_root: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer takes away what it had sent, and the next save works."""
-    workers: list[int] = []
+def killing(workers: list[int]) -> Callable[[Asked], str | None]:
+    """Kills one of ``workers``, once there is one, as it sends an index."""
 
     def kill(asked: Asked) -> str | None:
         if workers and ".index.json" in asked.path:
@@ -138,8 +138,15 @@ def test_a_worker_that_is_killed_while_it_sends(s3_root: str, s3_server: str, mo
             return "cut"
         return None
 
+    return kill
+
+
+def test_a_worker_that_is_killed_while_it_sends(s3_root: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer takes away what it had sent, and the next save works."""
+    workers: list[int] = []
+
     state = large_state(2)
-    with StoreProxy(s3_server, kill) as proxy, monkeypatch.context() as patch:
+    with StoreProxy(s3_server, killing(workers)) as proxy, monkeypatch.context() as patch:
         set_environment(patch, proxy.endpoint)
         with Checkpointer(s3_root) as checkpointer:
             checkpointer.prepare(state)
@@ -223,14 +230,8 @@ def test_an_upload_whose_worker_is_killed(s3_root: str, s3_server: str, tmp_path
     """The local checkpoint is there, and is uploaded with the next save; nothing half is left."""
     workers: list[int] = []
 
-    def kill(asked: Asked) -> str | None:
-        if workers and ".index.json" in asked.path:
-            os.kill(workers.pop(), signal.SIGKILL)
-            return "cut"
-        return None
-
     state = large_state(1)
-    with StoreProxy(s3_server, kill) as proxy, pytest.MonkeyPatch.context() as patch:
+    with StoreProxy(s3_server, killing(workers)) as proxy, pytest.MonkeyPatch.context() as patch:
         set_environment(patch, proxy.endpoint)
         with Checkpointer(s3_root, Config(local_root=str(tmp_path), upload_every=10)) as checkpointer:
             checkpointer.prepare(state)
