@@ -90,11 +90,13 @@ def _kill_tiers(tally: Tally, local: Path, spoiler: _Spoiler, count: int, choice
     def check(tally: Tally, root: str) -> None:
         spoiler.chance = 0.0
         with Checkpointer(root, config_of_killed()) as checkpointer:
+            checkpointer.prepare(state_of(0))  # which waits for a worker that may still be writing
             checkpointer.wait_uploads(4 * LIMIT_S)
             newest = checkpointer.latest()
         uploaded = complete_steps(root)
         tally.counts["steps uploaded, at the end"] += len(uploaded)
-        if newest not in uploaded:
+        # Where trainers are killed early there may be no step at all.
+        if newest is not None and newest not in uploaded:
             tally.lose(f"{root}: step {newest} was to be uploaded, and {uploaded} are there")
         for folder in local.iterdir():
             check_root(tally, str(folder))
