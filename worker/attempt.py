@@ -20,14 +20,17 @@ from typing import Any
 
 import xxhash
 
-from asyncckpt.errors import CheckpointError, StorageError, StructureChangedError
+from asyncckpt.errors import StorageError, StructureChangedError
 from asyncckpt.worker import archive
+from asyncckpt.worker.extent import unpacked
+from asyncckpt.worker.joint_file import JointOutput
 from asyncckpt.worker.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
     Index,
     Manifest,
     index_name,
+    merged,
     spans,
     storage_meta,
 )
@@ -37,6 +40,7 @@ from asyncckpt.worker.segment_layout import (
     ArchiveData,
     CheckpointLayout,
     FileSetLayout,
+    JointData,
     LargeFile,
     Region,
     SpannedFile,
@@ -44,36 +48,7 @@ from asyncckpt.worker.segment_layout import (
 )
 from asyncckpt.worker.staged_image import ImageFile, StagedImage
 from asyncckpt.worker.storage.history import time_of_creation
-from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, Storage, exists_error
-
-# How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
-_ORPHAN_S = 60.0
-
-
-def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
-    """Open on ``storage`` what a write request asks for, whether all of the image is there or not.
-
-    Raises ``StorageError`` where storage refuses, ``CheckpointError`` when the segment is no checkpoint's or file's.
-    """
-    request, layout = staged_image.request, staged_image.hosted.layout
-    match layout:
-        case TorchFileLayout():
-            file = storage.begin_file(request.path, request.attempt, layout.data_bytes, _ORPHAN_S)
-            return FileAttempt(file, staged_image, layout)
-        case CheckpointLayout() | FileSetLayout():
-            beside = sum(region.nbytes for region in layout.constants())
-            beside += sum(len(data) for _, data in request.small_files)
-            # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
-            sees_all = request.world_size == 1 and storage.has_locks
-            orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
-            if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):
-                raise exists_error(request.path, request.existing, request.step)  # the trainer has not asked
-            folder = storage.begin_checkpoint(request.path, request.attempt, layout.data_bytes + beside, orphan_s)
-            if isinstance(layout, FileSetLayout):
-                return FileSetAttempt(folder, staged_image, layout)
-            return CheckpointAttempt(folder, staged_image, layout)
-        case _:
-            raise CheckpointError("the trainer never described this segment as a checkpoint's")
+from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile
 
 
 @dataclass
@@ -190,18 +165,20 @@ class FolderAttempt(Attempt):
         if not self.layout.data_bytes:
             self.staged_image.wait_beyond(-1, 0)  # for the trainer's word
         with contextlib.ExitStack() as opened:
-            written: list[tuple[str, ImageFile, Sequence[int]]] = []
+            written: list[tuple[LargeFile, ImageFile, Sequence[int]]] = []
             for each in self._large:
                 name, image = each.name(self.request.rank), self._image(each.begin, each.nbytes)
-                output = opened.enter_context(ImageFile(self.opened.create(name, large=True), pool, image))
+                output = opened.enter_context(ImageFile(self._open(each, name), pool, image))
                 bounds = self._follow(each, output)
                 output.write_rest(bounds[-1])
-                written.append((name, output, bounds))
+                written.append((each, output, bounds))
             # Not while the trainer copies: it needs the memory and the cores for that. The disk is ten times as slow.
-            for name, output, bounds in written:
+            for each, output, bounds in written:
                 its, nbytes = output.checksums(bounds), bounds[-1]
                 is_direct.append(output.finish(nbytes))
-                self._files[name] = {"bytes": nbytes, "index": self._index_name(len(self._tails))}
+                self._files[each.name(self.request.rank)] = self._facts(
+                    each, nbytes, self._index_name(len(self._tails))
+                )
                 self._tails.append(Index.tail(nbytes, its))
                 checksums += its
         self.direct = bool(is_direct) and all(is_direct)
@@ -214,6 +191,13 @@ class FolderAttempt(Attempt):
             raise NotImplementedError(type(file))
         output.follow(lambda nbytes, whole: min(self._wait_beyond(file.begin + nbytes) - file.begin, whole))
         return self._region(file.spans).cast("Q")
+
+    def _open(self, file: LargeFile, name: str) -> OutputFile:
+        return self.opened.create(name, large=True)
+
+    def _facts(self, file: LargeFile, nbytes: int, index: str) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {"bytes": nbytes, "index": index}
 
     def _index_name(self, number: int) -> str:
         return index_name(self.request.rank, number)
@@ -237,7 +221,7 @@ class FolderAttempt(Attempt):
         request = self.request
         check_same_call([Call(*report["call"]) for report in reports])  # with constant structure nobody has asked
         self._check_plans(reports)
-        files = {name: facts for report in reports for name, facts in report["files"].items()}
+        files = merged(report["files"] for report in reports)
         slowest = {"slowest_write_s": max(each["write_s"] for each in reports)}
         timings, path = {**self.staged_image.timings, **self.timings, **slowest}, os.path.dirname(request.path)
         manifest = Manifest(
@@ -263,8 +247,8 @@ class FolderAttempt(Attempt):
         self.opened.discard(None if self.request.rank == 0 else self._names())
 
     def _names(self) -> list[str]:
-        """The files that this rank may have created."""
-        large = [each.name(self.request.rank) for each in self._large]
+        """The files that this rank alone may have created."""
+        large = [each.name(self.request.rank) for each in self._large if not isinstance(each, JointData)]
         return [*large, *map(self._index_name, range(len(large)))]
 
     def _create(self, name: str) -> OutputFile:
@@ -347,6 +331,18 @@ class FileSetAttempt(FolderAttempt):
         self._first_index = super()._create(self._index_name(0)) if self._large else None
         return super().write(pool)
 
+    def _open(self, file: LargeFile, name: str) -> OutputFile:
+        if not isinstance(file, JointData):
+            return super()._open(file, name)
+        opened, nbytes = self.opened, file.file_bytes
+        extents = unpacked(self._region(file.extents).cast("Q"))
+        return JointOutput(lambda is_direct: opened.create_joint(name, nbytes, large=is_direct), extents)
+
+    def _facts(self, file: LargeFile, nbytes: int, index: str) -> dict[str, Any]:
+        if not isinstance(file, JointData):
+            return super()._facts(file, nbytes, index)
+        return {"bytes": file.file_bytes, "parts": [index]}
+
     def _follow(self, file: LargeFile, output: ImageFile) -> Sequence[int]:
         """An archive is completed in the slot."""
         if not isinstance(file, ArchiveData):
@@ -358,6 +354,8 @@ class FileSetAttempt(FolderAttempt):
     def seal(self) -> bytes:
         for name, data in self.request.small_files:
             self._write_small(name, data)
+        for name, region in self.layout.constant_files:
+            self._write_small(name, self._region(region))
         return super().seal()
 
     def discard(self) -> None:
@@ -373,7 +371,8 @@ class FileSetAttempt(FolderAttempt):
         return first
 
     def _names(self) -> list[str]:
-        return [*super()._names(), *dict(self.request.small_files)]
+        """What others write, too, goes with all of it."""
+        return [*super()._names(), *dict(self.request.small_files), *dict(self.layout.constant_files)]
 
 
 @dataclass

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.worker.extent import Extent
 
 FORMAT = 1
 MANIFEST_NAME = "asyncckpt.json"
@@ -69,7 +70,8 @@ class Manifest:
     ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later.
 
     ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
-    to ``{"bytes": int, "index": name}``.
+    to ``{"bytes": int, "index": name}``, and of a joint one, which has an index for each part (see ``joint_file.py``),
+    to ``{"bytes": int, "parts": [name, ...]}``.
     """
 
     attempt: str
@@ -113,12 +115,34 @@ class Manifest:
         return (
             name
             for name, facts in self.files.items()
-            if "index" not in facts and os.path.basename(name) not in known and not is_index(name)
+            if not indexes_of(facts) and os.path.basename(name) not in known and not is_index(name)
         )
 
     def data_files(self) -> Iterator[str]:
-        """The names of the files that have an index."""
-        return (name for name, facts in self.files.items() if "index" in facts)
+        """The names of the files that have an index, or several."""
+        return (name for name, facts in self.files.items() if indexes_of(facts))
+
+
+def indexes_of(facts: Mapping[str, Any]) -> Sequence[str]:
+    """The names of the indexes of a file, of which the manifest has these ``facts``; none of a small one."""
+    parts: Sequence[str] = facts.get("parts", ())
+    return [facts["index"]] if "index" in facts else parts
+
+
+def merged(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
+    """The files of a manifest, of which each rank reports its own. Raises ``CheckpointError`` where two are one."""
+    files: dict[str, Mapping[str, Any]] = {}
+    for rank, report in enumerate(reports):
+        for name, facts in report.items():
+            known = files.setdefault(name, facts)
+            if known is facts:
+                continue
+            if not ("parts" in known and "parts" in facts and known["bytes"] == facts["bytes"]):
+                raise CheckpointError(
+                    f"two ranks have written {name}, and only one can have: give one of them another name", rank=rank
+                )
+            files[name] = {**known, "parts": [*known["parts"], *facts["parts"]]}
+    return files
 
 
 class Item(NamedTuple):
@@ -154,12 +178,15 @@ def spans(starts: Iterable[int], nbytes: int) -> array[int]:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a data file."""
+    """The index of a data file, or of a part of a joint one: then ``nbytes`` are those of the part, in which all stands
+    as if it stood alone, and ``extents`` say where in the file.
+    """
 
     data: str
     nbytes: int
     items: list[Item]
     checksums: Sequence[int]
+    extents: Sequence[Extent] | None = None
 
     @cached_property
     def bounds(self) -> array[int]:
@@ -171,15 +198,17 @@ class Index:
         return [item.name for item in self.items if item.at < end and begin < item.at + item.nbytes]
 
     @staticmethod
-    def head(data: str, items: Sequence[Item]) -> bytes:
+    def head(data: str, items: Sequence[Item], extents: Sequence[Extent] | None = None) -> bytes:
         """The constant part of an index, where ``tail`` goes on.
 
         Args:
             data: The name of the data file.
             items: What stands in it, in the order of the file.
+            extents: As of an index.
         """
         rows = ",\n".join(json.dumps(item, separators=(",", ":")) for item in items)
-        start = json.dumps({"format": FORMAT, "data": data, "fields": list(Item.__annotations__)})
+        about = {} if extents is None else {"extents": extents}
+        start = json.dumps({"format": FORMAT, "data": data, **about, "fields": list(Item.__annotations__)})
         return f'{start[:-1]}, "items": [\n{rows}\n]'.encode()
 
     @staticmethod
@@ -195,7 +224,8 @@ class Index:
             found = json.loads(text)
             _check_format(found, path)
             checksums = _little_endian(array("Q", base64.b64decode(found["checksums"], validate=True)))
-            index = cls(found["data"], found["bytes"], list(starmap(Item, found["items"])), checksums)
+            extents = list(starmap(Extent, found["extents"])) if "extents" in found else None
+            index = cls(found["data"], found["bytes"], list(starmap(Item, found["items"])), checksums, extents)
             # Before anything is made of these numbers: there is a checksum for each span.
             starts = [item.at for item in index.items]
             if not 0 <= index.nbytes <= len(checksums) * SPAN_BYTES:
@@ -204,6 +234,7 @@ class Index:
                 raise ValueError("an item stands outside of the file")
             if len(index.bounds) != len(checksums) + 1:
                 raise ValueError("the checksums do not fit the items")
+            _check_extents(extents or (), index.nbytes)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise DamagedCheckpointError(f"this index of a data file is damaged ({error})", path=path) from error
         return index
@@ -213,13 +244,31 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
     """Whoever wrote a manifest may not have meant well: a file is one of its folder. Raises ``ValueError``."""
     if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError(f"{name!r} is no name of a file here")
-    nbytes, digest, index = facts["bytes"], facts.get("xxh3"), facts.get("index")
-    if "index" in facts:
-        is_told = digest is None and isinstance(index, str) and is_index(index)
-    else:
-        is_told = isinstance(digest, str)
+    nbytes, digest = facts["bytes"], facts.get("xxh3")
+    is_told = isinstance(digest, str)
+    if "index" in facts or "parts" in facts:
+        indexes = indexes_of(facts)
+        is_told = digest is None and isinstance(indexes, list) and len(indexes) > 0
+        is_told = is_told and all(isinstance(index, str) and is_index(index) for index in indexes)
     if type(nbytes) is not int or nbytes < 0 or not is_told:
         raise ValueError(f"what it says of {name!r}")
+
+
+def _check_extents(extents: Sequence[Extent], nbytes: int) -> None:
+    """That they are in their order within a part of ``nbytes``. Raises ``ValueError``, ``TypeError``."""
+    end = 0
+    for extent in extents:
+        if (
+            extent.at < end
+            or extent.run_bytes < 1
+            or extent.runs < 1
+            or extent.begin < 0
+            or extent.stride < extent.run_bytes
+        ):
+            raise ValueError("an extent that cannot be")
+        end = extent.at + extent.nbytes
+    if end > nbytes:
+        raise ValueError("an extent outside of the part")
 
 
 def _check_format(found: Mapping[str, Any], path: str) -> None:

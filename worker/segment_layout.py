@@ -73,6 +73,21 @@ class SafetensorsData(SpannedFile):
 
 
 @dataclass(frozen=True)
+class JointData(SpannedFile):
+    """This rank's part of a file of ``file_bytes`` that ranks write together (see ``joint_file.py``).
+
+    ``extents`` holds where it stands there, as unsigned 64-bit numbers.
+    """
+
+    path: str
+    file_bytes: int
+    extents: Region
+
+    def name(self, rank: int) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
 class ArchiveData(LargeFile):
     """A file as ``torch.save`` writes it, an archive (see ``archive.py``), which the worker completes.
 
@@ -118,13 +133,14 @@ class FileSetLayout:
     """Where in a segment the large files of a set stand; ``data_bytes`` and ``slots`` as above.
 
     ``files``: those first whose bytes are all the trainer's. ``metadata`` has a ``.metadata`` for each folder of DCP's:
-    those are its parts that can be published, in that order.
+    those are its parts that can be published, in that order. ``constant_files``: small ones, by name.
     """
 
     files: tuple[LargeFile, ...]
     data_bytes: int
     slots: tuple[int, ...]
     metadata: tuple[tuple[str, Region], ...]
+    constant_files: tuple[tuple[str, Region], ...] = ()
 
     def constants(self) -> tuple[Region, ...]:
         """Of what is the same in every save: nobody asks, as no image of a set is held."""

@@ -16,10 +16,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 from xxhash import xxh3_64
 
@@ -32,7 +33,9 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.shm.segment import PAGE, round_up
-from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Manifest, checksum
+from asyncckpt.worker.extent import check_whole
+from asyncckpt.worker.joint_file import JointInput
+from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Manifest, checksum, indexes_of
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.storage import InputFile, OpenAttempt, Storage, exists_error
@@ -237,13 +240,19 @@ def _copy_file(
     source: Storage, folder: str, manifest: Manifest, name: str, attempt: OpenAttempt, failures: list[BaseException]
 ) -> None:
     facts, path = manifest.files[name], os.path.join(folder, name)
-    if "index" not in facts:
+    indexes = []
+    for each in indexes_of(facts):
+        where = os.path.join(folder, each)
+        indexes.append(Index.parse(_small_file(source, where, manifest.files[each]["xxh3"]), where))
+    if not indexes:
         _write(attempt, name, _small_file(source, path, facts["xxh3"]))
         return
-    where = os.path.join(folder, facts["index"])
-    index = Index.parse(_small_file(source, where, manifest.files[facts["index"]]["xxh3"]), where)
     with contextlib.closing(source.open(path)) as file:
-        attempt.copy(name, facts["bytes"], partial(_checked_parts, file, index, failures))
+        parts = partial(_checked_parts, file, indexes[0], failures)
+        if "parts" in facts:
+            _check_parts(file, indexes, facts["bytes"])
+            parts = partial(_parts, file, facts["bytes"], failures)
+        attempt.copy(name, facts["bytes"], parts)
 
 
 def _manifest(source: Storage, path: str) -> Manifest:
@@ -275,28 +284,48 @@ def _write(attempt: OpenAttempt, name: str, data: bytes) -> None:
         file.sync()
 
 
-def _checked_parts(file: InputFile, index: Index, failures: list[BaseException]) -> Iterator[memoryview]:
-    """The bytes of ``file``, in memory of their own; the last of a span only once that was found to be good."""
-    bounds, digest, span = index.bounds, xxh3_64(), 0
-    for begin in range(0, bounds[-1], _READ_BYTES):
+def _check_parts(file: InputFile, indexes: Sequence[Index], nbytes: int) -> None:
+    """Compare the checksums of a joint file. It is read once for that: its parts may be rows that take turns."""
+    check_whole([extent for index in indexes for extent in index.extents or ()], nbytes, file.path)
+    for index in indexes:
+        part = JointInput(file, index.extents or ())
+        for (begin, end), expected in zip(pairwise(index.bounds), index.checksums, strict=True):
+            if checksum(part.read(begin, end)) != expected:
+                raise _damage(file, index, begin, end)
+
+
+def _damage(file: InputFile, index: Index, begin: int, end: int) -> DamagedCheckpointError:
+    names = ", ".join(map(repr, index.names_at(begin, end)))
+    return DamagedCheckpointError(f"the bytes {begin:,} to {end:,} are damaged: {names}", path=file.path)
+
+
+def _parts(file: InputFile, nbytes: int, failures: list[BaseException]) -> Iterator[memoryview]:
+    """The bytes of ``file``, in memory of their own."""
+    for begin in range(0, nbytes, _READ_BYTES):
         if failures:
             raise StorageError("another file of it has failed", path=file.path)
-        end = min(begin + _READ_BYTES, bounds[-1])
+        size = min(_READ_BYTES, nbytes - begin)
         # Not one buffer for all: what is sent is still read while the next is asked for.
-        part = memoryview(mmap.mmap(-1, max(round_up(end - begin), PAGE)))
-        if file.read([part], begin) < end - begin:
+        part = memoryview(mmap.mmap(-1, max(round_up(size), PAGE)))
+        if file.read([part], begin) < size:
             raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=file.path)
-        at = begin
+        yield part[:size]
+
+
+def _checked_parts(file: InputFile, index: Index, failures: list[BaseException]) -> Iterator[memoryview]:
+    """As ``_parts``; the last of a span only once that was found to be good."""
+    bounds, digest, span = index.bounds, xxh3_64(), 0
+    begin = 0
+    for part in _parts(file, bounds[-1], failures):
+        at, end = begin, begin + len(part)
         while at < end:
             stop = min(end, bounds[span + 1])
             digest.update(part[at - begin : stop - begin])
             if stop == bounds[span + 1]:
                 if digest.intdigest() != index.checksums[span]:
-                    names = ", ".join(map(repr, index.names_at(bounds[span], stop)))
-                    raise DamagedCheckpointError(
-                        f"the bytes {bounds[span]:,} to {stop:,} are damaged: {names}", path=file.path
-                    )
+                    raise _damage(file, index, bounds[span], stop)
                 digest.reset()
                 span += 1
             at = stop
-        yield part[: end - begin]
+        yield part
+        begin = end

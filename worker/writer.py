@@ -26,16 +26,45 @@ from concurrent.futures import ThreadPoolExecutor
 from asyncckpt.errors import CheckpointError, RankFailedError
 from asyncckpt.shm.slots import State
 from asyncckpt.worker import messages
-from asyncckpt.worker.attempt import Attempt, begin_attempt
+from asyncckpt.worker.attempt import Attempt, CheckpointAttempt, FileAttempt, FileSetAttempt
 from asyncckpt.worker.committer import Committer, located_in
+from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, TorchFileLayout
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.staged_image import ImageState, StagedImage
-from asyncckpt.worker.storage.storage import Storage
+from asyncckpt.worker.storage.storage import Storage, exists_error
 
 logger = logging.getLogger(__name__)
 
+# How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
+_ORPHAN_S = 60.0
 # How long a write may go on after the save it is for has failed, when the trainer is gone.
 _STUCK_S = 30.0
+
+
+def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
+    """Open on ``storage`` what a write request asks for, whether all of the image is there or not.
+
+    Raises ``StorageError`` where storage refuses, ``CheckpointError`` when the segment is no checkpoint's or file's.
+    """
+    request, layout = staged_image.request, staged_image.hosted.layout
+    match layout:
+        case TorchFileLayout():
+            file = storage.begin_file(request.path, request.attempt, layout.data_bytes, _ORPHAN_S)
+            return FileAttempt(file, staged_image, layout)
+        case CheckpointLayout() | FileSetLayout():
+            beside = sum(region.nbytes for region in layout.constants())
+            beside += sum(len(data) for _, data in request.small_files)
+            # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
+            sees_all = request.world_size == 1 and storage.has_locks
+            orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
+            if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):
+                raise exists_error(request.path, request.existing, request.step)  # the trainer has not asked
+            folder = storage.begin_checkpoint(request.path, request.attempt, layout.data_bytes + beside, orphan_s)
+            if isinstance(layout, FileSetLayout):
+                return FileSetAttempt(folder, staged_image, layout)
+            return CheckpointAttempt(folder, staged_image, layout)
+        case _:
+            raise CheckpointError("the trainer never described this segment as a checkpoint's")
 
 
 class Writer:

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.draft import DraftInput, flat_names, make_plans
-from asyncckpt.planning.file_set import DcpFolder, FileSet
+from asyncckpt.planning.draft import Draft, DraftInput, flat_names, make_plans
+from asyncckpt.planning.file_set import DcpFolder, FileSet, ShardedSafetensors
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.structure import stateful_to_dict
@@ -62,7 +62,7 @@ class SaveInput(ABC):
 
     @abstractmethod
     def make_plan(self, differing: set[str] | None) -> CheckpointPlan | FileSetPlan:
-        """A new plan. Args and errors: as of ``make_plans``."""
+        """A new plan. Args: as of ``Draft``. Raises as ``make_plans``."""
 
     def digests(self, plan: Any) -> dict[str, int]:
         """Of values that may be replicas: all ranks that have one are to have the same."""
@@ -108,8 +108,10 @@ class StateToSave(SaveInput):
         return tensors
 
     def make_plan(self, differing: set[str] | None) -> CheckpointPlan:
-        given = DraftInput(self.state, self.planner, self.separate)
-        return make_plans([given], self.group, self.number, differing)[0]
+        draft = Draft(DraftInput(self.state, self.planner, self.separate), self.group.rank, differing)
+        make_plans([draft], self.group, self.number)
+        plan: CheckpointPlan = draft.plan
+        return plan
 
     def digests(self, plan: Any) -> dict[str, int]:
         found: dict[str, int] = {} if self.group.alone else plan.replicas.digests(self.state)
@@ -123,9 +125,10 @@ class FilesToSave(SaveInput):
     files: FileSet
 
     def __post_init__(self) -> None:
-        folders = [name for name, content in self.files.contents.items() if isinstance(content, DcpFolder)]
-        words = f"{self.call.words} as files, with DCP's folders {folders}"
-        object.__setattr__(self, "call", Call(words, f"{self.call.key} {folders}"))
+        its = self.files.contents.items()
+        shared = [name for name, content in its if isinstance(content, DcpFolder | ShardedSafetensors)]
+        words = f"{self.call.words} as files, of which all ranks have {shared}"
+        object.__setattr__(self, "call", Call(words, f"{self.call.key} {shared}"))
 
     @cached_property
     def contents(self) -> FileSetContents:

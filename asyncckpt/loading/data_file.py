@@ -18,6 +18,7 @@ from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations
 from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.worker.joint_file import JointInput
 from asyncckpt.worker.manifest import Index
 from asyncckpt.worker.storage import is_address
 from asyncckpt.worker.storage.storage import InputFile
@@ -241,6 +242,22 @@ class StoredFile(ChecksummedFile):
             FilePart(first, middle[: max(0, done - len(head))], placed=True),
             FilePart(last, tail[: max(0, done - len(head) - len(middle))][: end - last]),
         ]
+
+
+class StoredPart(ChecksummedFile):
+    """A part of a joint file on storage, as if it stood alone."""
+
+    def __init__(self, part: JointInput, index: Index) -> None:
+        """The file of ``part`` is closed with this."""
+        super().__init__(part.file.path, index, part.file.run_bytes)
+        self._part = part
+
+    def close(self) -> None:
+        self._part.file.close()
+
+    def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
+        for at in range(begin, end, self._run_bytes):
+            yield FilePart(at, self._part.read(at, min(at + self._run_bytes, end)))
 
 
 class MemoryFile(ChecksummedFile):

@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, StorageError
-from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum
+from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, StoredPart, read_pool
+from asyncckpt.worker.extent import check_whole
+from asyncckpt.worker.joint_file import JointInput
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum, indexes_of
 from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import history, newest_step, stored_step
@@ -147,23 +150,40 @@ class StorageSource:
         return [name for name in self.manifest.data_files() if "/" not in name and name.endswith(".distcp")]
 
     def open(self, name: str) -> ChecksummedFile:
-        path, index = self._checked(name), self.index(name)
-        return StoredFile(self._storage.open(path), index)
+        (file,) = self.open_parts(name)
+        return file
 
-    def index(self, data: str) -> Index:
-        """The index of the data file ``data``, checked."""
-        path = os.path.join(self.path, name := self._facts(data)["index"])
-        index = Index.parse(self.read(name), path)
-        if (index.data, index.nbytes) != (data, self._facts(data)["bytes"]):
-            raise DamagedCheckpointError(
-                f"this is the index of {index.data!r} with {index.nbytes:,} bytes, which is not the file beside it",
-                path=path,
-            )
-        return index
+    def open_parts(self, name: str) -> Iterator[ChecksummedFile]:
+        """The data file ``name``, or, of a joint one, each part; to be closed."""
+        path = self._checked(name)
+        for index in self.index(name):
+            file = self._storage.open(path)
+            if index.extents is None:
+                yield StoredFile(file, index)
+            else:
+                yield StoredPart(JointInput(file, index.extents), index)
+
+    def index(self, data: str) -> list[Index]:
+        """The index of the data file ``data``, or that of each part of a joint one, checked."""
+        facts, indexes = self._facts(data), []
+        for name in indexes_of(facts):
+            path = os.path.join(self.path, name)
+            index = Index.parse(self.read(name), path)
+            nbytes = index.nbytes if index.extents is None else facts["bytes"]
+            if (index.data, index.extents is None, nbytes) != (data, "index" in facts, facts["bytes"]):
+                raise DamagedCheckpointError(
+                    f"this is the index of {index.data!r} with {index.nbytes:,} bytes, which is not the file beside it",
+                    path=path,
+                )
+            indexes.append(index)
+        if "parts" in facts:
+            extents = [extent for index in indexes for extent in index.extents or ()]
+            check_whole(extents, facts["bytes"], os.path.join(self.path, data))
+        return indexes
 
     def indexes(self) -> Iterator[Index]:
         """The indexes of all data files."""
-        return map(self.index, self.manifest.data_files())
+        return chain.from_iterable(map(self.index, self.manifest.data_files()))
 
     def read(self, name: str) -> bytes:
         """All of the small file ``name``, if its bytes are those that were written."""
@@ -216,8 +236,9 @@ def verify(path: str, progress: Callable[[int], object] = lambda nbytes: None) -
             return report
         for name, facts in source.manifest.files.items():
             try:
-                if "index" in facts:
-                    _verify_data(report, source.open(name), progress)
+                if indexes_of(facts):
+                    for file in source.open_parts(name):
+                        _verify_data(report, file, progress)
                 else:
                     source.read(name)
                     progress(facts["bytes"])

@@ -10,7 +10,7 @@ import pickle
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import checkpoint
@@ -63,53 +63,42 @@ class DraftInput(NamedTuple):
         return type(self.planner), self.separate
 
 
-def make_plans(
-    inputs: Sequence[DraftInput], group: Group, number: int, differing: set[str] | None
-) -> list[CheckpointPlan]:
-    """Plan state dicts with all ranks, together. What any rank raises, all raise.
+def make_plans(drafts: Sequence[Draft], group: Group, number: int) -> None:
+    """Plan state dicts with all ranks, together: then each draft has its ``plan``. What any rank raises, all raise.
 
     Args:
-        inputs: The state dicts, as many on all ranks.
+        drafts: Those of this rank, as many on all ranks.
         group: The ranks, which all call this.
         number: The number of the plans: new, and the same on all ranks.
-        differing: Under which names ranks are known, by the first, to have different values; it adds others. None: this
-            rank is alone.
-
-    Returns:
-        The plans of this rank's files.
 
     Raises:
         UnsavableStateError: A value cannot be saved.
         RankFailedError, SaveTimeoutError: Another rank failed, or the ranks did not meet in time.
     """
-    if not inputs:
-        return []
-    drafts = [Draft(each, group.rank, differing) for each in inputs]
+    if not drafts:
+        return
 
     def plan() -> list[tuple[SavePlan, array[int]]]:
         return [each.local_plan() for each in drafts]
 
-    finals = group.ask_all("plan", number, plan, _for_each(drafts, Draft.global_plans))
+    finals = group.ask_all("plan", number, plan, _for_each([each.global_plans for each in drafts]))
 
-    def lay_out() -> list[StoredPlaces]:
+    def lay_out() -> list[Any]:
         return [each.lay_out(final, number) for each, final in zip(drafts, finals, strict=True)]
 
-    metadata = group.ask_all("layout", number, lay_out, _for_each(drafts, Draft.metadata))
+    metadata = group.ask_all("layout", number, lay_out, _for_each([each.metadata for each in drafts]))
     for draft, its in zip(drafts, metadata, strict=True):
-        draft.plan.metadata = its
-    return [each.plan for each in drafts]
+        draft.finish(its)
 
 
-def _for_each(
-    drafts: Sequence[Draft], decide: Callable[[Draft, list[T]], Sequence[U]]
-) -> Callable[[list[list[T]]], list[list[U]]]:
-    """First rank: a function that has ``decide`` answer what all ranks have said of each draft; its result is, for each
-    rank, the answers for its drafts.
+def _for_each(decide: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[[list[list[Any]]], list[list[Any]]]:
+    """First rank: a function that has each draft ``decide`` what to answer to what all ranks have said of it; its
+    result is, for each rank, the answers for its drafts.
     """
 
-    def answers(said: list[list[T]]) -> list[list[U]]:
-        by_draft = zip(drafts, zip(*said, strict=True), strict=True)
-        return [list(its) for its in zip(*(decide(draft, list(its)) for draft, its in by_draft), strict=True)]
+    def answers(said: list[list[Any]]) -> list[list[Any]]:
+        by_draft = zip(decide, zip(*said, strict=True), strict=True)
+        return [list(its) for its in zip(*(answer(list(its)) for answer, its in by_draft), strict=True)]
 
     return answers
 
@@ -133,9 +122,6 @@ def _fresh(planner: SavePlanner | None) -> SavePlanner:
         dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
     )
 
-
-T = TypeVar("T")
-U = TypeVar("U")
 
 # How many properties of a tensor torch 2.6 knows.
 _PROPERTIES = 5
@@ -173,16 +159,17 @@ class Draft:
         Args:
             given: What is to be planned.
             rank: The number of this rank.
-            differing: As of ``make_plans``.
+            differing: Under which names ranks are known, by the first, to have different values; it adds others. None:
+                this rank is alone.
         """
-        self.plan: CheckpointPlan  # from ``lay_out`` on; complete with the metadata
+        self.plan: Any  # a ``CheckpointPlan``, from ``lay_out`` on; complete with the metadata
         self._state_dict, planner, self._separate, self._folder = given
         self._planner, self._rank, self._differing = _fresh(planner), rank, differing
         self._flat: dict[str, Any] | None = None
         self._local = SavePlan([])
         # First rank: what all have, until it becomes the metadata.
         self._finals: list[SavePlan] = []
-        self._metadata = Metadata({})
+        self.global_metadata = Metadata({})
 
     def local_plan(self) -> tuple[SavePlan, array[int]]:
         """What this rank has, with digests of the values."""
@@ -203,30 +190,26 @@ class Draft:
             return self._local, array("Q")
         return self._local, digests(values.get(item.index.fqn, ...) for item in self._local.items)
 
-    def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[SavePlan]:
+    def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[Any]:
         """First rank: who writes what."""
         plans = [plan for plan, _ in found]
         if self._differing is not None:
             names = ((item.index.fqn for item in plan.items) for plan in plans)
             warn_differing(names, [its for _, its in found], self._differing)
         with _planning():
-            self._finals, self._metadata = self._planner.create_global_plan(plans)
+            self._finals, self.global_metadata = self._planner.create_global_plan(plans)
         return self._finals
 
-    def lay_out(self, final: SavePlan, number: int) -> StoredPlaces:
+    def lay_out(self, final: Any, number: int) -> Any:
         """Lay out this rank's files for its ``final`` plan. Returns where its items stand."""
-        with _planning():
-            items = self._planner.finish_plan(final).items
-        values = self._capture(items)
-        try:
-            tensors, objects = values.take(self._state_dict, self._planner)
-            ordered = self._ordered(items, tensors)
-            if ordered is not None:
-                items, values = ordered, self._capture(ordered)
-                tensors, objects = values.take(self._state_dict, self._planner)
-        except StructureChanged as error:
-            raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
-        aliases = _aliases(tensors)
+        items = self.finished(final)
+        values = self.capture_of(items)
+        tensors, objects = self.taken(values)
+        ordered = self._ordered(items, tensors)
+        if ordered is not None:
+            items, values = ordered, self.capture_of(ordered)
+            tensors, objects = self.taken(values)
+        aliases = aliases_of(tensors)
         specs = [
             TensorSpec(tensor.dtype, tuple(tensor.shape), aliases.get(number), name)
             for number, (tensor, name) in enumerate(zip(tensors, values.tensor_names, strict=True))
@@ -256,17 +239,34 @@ class Draft:
             [(file.prefix, file.begin) for file in files],
         )
 
-    def metadata(self, places: list[StoredPlaces]) -> list[bytes]:
+    def metadata(self, places: list[Any]) -> list[bytes]:
         """First rank: DCP's metadata, with the places of all ranks; for the first alone, which writes it."""
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for rank, (plan, its) in enumerate(zip(self._finals, places, strict=True)):
             storage.update(its.storage(rank, plan))
-        self._metadata.storage_data = storage
-        self._metadata.storage_meta = StorageMeta()
-        self._metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        return [pickle_metadata(self._metadata)] + [b""] * (len(places) - 1)
+        self.global_metadata.storage_data = storage
+        self.global_metadata.storage_meta = StorageMeta()
+        self.global_metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        return [pickle_metadata(self.global_metadata)] + [b""] * (len(places) - 1)
 
-    def _capture(self, items: Sequence[WriteItem]) -> FlatCapture | PlannerCapture:
+    def finish(self, metadata: bytes) -> None:
+        """All is known: ``metadata`` is what ``.metadata`` says to this rank."""
+        self.plan.metadata = metadata
+
+    def finished(self, final: SavePlan) -> Sequence[WriteItem]:
+        """The items of the ``final`` plan of this rank."""
+        with _planning():
+            items: Sequence[WriteItem] = self._planner.finish_plan(final).items
+        return items
+
+    def taken(self, values: FlatCapture | PlannerCapture) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+        """The tensors and the objects."""
+        try:
+            return values.take(self._state_dict, self._planner)
+        except StructureChanged as error:
+            raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
+
+    def capture_of(self, items: Sequence[WriteItem]) -> FlatCapture | PlannerCapture:
         if self._flat is not None and isinstance(self._planner, DefaultSavePlanner):
             return FlatCapture(self._state_dict, self._flat, self._planner.flatten_state_dict, items)
         return PlannerCapture(self._planner, self._local, items, self._rank == 0)
@@ -350,7 +350,7 @@ def _planning() -> Iterator[None]:
         raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
 
 
-def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+def aliases_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Which tensors are the same bytes as an earlier one: stored once, under both names."""
     first: dict[Any, int] = {}
     aliases = {}

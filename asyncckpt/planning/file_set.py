@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -32,11 +32,34 @@ class SafetensorsFile:
 
 
 @dataclass(frozen=True)
+class ShardedSafetensors:
+    """As ``safetensors.torch.save_file`` writes the whole tensors of which ranks have parts in ``state_dict``."""
+
+    state_dict: Mapping[str, Any]
+    metadata: Mapping[str, str] | None
+    max_shard_bytes: int
+    dtype: torch.dtype | None
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What it is to look like."""
+        return self.metadata and dict(self.metadata), self.max_shard_bytes, self.dtype
+
+    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        """What tensors of ``dtype`` become."""
+        is_converted = self.dtype is not None and dtype.is_floating_point and dtype.itemsize >= 2
+        return self.dtype if is_converted and self.dtype is not None else dtype
+
+
+@dataclass(frozen=True)
 class DcpFolder:
     """As ``torch.distributed.checkpoint.save`` writes ``state_dict``."""
 
     state_dict: Mapping[str, Any]
     planner: SavePlanner | None
+
+
+Content: TypeAlias = TorchFileContents | SafetensorsFile | ShardedSafetensors | DcpFolder | bytes
 
 
 class FileSet:
@@ -55,7 +78,7 @@ class FileSet:
                 say) are planned once each if they have different kinds. Each kind has memory of its own.
         """
         self.kind = kind
-        self.contents: dict[str, TorchFileContents | SafetensorsFile | DcpFolder | bytes] = {}
+        self.contents: dict[str, Content] = {}
         """What was added, by its name, in that order."""
         self.error: Exception | None = None
         """Why this rank cannot make its part: what was added is of no use."""
@@ -101,6 +124,38 @@ class FileSet:
         """
         self._add(name, SafetensorsFile(tensors, metadata))
 
+    def add_sharded_safetensors(
+        self,
+        name: str,
+        state_dict: Mapping[str, Any],
+        metadata: Mapping[str, str] | None = None,
+        max_shard_bytes: int = 5_000_000_000,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Add weights of which each rank has a part, as transformers and vLLM load them. All ranks add it.
+
+        The file is that which ``save_file`` writes of the whole tensors. All ranks write it together, each its parts
+        where they belong, and nothing is gathered. Where there are more than ``max_shard_bytes``, there are several
+        files, "model-00001-of-00002.safetensors", and "model.safetensors.index.json".
+
+        Args:
+            name: Of the file, if it is one; it ends in ".safetensors".
+            state_dict: This rank's part, tensors and ``DTensor`` alone; tensors that are none are the same on all ranks
+                that have them, or else of one. None of them shares memory with another.
+            metadata: Text for the header of each file; transformers want ``{"format": "pt"}``.
+            max_shard_bytes: Of tensors, in a file, unless one alone has more.
+            dtype: What floating point tensors of two bytes and more become on the way; None: they stay.
+
+        Raises:
+            UnsavableStateError: The name is taken, or cannot be one.
+            ValueError: ``max_shard_bytes`` or ``dtype`` is none.
+        """
+        if max_shard_bytes < 1 or not (dtype is None or dtype.is_floating_point):
+            raise ValueError(f"max_shard_bytes={max_shard_bytes}, dtype={dtype}: at least 1, and a floating point type")
+        if not name.endswith(".safetensors"):
+            raise UnsavableStateError(f"{name!r}: the name of safetensors files ends in .safetensors")
+        self._add(name, ShardedSafetensors(state_dict, metadata, max_shard_bytes, dtype))
+
     def add_dcp_folder(self, name: str, state_dict: Mapping[str, Any], planner: SavePlanner | None = None) -> None:
         """Add a folder that ``torch.distributed.checkpoint.load`` reads. All ranks add it, in the same order.
 
@@ -134,7 +189,7 @@ class FileSet:
         """
         self.error = self.error or error
 
-    def _add(self, name: str, content: TorchFileContents | SafetensorsFile | DcpFolder | bytes) -> None:
+    def _add(self, name: str, content: Content) -> None:
         parts = name.split("/") if name or not isinstance(content, DcpFolder) else []
         if "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or _OURS.fullmatch("".join(parts[:1])):
             raise UnsavableStateError(f"{name!r} cannot be the name of a file in a checkpoint; give it another")

@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
-from asyncckpt.planning.draft import DraftInput, make_plans
-from asyncckpt.planning.file_set import DcpFolder, FileSet, SafetensorsFile
+from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.draft import Draft, DraftInput, make_plans
+from asyncckpt.planning.file_set import DcpFolder, FileSet, SafetensorsFile, ShardedSafetensors
 from asyncckpt.planning.layout import DataLayout, Place
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.safetensors_plan import SafetensorsPlan
+from asyncckpt.planning.sharded_safetensors import ShardedSafetensorsDraft, ShardedSafetensorsPlan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.messages import ANY_PLAN
 from asyncckpt.worker.segment_layout import ArchiveData, FileSetLayout, LargeFile, Region, SafetensorsData
 
-_Contents = DraftInput | SafetensorsFile | TorchFileContents
-_PartPlan = CheckpointPlan | SafetensorsPlan | TorchFilePlan
+_Contents = DraftInput | ShardedSafetensors | SafetensorsFile | TorchFileContents
+_PartPlan = CheckpointPlan | ShardedSafetensorsPlan | SafetensorsPlan | TorchFilePlan
 
 
 class FileSetContents:
@@ -32,6 +34,7 @@ class FileSetContents:
         """Ask states for their values."""
         self.kind = files.kind
         folders: dict[str, _Contents] = {}
+        joint: dict[str, _Contents] = {}
         tensors: dict[str, _Contents] = {}
         archives: dict[str, _Contents] = {}
         self.small: dict[str, bytes] = {}
@@ -39,6 +42,8 @@ class FileSetContents:
             match content:
                 case DcpFolder(state_dict, planner):
                     folders[name] = DraftInput(stateful_to_dict(state_dict), planner, folder=name)
+                case ShardedSafetensors():
+                    joint[name] = content
                 case SafetensorsFile():
                     tensors[name] = content
                 case TorchFileContents():
@@ -46,7 +51,7 @@ class FileSetContents:
                 case bytes():
                     self.small[name] = content
         self.folders = list(folders)
-        self.large = {**folders, **tensors, **archives}
+        self.large = {**folders, **joint, **tensors, **archives}
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -69,21 +74,28 @@ class FileSetContents:
 
 
 def make_file_set_plan(contents: FileSetContents, group: Group, number: int, differing: set[str] | None) -> FileSetPlan:
-    """Plan a set of files. Its folders of DCP's are planned with all ranks, and what any rank raises, all raise.
+    """Plan a set of files. What all ranks have part in is planned with all, and what any rank raises, all raise.
 
-    Args: as those of ``make_plans``; so is what is raised.
+    Args: as those of ``make_plans`` and ``Draft``. Raises as ``make_plans``; ``UnsavableStateError`` also where two
+    files have one name.
     """
-    inputs = [each for each in contents.large.values() if isinstance(each, DraftInput)]
-    planned = iter(make_plans(inputs, group, number, differing))
+    drafts: dict[str, Draft] = {}
+    for name, content in contents.large.items():
+        if isinstance(content, DraftInput):
+            drafts[name] = Draft(content, group.rank, differing)
+        elif isinstance(content, ShardedSafetensors):
+            drafts[name] = ShardedSafetensorsDraft(name, content, group.rank, differing)
+    make_plans(list(drafts.values()), group, number)
     parts: dict[str, _PartPlan] = {}
     for name, content in contents.large.items():
         match content:
-            case DraftInput():
-                parts[name] = next(planned)
+            case DraftInput() | ShardedSafetensors():
+                parts[name] = drafts[name].plan
             case SafetensorsFile(tensors, metadata):
                 parts[name] = SafetensorsPlan.of(tensors, metadata)
             case TorchFileContents():
                 parts[name] = TorchFilePlan.of(content, number)
+    _check_names(contents, parts)
     layout = DataLayout.joined([each.layout for each in parts.values()])
     return FileSetPlan(number if parts else ANY_PLAN, parts, layout, contents.names)
 
@@ -103,7 +115,7 @@ class FileSetPlan:
     @cached_property
     def objects(self) -> _SetObjects:
         """What is stored beside tensors."""
-        return _SetObjects([each for each in self.parts.values() if not isinstance(each, SafetensorsPlan)])
+        return _SetObjects([each for each in self.parts.values() if isinstance(each, CheckpointPlan | TorchFilePlan)])
 
     def capture(self, contents: FileSetContents) -> Sequence[torch.Tensor]:
         """The tensors of all large files, in the order of the layout; all else is taken into ``objects``.
@@ -115,6 +127,8 @@ class FileSetPlan:
             match content, part:
                 case DraftInput(), CheckpointPlan():
                     tensors += part.capture(content.state_dict, content.planner)
+                case ShardedSafetensors(), ShardedSafetensorsPlan():
+                    tensors += part.capture(content)
                 case SafetensorsFile(), SafetensorsPlan():
                     tensors += part.capture(content.tensors, content.metadata)
                 case TorchFileContents(), TorchFilePlan():
@@ -135,6 +149,7 @@ class FileSetPlan:
         """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
         files: list[LargeFile] = []
         metadata: list[tuple[str, Region]] = []
+        beside: list[tuple[str, Region]] = []
         for number, (name, plan) in enumerate(self.parts.items()):
             end = f" {number}"
             its = {key.removesuffix(end): region for key, region in regions.items() if key.endswith(end)}
@@ -143,11 +158,26 @@ class FileSetPlan:
                 case CheckpointPlan():
                     files += plan.large_files(begin, its)
                     metadata.append((name, its["metadata"]))
+                case ShardedSafetensorsPlan():
+                    files += plan.large_files(begin, its)
+                    beside += [(file, its[f"beside {file}"]) for file in plan.beside]
                 case SafetensorsPlan():
                     files.append(SafetensorsData(begin, plan.layout.nbytes, path=name, length=plan.length, **its))
                 case TorchFilePlan():
                     files.append(ArchiveData(begin, plan.layout.nbytes, path=name, **its))
-        return FileSetLayout(tuple(files), self.layout.nbytes, slots, tuple(metadata))
+        return FileSetLayout(tuple(files), self.layout.nbytes, slots, tuple(metadata), tuple(beside))
+
+
+def _check_names(contents: FileSetContents, parts: Mapping[str, _PartPlan]) -> None:
+    """That weights in several files have not taken the name of another file. Raises ``UnsavableStateError``."""
+    taken = {*contents.large, *contents.small}
+    for name, plan in parts.items():
+        if not isinstance(plan, ShardedSafetensorsPlan):
+            continue
+        for each in {*(part.path for part in plan.parts), *plan.beside} - {name}:
+            if each in taken:
+                raise UnsavableStateError(f"{each!r} is one of the files of {name!r}: give the other one another name")
+            taken.add(each)
 
 
 class _SetObjects:

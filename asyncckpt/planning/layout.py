@@ -102,7 +102,8 @@ class DataLayout:
     """Where all items of an image stand: those of a data file after those of another, in each tensors, then objects.
 
     The files begin at ``begins``. They are whole pages, and so are the ``nbytes`` of all. ``constants`` are the bytes
-    around the items, each with its offset.
+    around the items, each with its offset. ``converted``: which tensors come in another dtype than they are stored in;
+    empty: none.
     """
 
     specs: Sequence[TensorSpec]
@@ -111,6 +112,7 @@ class DataLayout:
     nbytes: int
     constants: Sequence[tuple[int, bytes]] = ()
     begins: Sequence[int] = (0,)
+    converted: Sequence[bool] = ()
 
     @classmethod
     def lay_out(
@@ -157,6 +159,7 @@ class DataLayout:
         objects: list[Place] = []
         constants: list[tuple[int, bytes]] = []
         begins: list[int] = []
+        converted: list[bool] = []
         end = 0
         for each in layouts:
             first = len(specs)
@@ -165,8 +168,9 @@ class DataLayout:
             objects += [place.since(-end) for place in each.objects]
             constants += [(end + at, data) for at, data in each.constants]
             begins.append(end)
+            converted += each.converted or [False] * len(each.specs)
             end += each.nbytes
-        return cls(specs, tensors, objects, end, constants, begins)
+        return cls(specs, tensors, objects, end, constants, begins, converted if any(converted) else ())
 
     def file_of(self, place: Place) -> int:
         """The number of the data file that has the item at ``place``."""

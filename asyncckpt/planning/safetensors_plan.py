@@ -94,8 +94,7 @@ class SafetensorsPlan:
     def of(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> SafetensorsPlan:
         """The plan for ``tensors``. Raises ``UnsavableStateError`` where ``save_file`` would refuse them."""
         _check(tensors)
-        if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
-            raise UnsavableStateError(f"the metadata of a safetensors file is text, and not {dict(metadata)!r}")
+        check_metadata(metadata)
         names = in_order({name: tensor.dtype for name, tensor in tensors.items()})
         header, begins = lay_out({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}, metadata)
         specs = [TensorSpec(tensors[name].dtype, tuple(tensors[name].shape), name=name) for name in begins]
@@ -133,6 +132,12 @@ class SafetensorsPlan:
             for spec, place in zip(self.layout.specs, self.layout.tensors, strict=True)
         ]
         return Index.head(file, items), spans((item.at for item in items), self.length)
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Raise ``UnsavableStateError`` where it cannot stand in a header."""
+    if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise UnsavableStateError(f"the metadata of a safetensors file is text, and not {dict(metadata)!r}")
 
 
 def _row(spec: TensorSpec, place: Place) -> tuple[list[int], list[int], int, int, int, int]:

@@ -157,7 +157,8 @@ class StagingBuffer:
         for place, data in plan.layout.constants:
             for offset in self._offsets:
                 view[offset + place : offset + place + len(data)] = data
-        self._stagers = [SlotStager(plan.layout, self.segment, offset) for offset in self._offsets]
+        layout = plan.layout
+        self._stagers = [SlotStager(layout, self.segment, offset, layout.converted) for offset in self._offsets]
 
     def limit(self, slots: int) -> None:
         """Use no more than ``slots`` slots: another rank has no more."""

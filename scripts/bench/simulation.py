@@ -35,7 +35,6 @@ from asyncckpt.planning.draft import Draft, DraftInput, StoredPlaces
 from asyncckpt.ranks.group import pack, unpack
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import store_connection
-from asyncckpt.worker.attempt import begin_attempt
 from asyncckpt.worker.manifest import data_name, index_name
 from asyncckpt.worker.messages import Rendezvous, WriteRequest
 from asyncckpt.worker.rounds import Rounds, round_name
@@ -44,6 +43,7 @@ from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.store import Store
+from asyncckpt.worker.writer import begin_attempt
 
 
 class _Counting(store_connection.StoreClient):

@@ -7,13 +7,14 @@ import threading
 from pathlib import Path
 
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker.attempt import Attempt, begin_attempt
+from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.manifest import spans
 from asyncckpt.worker.messages import Existing, WriteRequest
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.writer import begin_attempt
 
 
 def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "refuse") -> Attempt:

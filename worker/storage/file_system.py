@@ -59,19 +59,26 @@ def translated(doing: str, path: str) -> Iterator[None]:
 class LocalFile(OutputFile):
     """A new file; whether it is ``direct`` shows when it is open, and may change with a write."""
 
-    def __init__(self, path: str, direct: bool, within: tuple[int | None, str] | None = None) -> None:
-        """Create ``path``, which must not exist. Raises ``StorageError``.
+    def __init__(
+        self,
+        path: str,
+        direct: bool,
+        within: tuple[int | None, str] | None = None,
+        joint_bytes: int | None = None,
+    ) -> None:
+        """Create ``path``. Raises ``StorageError``.
 
         Args:
             path: The file.
             direct: Write past the page cache, if the file system can.
             within: A folder, opened, which is the one whatever has its path meanwhile, and the name there; None: look
                 for it by its path.
+            joint_bytes: How many bytes it gets, if other processes create it, too; None: it must not exist.
         """
         self.path = path
         self.direct = direct
         folder, name = within or (None, path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_EXCL if joint_bytes is None else 0)
         with translated("creating a file", path):
             try:
                 self._fd = os.open(name, flags | (os.O_DIRECT if direct else 0), 0o644, dir_fd=folder)
@@ -81,6 +88,12 @@ class LocalFile(OutputFile):
                 # The file system knows no direct I/O; whether the file was made before it said so differs.
                 self.direct = False
                 self._fd = os.open(name, flags & ~os.O_EXCL, 0o644, dir_fd=folder)
+        if joint_bytes is not None:
+            try:
+                self.truncate(joint_bytes)
+            except BaseException:
+                self.close()
+                raise
 
     def write(self, data: memoryview, offset: int) -> None:
         with translated("writing", self.path):

@@ -115,13 +115,19 @@ class PartialFolder(_Partial):
             )
 
     def create(self, name: str, *, large: bool) -> LocalFile:
+        return self._create(name, large)
+
+    def create_joint(self, name: str, nbytes: int, *, large: bool) -> LocalFile:
+        return self._create(name, large, nbytes)
+
+    def _create(self, name: str, large: bool, joint_bytes: int | None = None) -> LocalFile:
         path = os.path.join(self.path, name)
         with translated("making a folder", path):
             for at, character in enumerate(name):
                 if character == "/":
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(name[:at], 0o755, dir_fd=self._fd)
-        file = LocalFile(path, direct=large and self._direct, within=(self._fd, name))
+        file = LocalFile(path, large and self._direct, (self._fd, name), joint_bytes)
         try:
             with translated("creating a file", path):
                 if not self._is_in_place():

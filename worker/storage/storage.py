@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import NamedTuple
 
-from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.worker.messages import Existing
 
 
@@ -88,6 +88,13 @@ class OpenAttempt(ABC):
         """A new file; ``large``: written in aligned pieces, past the page cache. The name of a single file does not
         matter. Raises ``StorageError``.
         """
+
+    def create_joint(self, name: str, nbytes: int, *, large: bool) -> OutputFile:
+        """A file of ``nbytes`` that other ranks create, too: each writes ranges of it that no other writes.
+
+        ``large``: as of ``create``. Raises ``StorageError``, also where this kind of storage has no such files.
+        """
+        raise StorageError("no file can be written by several ranks together here", path=f"{self.path}/{name}")
 
     def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
         """Make a file of ``parts``, one after the other, ``nbytes`` in all, durably.
