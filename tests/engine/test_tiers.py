@@ -194,7 +194,8 @@ def test_what_fails_at_the_end_is_told_and_tried_once_more(
     faulty_worker("begin:enospc:2")
     with Checkpointer(root, Config(local_root=str(fast))) as checkpointer:
         checkpointer.save(1, small_state()).result(60)
-    assert "uploading" in caplog.text and "No space left" in caplog.text and complete_steps(str(root)) == [1]
+        wait_for(lambda: "uploading" in caplog.text)  # else the first time is at the end
+    assert "No space left" in caplog.text and complete_steps(str(root)) == [1]
 
 
 def test_what_fails_stays_until_it_is_uploaded(root: Path, fast: Path, faulty_worker: Faulty) -> None:

@@ -100,7 +100,7 @@ def _refused(root: str, how: str) -> str:
     ("how", "says"),
     [
         ("same name", "file_0"),
-        ("other folders", "RankFailedError: .*DCP's folders"),
+        ("other folders", "RankFailedError: .*of which all ranks have"),
         ("unsavable", "UnsavableStateError"),
         ("failed", "as the test wants"),
         ("plans alone", "UnsavableStateError: .*not contiguous"),
