@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,14 +14,20 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
-from support.ranks import QUICK, run
+from safetensors.torch import load_file, save_file
+from support.ranks import CONSTANT, QUICK, faulty, fsdp2_on_cpu, run
+from support.states import same
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import CheckpointError
+from asyncckpt.loading.contents import contents
 from asyncckpt.loading.source import verify
 from asyncckpt.planning.file_set import FileSet
 
@@ -100,3 +108,187 @@ def test_it_is_the_file_of_the_gathered_state(tmp_path_factory: Any, world_size:
         save_file(_expected(forms, number, step, world_size), folder / "expected", METADATA)
         assert (path / "model.safetensors").read_bytes() == (folder / "expected").read_bytes()
         assert not verify(str(path)).damages
+
+
+FORMS = {
+    "rows": Form(torch.float32, (40, 2051), (0,)),
+    "columns": Form(torch.bfloat16, (33, 4099), (1,)),
+    "whole": Form(torch.float32, (7,), (None,)),
+    "scalar": Form(torch.int64, (), (None,)),
+}
+
+
+def test_several_files_have_an_index(tmp_path: Path) -> None:
+    run(2, _save, str(tmp_path / "root"), CONSTANT, [FORMS], 300_000, torch.bfloat16, folder=tmp_path)
+    path = tmp_path / "root" / "0-1"
+    index = json.loads((path / "model.safetensors.index.json").read_bytes())
+    expected = {
+        name: whole.bfloat16() if whole.is_floating_point() else whole
+        for name, whole in _expected(FORMS, 0, 1, 2).items()
+    }
+    found: dict[str, torch.Tensor] = {}
+    for file in {*index["weight_map"].values()}:
+        its = load_file(path / file)
+        save_file({name: expected[name] for name in its}, tmp_path / "expected", METADATA)
+        assert (path / file).read_bytes() == (tmp_path / "expected").read_bytes()
+        assert {index["weight_map"][name] for name in its} == {file}
+        found |= its
+    assert found.keys() == FORMS.keys() and len({*index["weight_map"].values()}) == 2
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in expected.values())
+    shards = {value.name: len(value.shards) for value in contents(str(path))}
+    assert shards["model-00001-of-00002.safetensors/rows"] == 2 and not verify(str(path)).damages
+
+
+def test_each_bad_byte_is_found(tmp_path: Path) -> None:
+    run(2, _save, str(tmp_path / "root"), QUICK, [FORMS], 10**9, None, folder=tmp_path)
+    path = tmp_path / "root" / "0-0"
+    file, good = path / "model.safetensors", (path / "model.safetensors").read_bytes()
+    length = int.from_bytes(good[:8], "little")
+    for name, facts in [*json.loads(good[8 : 8 + length]).items(), ("header", {"data_offsets": [-9, 0]})]:
+        if name == "__metadata__":
+            continue
+        for at in (facts["data_offsets"][0], facts["data_offsets"][1] - 1):
+            bad = bytearray(good)
+            bad[8 + length + at] ^= 1
+            file.write_bytes(bad)
+            (damage,) = verify(str(path)).damages
+            assert str(file) in str(damage) and (name == "header" or f"model.safetensors/{name}" in str(damage))
+    file.write_bytes(good[:-1])
+    assert "was written with" in str(verify(str(path)).damages[0])
+    file.write_bytes(good)
+    assert not verify(str(path)).damages
+    (path / "__1_0.index.json").unlink()
+    assert verify(str(path)).damages
+
+
+def _fault(root: str, fault: str, bad: int) -> str:
+    """What a rank is told of a save that a worker spoils; the next one works."""
+    if dist.get_rank() == bad:
+        faulty(fault)
+    with Engine(QUICK) as engine:
+        told = ""
+        for step in range(2):
+            files = FileSet()
+            files.add_sharded_safetensors(
+                "model.safetensors", {name: _part(form, step) for name, form in FORMS.items()}, METADATA
+            )
+            try:
+                engine.save(os.path.join(root, str(step)), files).result(60)
+            except CheckpointError as error:
+                told = type(error).__name__
+            faulty("none:eio")
+        return told
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("fault", ["create:kill", "write:enospc", "write:kill:2", "sync:eio", "report:kill"])
+def test_where_one_cannot_write_there_is_no_file(tmp_path: Path, fault: str, bad: int) -> None:
+    told = run(2, _fault, str(tmp_path / "root"), fault, bad, folder=tmp_path)
+    assert all(told), told
+    path = tmp_path / "root" / "1"
+    # What a killed first worker leaves is hidden, and goes later.
+    assert [name for name in os.listdir(tmp_path / "root") if name[0] != "."] == ["1"]
+    assert not verify(str(path)).damages
+    save_file({name: _whole(form, 1) for name, form in FORMS.items()}, tmp_path / "expected", METADATA)
+    assert (path / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+def _refused(root: str, how: str) -> str:
+    with Engine(QUICK) as engine:
+        files, rank, state = FileSet(), dist.get_rank(), {"rows": _part(FORMS["rows"], 0)}
+        match how:
+            case "object":
+                state["step"] = 1  # type: ignore[assignment]
+            case "tied":
+                state["other"] = state["rows"]
+            case "name" if rank == 0:
+                files.add_bytes("model.safetensors.index.json", b"{}")
+            case "metadata":
+                files.add_sharded_safetensors("model.safetensors", state, {"format": 1}, 10**9)  # type: ignore[dict-item]
+        if how != "metadata" and not (how == "one rank" and rank == 1):
+            state["more"] = torch.ones(3)
+            files.add_sharded_safetensors("model.safetensors", state, METADATA, 50 if how == "name" else 10**9)
+        try:
+            engine.save(os.path.join(root, "1"), files).result(60)
+        except CheckpointError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("object", "'step' is no tensor"),
+        ("tied", "'rows' and 'other' share memory"),
+        ("name", "'model.safetensors.index.json' is one of the files of"),
+        ("metadata", "is text"),
+        ("one rank", "of which all ranks have"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(tmp_path: Path, how: str, says: str) -> None:
+    told: list[Any] = run(2, _refused, str(tmp_path / "root"), how, folder=tmp_path)
+    assert all(says in each for each in told), told
+    assert not (tmp_path / "root").exists() or not os.listdir(tmp_path / "root")
+
+
+def _reopen(root: str) -> list[int]:
+    """Saves the same in other ways; returns after which of them it was planned anew."""
+    plans = []
+    with Engine(QUICK) as engine:
+        ways: list[tuple[int, torch.dtype | None]] = [
+            (10**9, None),
+            (10**9, None),
+            (300_000, None),
+            (10**9, torch.half),
+        ]
+        for step, (most, dtype) in enumerate(ways):
+            files = FileSet()
+            state = {name: _part(form, 0) for name, form in FORMS.items()}
+            files.add_sharded_safetensors("model.safetensors", state, None, most, dtype)
+            engine.save(os.path.join(root, str(step)), files).result(60)
+            plans.append(len(os.listdir(os.path.join(root, str(step)))))
+    return plans
+
+
+def test_another_way_to_write_is_planned_anew(tmp_path: Path) -> None:
+    found = run(2, _reopen, str(tmp_path / "root"), folder=tmp_path)
+    assert found == [[4, 4, 8, 4], [4, 4, 8, 4]]
+    assert load_file(tmp_path / "root" / "3" / "model.safetensors")["rows"].dtype is torch.half
+
+
+def _save_model(root: str) -> None:
+    """A model of transformers, of which FSDP2 has given each rank a part."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), f"{root}.expected")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    files = FileSet()
+    files.add_sharded_safetensors("model.safetensors", get_model_state_dict(model), METADATA, 10_000)
+    if dist.get_rank() == 0:
+        files.add_bytes("config.json", config.to_json_string().encode())
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.save(1, files).result(60)
+
+
+@fsdp2_on_cpu
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_transformers_and_dcp_load_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    run(2, _save_model, str(tmp_path / "root"), folder=tmp_path)
+    path, expected = tmp_path / "root" / "step-00000001", torch.load(tmp_path / "root.expected")
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(told.values()) and same(dict(model.state_dict()), dict(expected))
+    if hasattr(checkpoint, "HuggingFaceStorageReader"):
+        state = {name: torch.zeros_like(each) for name, each in expected.items()}
+        state_dict_loader.load(state, storage_reader=checkpoint.HuggingFaceStorageReader(str(path)), no_dist=True)
+        assert same(state, dict(expected))

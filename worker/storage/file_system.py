@@ -90,7 +90,8 @@ class LocalFile(OutputFile):
                 self._fd = os.open(name, flags & ~os.O_EXCL, 0o644, dir_fd=folder)
         if joint_bytes is not None:
             try:
-                self.truncate(joint_bytes)
+                with translated("reserving space", path):
+                    _reserve(self._fd, joint_bytes)
             except BaseException:
                 self.close()
                 raise
@@ -111,6 +112,14 @@ class LocalFile(OutputFile):
                 data = data[done:]
                 offset += done
 
+    def write_runs(self, data: memoryview, offset: int, run_bytes: int, stride: int) -> None:
+        with translated("writing", self.path):
+            for at in range(0, len(data), run_bytes):
+                done = os.pwrite(self._fd, data[at : at + run_bytes], offset)
+                if done < run_bytes:
+                    self.write(data[at + done : at + run_bytes], offset + done)
+                offset += stride
+
     def truncate(self, nbytes: int) -> None:
         with translated("writing", self.path):
             os.ftruncate(self._fd, nbytes)
@@ -127,6 +136,21 @@ class LocalFile(OutputFile):
         if fd >= 0:
             with translated("closing", self.path):
                 os.close(fd)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Have a file be of ``nbytes``, with space for them if the file system knows that. Raises ``OSError``.
+
+    Without the space, processes that write past the page cache wait for each other: a new block changes the file.
+    """
+    if os.fstat(fd).st_size >= nbytes:
+        return
+    # Not that of Python, which writes to each block where the file system cannot: others write there, too.
+    if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) == 0:
+        return
+    if (code := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        raise OSError(code, os.strerror(code))
+    os.ftruncate(fd, nbytes)
 
 
 class LocalInputFile(InputFile):

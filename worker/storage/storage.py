@@ -28,6 +28,15 @@ class OutputFile(ABC):
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``, in bytes. Raises ``StorageError``."""
 
+    def write_runs(self, data: memoryview, offset: int, run_bytes: int, stride: int) -> None:
+        """Write runs of ``data``, one after the other, to ``offset`` and every ``stride`` bytes from there on.
+
+        Raises ``StorageError``.
+        """
+        for at in range(0, len(data), run_bytes):
+            self.write(data[at : at + run_bytes], offset)
+            offset += stride
+
     @abstractmethod
     def truncate(self, nbytes: int) -> None:
         """Cut off what is behind ``nbytes``: direct writes are of whole pages. Raises ``StorageError``."""
