@@ -24,8 +24,8 @@ from typing import NamedTuple
 from asyncckpt.shm.segment import PAGE
 
 HEADER_BYTES = PAGE
-# The state, its save, the bytes that have arrived; then what is published: epoch, version, rolled back, part, ranks.
-_STATE, _SAVE_ID, _ARRIVED, _EPOCH, _VERSION, _ROLLED_BACK, _PART, _RANKS = range(8)
+# The state, its save, the bytes that have arrived; then what is published: epoch, version, rolled back, folder, ranks.
+_STATE, _SAVE_ID, _ARRIVED, _EPOCH, _VERSION, _ROLLED_BACK, _FOLDER, _RANKS = range(8)
 _WORDS_PER_SLOT = 8
 MAX_SLOTS = HEADER_BYTES // (8 * _WORDS_PER_SLOT)
 
@@ -50,8 +50,8 @@ class PublishedVersion(NamedTuple):
     """Whether the versions of this epoch may be lower than those of the one before."""
     ranks: int
     """How many ranks publish that version, each what it has of it."""
-    part: int = 0
-    """Which of the parts of the image it is, where that has several (see ``FileSetLayout``)."""
+    folder: int = 0
+    """Which folder of the image it is, where that has several (see ``FileSetLayout``)."""
 
 
 class SlotTable:
@@ -94,7 +94,7 @@ class SlotTable:
         self._words[first + _EPOCH] = published.epoch
         self._words[first + _VERSION] = published.version
         self._words[first + _ROLLED_BACK] = published.rolled_back
-        self._words[first + _PART] = published.part
+        self._words[first + _FOLDER] = published.folder
         self._words[first + _RANKS] = published.ranks
 
     def withdraw(self, slot: int) -> None:
@@ -107,8 +107,8 @@ class SlotTable:
         ranks = self._words[first + _RANKS]
         if not ranks:
             return None
-        epoch, version, rolled_back, part = self._words[first + _EPOCH : first + _RANKS]
-        return PublishedVersion(epoch, version, bool(rolled_back), ranks, part)
+        epoch, version, rolled_back, folder = self._words[first + _EPOCH : first + _RANKS]
+        return PublishedVersion(epoch, version, bool(rolled_back), ranks, folder)
 
     def publications(self, slots: int) -> dict[PublishedVersion, int]:
         """What is published in the first ``slots`` slots, each with its slot."""

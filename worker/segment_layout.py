@@ -119,8 +119,8 @@ class CheckpointLayout:
         """Of what is the same in every save."""
         return self.metadata, *(region for file in self.data_files for region in (file.index_head, file.spans))
 
-    def published_files(self, part: int) -> tuple[DataFile, ...]:
-        """Those that readers of a published image see: all. ``part``: 0."""
+    def published_files(self, number: int) -> tuple[DataFile, ...]:
+        """Those that readers of a published image see: all. ``number``: 0."""
         return self.data_files
 
     def data(self, slot: int, file: DataFile) -> Region:
@@ -133,7 +133,7 @@ class FileSetLayout:
     """Where in a segment the large files of a set stand; ``data_bytes`` and ``slots`` as above.
 
     ``files``: those first whose bytes are all the trainer's. ``metadata`` has a ``.metadata`` for each folder of DCP's:
-    those are its parts that can be published, in that order. ``constant_files``: small ones, by name.
+    those can be published, in that order. ``constant_files``: small ones, by name.
     """
 
     files: tuple[LargeFile, ...]
@@ -146,9 +146,9 @@ class FileSetLayout:
         """Of what is the same in every save: nobody asks, as no image of a set is held."""
         return ()
 
-    def published_files(self, part: int) -> tuple[DataFile, ...]:
+    def published_files(self, number: int) -> tuple[DataFile, ...]:
         """Those that readers of a published image see: of the folder of that number."""
-        folder, _ = self.metadata[part]
+        folder, _ = self.metadata[number]
         return tuple(file for file in self.files if isinstance(file, DataFile) and file.folder == folder)
 
 

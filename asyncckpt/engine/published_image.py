@@ -36,7 +36,7 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
     """
     if image is not None:
         buffer, slot = image
-        version = version._replace(part=_part_of(buffer.plan, folder))
+        version = version._replace(folder=_number_of(buffer.plan, folder))
         if not buffer.client.has_endpoint:
             raise CheckpointError(
                 "readers cannot find the worker, which has no endpoint: the engine has no job, or see the log"
@@ -50,8 +50,8 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
     return False
 
 
-def _part_of(plan: Plan, folder: str | None) -> int:
-    """The number of the part of the image that readers are to see: a whole state dict, or a folder in a set.
+def _number_of(plan: Plan, folder: str | None) -> int:
+    """The number of what readers are to see of the image: a whole state dict, or a folder in a set.
 
     Only what the trainer has written stays as it is: archives are completed by the worker, in the slot.
     """

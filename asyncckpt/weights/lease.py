@@ -85,7 +85,7 @@ class _MappedSegment:
         self._slots = ReadableSlots(self._segment, len(published.layout.slots))
         self._images: dict[int, Segment] = {}
         self._entries: dict[int, dict[str, TensorEntry]] = {}
-        """Of each part that was asked for; the same in all slots."""
+        """Of each folder that was asked for; the same in all slots."""
 
     def update(self, published: PublishedSegment) -> None:
         """It may have more slots than before."""
@@ -106,7 +106,7 @@ class _MappedSegment:
         if slot is None or fd is None:
             return None
         try:
-            return self._leased(fd, slot, version.part)
+            return self._leased(fd, slot, version.folder)
         except BaseException:
             os.close(fd)
             raise
@@ -117,8 +117,8 @@ class _MappedSegment:
         for segment in (self._segment, *self._images.values()):
             segment.close()
 
-    def _leased(self, fd: int, slot: int, part: int) -> Lease:
-        layout, entries = self._layout, self._entries.get(part)
+    def _leased(self, fd: int, slot: int, folder: int) -> Lease:
+        layout, entries = self._layout, self._entries.get(folder)
         if isinstance(layout, WeightsLayout):
             if slot not in self._images:
                 self._images[slot] = self.client.open_segment(layout.slots[slot])
@@ -127,8 +127,8 @@ class _MappedSegment:
             entries = entries or read_entries(image.view)
         else:
             image, begin, nbytes = self._segment, layout.slots[slot], layout.data_bytes
-            entries = entries or read_indexes(image.view, layout.published_files(part))
-        self._entries[part] = entries
+            entries = entries or read_indexes(image.view, layout.published_files(folder))
+        self._entries[folder] = entries
         return Lease(fd, entries, image, range(begin, begin + nbytes))
 
 

@@ -31,7 +31,7 @@ def test_what_is_half_told_is_not_told() -> None:
             self.left -= 1
             self.words[number] = value
 
-    one, other = PublishedVersion(1, 7, False, 1), PublishedVersion(2, 3, True, 2, part=1)
+    one, other = PublishedVersion(1, 7, False, 1), PublishedVersion(2, 3, True, 2, folder=1)
     for stores in range(7):
         table = SlotTable(memoryview(bytearray(PAGE)))
         table.publish(0, one)
