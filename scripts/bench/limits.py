@@ -13,7 +13,7 @@ import torch
 
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker.storage.file_system import LocalFile
+from asyncckpt.worker.storage.local_file import LocalFile
 
 WRITE_THREADS = 2
 # Above these sizes a disk gets no faster, if the buffers are on huge pages.

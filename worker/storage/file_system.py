@@ -1,4 +1,4 @@
-"""What a file system does for storage: files past the page cache, durable folders, locks, and its errors as ours.
+"""What a file system does for storage: durable folders, locks, and its errors as ours.
 
 A lock (``flock``) belongs to an open descriptor: the kernel drops it when the process dies. So anybody can tell an
 attempt under way from what a dead worker left behind.
@@ -15,24 +15,16 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from asyncckpt.errors import DamagedCheckpointError, StorageError
-from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, is_checkpoint_file, is_index
-from asyncckpt.worker.storage.storage import InputFile, OutputFile
 
 LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.01
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# From linux/stat.h and linux/fcntl.h; Python has no statx before 3.15.
-_AT_EMPTY_PATH = 0x1000
-_STATX_DIOALIGN = 0x2000
-_STATX_BYTES = 256
-_STX_MASK_AT = 0
-_STX_DIO_MEM_ALIGN_AT = 152
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _ADVICE = {
@@ -54,159 +46,6 @@ def translated(doing: str, path: str) -> Iterator[None]:
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "look at the storage there")
         raise StorageError(f"{doing} failed: {error.strerror or error}; {advice}", path=path) from error
-
-
-class LocalFile(OutputFile):
-    """A new file; whether it is ``direct`` shows when it is open, and may change with a write."""
-
-    def __init__(
-        self,
-        path: str,
-        direct: bool,
-        within: tuple[int | None, str] | None = None,
-        joint_bytes: int | None = None,
-    ) -> None:
-        """Create ``path``. Raises ``StorageError``.
-
-        Args:
-            path: The file.
-            direct: Write past the page cache, if the file system can.
-            within: A folder, opened, which is the one whatever has its path meanwhile, and the name there; None: look
-                for it by its path.
-            joint_bytes: How many bytes it gets, if other processes create it, too; None: it must not exist.
-        """
-        self.path = path
-        self.direct = direct
-        folder, name = within or (None, path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_EXCL if joint_bytes is None else 0)
-        with translated("creating a file", path):
-            try:
-                self._fd = os.open(name, flags | (os.O_DIRECT if direct else 0), 0o644, dir_fd=folder)
-            except OSError as error:
-                if not direct or error.errno != errno.EINVAL:
-                    raise
-                # The file system knows no direct I/O; whether the file was made before it said so differs.
-                self.direct = False
-                self._fd = os.open(name, flags & ~os.O_EXCL, 0o644, dir_fd=folder)
-        if joint_bytes is not None:
-            try:
-                with translated("reserving space", path):
-                    _reserve(self._fd, joint_bytes)
-            except BaseException:
-                self.close()
-                raise
-
-    def write(self, data: memoryview, offset: int) -> None:
-        with translated("writing", self.path):
-            while data:
-                direct = self.direct  # as this write begins: other threads write, and may be refused, too
-                try:
-                    done = os.pwrite(self._fd, data, offset)
-                except OSError as error:
-                    if not direct or error.errno != errno.EINVAL:
-                        raise
-                    # Some file systems refuse direct I/O only now, or want another alignment after a short write.
-                    fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-                    self.direct = False  # only now: whoever reads it writes through the cache
-                    continue
-                data = data[done:]
-                offset += done
-
-    def write_runs(self, data: memoryview, offset: int, run_bytes: int, stride: int) -> None:
-        with translated("writing", self.path):
-            for at in range(0, len(data), run_bytes):
-                done = os.pwrite(self._fd, data[at : at + run_bytes], offset)
-                if done < run_bytes:
-                    self.write(data[at + done : at + run_bytes], offset + done)
-                offset += stride
-
-    def truncate(self, nbytes: int) -> None:
-        with translated("writing", self.path):
-            os.ftruncate(self._fd, nbytes)
-
-    def sync(self) -> None:
-        """What went through the page cache also leaves it."""
-        with translated("flushing to storage", self.path):
-            os.fsync(self._fd)
-            if not self.direct:
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with translated("closing", self.path):
-                os.close(fd)
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    """Have a file be of ``nbytes``, with space for them if the file system knows that. Raises ``OSError``.
-
-    Without the space, processes that write past the page cache wait for each other: a new block changes the file.
-    """
-    if os.fstat(fd).st_size >= nbytes:
-        return
-    # Not that of Python, which writes to each block where the file system cannot: others write there, too.
-    if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) == 0:
-        return
-    if (code := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-        raise OSError(code, os.strerror(code))
-    os.ftruncate(fd, nbytes)
-
-
-class LocalInputFile(InputFile):
-    """A file, open. If the process forks during a read, what is read may end up in the child, see open(2)."""
-
-    def __init__(self, path: str) -> None:
-        """Raises ``StorageError``, and ``DamagedCheckpointError`` where it is no file."""
-        self.path = path
-        self.alignment = 0
-        with translated("opening", path):
-            try:
-                self._fd = open_regular(path, os.O_DIRECT)
-                self.alignment = memory_alignment(self._fd)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._fd = open_regular(path)
-
-    def read(self, views: Sequence[memoryview], offset: int) -> int:
-        with translated("reading", self.path):
-            try:
-                return self._read(views, offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # Some file systems refuse direct I/O only now, or want other blocks than ours.
-                self.alignment = 0
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-                return self._read(views, offset)
-
-    def read_in_place(self, views: Sequence[memoryview], offset: int) -> int | None:
-        with translated("reading", self.path):
-            try:
-                return self._read(views, offset)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EFAULT):  # of memory that no device may write to
-                    raise
-                self.alignment = 0
-                return None
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _read(self, views: Sequence[memoryview], offset: int) -> int:
-        left = [view for view in views if view]
-        done = 0
-        while left:
-            count = os.preadv(self._fd, left, offset + done)
-            if count == 0:
-                break
-            done += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if count:
-                left[0] = left[0][count:]
-        return done
 
 
 # From here on all raise ``OSError``: whoever calls says what was being done.
@@ -390,19 +229,3 @@ def _lock(fd: int, how: int) -> bool | None:
     except OSError:
         return None
     return True
-
-
-def memory_alignment(fd: int) -> int:
-    """What addresses have to be a multiple of for direct reads of the file ``fd``, in bytes; 0: nobody says.
-
-    Linux 6.1 and later says so; it is what the device wants, from 4 bytes (most NVMe) to 512, or all of a block.
-    """
-    facts = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
-    try:
-        code = _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, facts)
-    except AttributeError:  # glibc before 2.28
-        return 0
-    if code != 0 or not facts[_STX_MASK_AT // 4] & _STATX_DIOALIGN:
-        return 0
-    alignment = int(facts[_STX_DIO_MEM_ALIGN_AT // 4])
-    return alignment if int(facts[_STX_DIO_MEM_ALIGN_AT // 4 + 1]) <= PAGE else 0

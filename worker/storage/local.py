@@ -24,7 +24,6 @@ from asyncckpt.errors import (
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
-    LocalInputFile,
     files_under,
     holds_only_a_checkpoint,
     is_locked,
@@ -40,6 +39,7 @@ from asyncckpt.worker.storage.file_system import (
     sync_folder,
     translated,
 )
+from asyncckpt.worker.storage.local_file import LocalInputFile
 from asyncckpt.worker.storage.partial import (
     CHECKPOINT_ATTEMPT,
     FILE_ATTEMPT,

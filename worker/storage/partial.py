@@ -22,7 +22,6 @@ from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
-    LocalFile,
     exchange,
     files_under,
     is_replaceable,
@@ -33,6 +32,7 @@ from asyncckpt.worker.storage.file_system import (
     sync_folder,
     translated,
 )
+from asyncckpt.worker.storage.local_file import LocalFile
 from asyncckpt.worker.storage.storage import OpenAttempt, exists_error
 
 logger = logging.getLogger(__name__)
