@@ -16,25 +16,29 @@ from asyncckpt.planning.structure import Keys
 from asyncckpt.worker.manifest import METADATA_NAME, Item
 
 
-def open_checkpoint(path: str, held: ExitStack) -> StoredState:
+def open_checkpoint(path: str, source: StorageSource, held: ExitStack, within: str = "") -> StoredState:
     """The state in the checkpoint ``path``.
 
     Args:
         path: Its folder.
-        held: Closes the files that are opened.
+        source: Its files.
+        held: Closes those that are opened.
+        within: What their names begin with in ``source``: of a folder of DCP's in a set of files its name, and "/".
 
     Raises:
         CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it is damaged.
         MismatchError: It is a set of files, without a state dict.
     """
-    source = StorageSource(path)
-    metadata = load_metadata(source.metadata(), path, weights_only=True)
-    files = {name: held.enter_context(closing(source.open(name))) for name in source.data_files()}
+    data = source.read(f"{within}{METADATA_NAME}") if within else source.metadata()
+    metadata = load_metadata(data, path, weights_only=True)
+    names = [name for name in source.manifest.data_files() if name.startswith(within)]
+    names = [name for name in names if "/" not in name[len(within) :] and name.endswith(".distcp")]
+    files = {name: held.enter_context(closing(source.open(name))) for name in names}
     items: dict[str, dict[tuple[int, ...], tuple[str, Item]]] = {}
     for name, file in files.items():
         for item in file.index.items:  # DCP stores each part once
-            items.setdefault(item.name, {}).setdefault(tuple(item.offsets), (name, item))
-    state = StoredState(path, {}, {}, nesting(metadata), files, verified=True)
+            items.setdefault(item.name.removeprefix(within), {}).setdefault(tuple(item.offsets), (name, item))
+    state = StoredState(path, {}, {}, nesting(metadata), files)
     for name, known in metadata.state_dict_metadata.items():
         its = list(items.get(name, {}).values())
         kind, is_empty = ("tensor", 0 in known.size) if isinstance(known, TensorStorageMetadata) else ("object", False)

@@ -199,7 +199,7 @@ class _Writing:
         for file, *part in parts:
             per_file.setdefault(file, []).append(tuple(part))  # type: ignore[arg-type]
         for file, some in per_file.items():
-            fetch(self._state.files[file], some, self._readers, verify=self._state.verified)
+            fetch(self._state.files[file], some, self._readers)
 
     def _convert(self, conversions: Sequence[Conversion], nbytes: int, window: Window) -> None:
         """Read elements, ``nbytes`` together, and copy them to where they belong, as what they become."""

@@ -29,6 +29,7 @@ from asyncckpt.exporting.selection import (
     renaming,
     select,
 )
+from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stock_source import open_stock
 from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_source import open_torch_file
@@ -36,8 +37,8 @@ from asyncckpt.exporting.torch_file_target import plan_torch_file
 from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.load import without_gc
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import find_step, is_stock
-from asyncckpt.worker.manifest import MANIFEST_NAME
+from asyncckpt.loading.source import StorageSource, find_step, is_stock
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.storage import absolute, is_address, named_steps, step_folder, storage_for
 from asyncckpt.worker.storage.file_system import translated
 from asyncckpt.worker.storage.history import newest_step
@@ -152,14 +153,13 @@ class _Job:
     def open(self, held: contextlib.ExitStack) -> StoredState:
         """What is stored, held open, and held against removal."""
         path, storage = self._path, storage_for(self._path)
+        above, name = os.path.split(path)
         if is_address(path) and path.endswith(SUFFIX) and storage.size(path) is not None:
-            folder, name = os.path.split(path)
-            return open_safetensors(folder, [name], held)
+            return open_safetensors(SourceFiles(above, held), [name])
         if not is_address(path) and os.path.isfile(path):
-            folder, name = os.path.split(path)
             if name.endswith(SUFFIX):
-                return open_safetensors(folder, [name], held)
-            return open_torch_file(path, held, weights_only=self._weights_only)
+                return open_safetensors(SourceFiles(above, held), [name])
+            return open_torch_file(SourceFiles(above, held), name, weights_only=self._weights_only)
         is_checkpoint = storage.exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path)
         if not is_checkpoint and named_steps(path):
             if (step := newest_step(path)) is None:
@@ -167,11 +167,14 @@ class _Job:
             find_step(step, 0.0, path)  # or this says what there is
             path = step_folder(path, step)
         held.enter_context(storage.reading(path))  # retention leaves it alone
+        folder = SourceFiles(path, held)
         if is_stock(path):
-            return open_stock(path, held)
-        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (names := names_of_files(path)):
-            return open_safetensors(path, names, held)
-        return open_checkpoint(path, held)
+            if (found := folder.in_set(METADATA_NAME)) is not None:
+                return open_checkpoint(path, found[0], held, found[1].removesuffix(METADATA_NAME))
+            return open_stock(folder)
+        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (names := names_of_files(folder)):
+            return open_safetensors(folder, names)
+        return open_checkpoint(path, StorageSource(path), held)
 
     def write(self, state: StoredState, selection: Selection, place: str, bar: Progress) -> Exported:
         """Write what was selected to ``place``."""

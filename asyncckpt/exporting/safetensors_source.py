@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
 
 from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
 from asyncckpt.exporting.checkpoint_source import whole
-from asyncckpt.exporting.plain_file import plain_file
+from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stored import Box, StoredState, contiguous
-from asyncckpt.loading.data_file import StoredFile
 from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
-from asyncckpt.shm.huge import huge_buffer
-from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.storage import storage_for
 
 SUFFIX = ".safetensors"
@@ -28,14 +24,14 @@ _SHARDS = "DCP_SHARDING_INFO"
 _LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 
 
-def names_of_files(folder: str) -> list[str]:
+def names_of_files(folder: SourceFiles) -> list[str]:
     """The files of safetensors in ``folder``: those that an index there names, or else all. Raises as below."""
-    storage, path = storage_for(folder), os.path.join(folder, INDEX_NAME)
-    names = [name for name in storage.names_in(folder) if name.endswith(SUFFIX)]
-    if INDEX_NAME not in storage.names_in(folder):
+    present, path = storage_for(folder.folder).names_in(folder.folder), folder.path(INDEX_NAME)
+    names = [name for name in present if name.endswith(SUFFIX)]
+    if INDEX_NAME not in present:
         return names
     try:
-        known = set(json.loads(storage.read(path))["weight_map"].values())
+        known = set(json.loads(folder.read(INDEX_NAME))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"this is no index of safetensors: {type(error).__name__}", path=path) from error
     if missing := known.difference(names):
@@ -43,31 +39,30 @@ def names_of_files(folder: str) -> list[str]:
     return sorted(known)
 
 
-def open_safetensors(path: str, names: list[str], held: ExitStack) -> StoredState:
-    """The tensors in some files. They have no checksums.
+def open_safetensors(folder: SourceFiles, names: list[str]) -> StoredState:
+    """The tensors in some files.
 
     Args:
-        path: The folder.
+        folder: Where they stand.
         names: The files in it.
-        held: Closes the files that are opened.
 
     Raises:
         DamagedCheckpointError, StorageError: A file is none of safetensors, or cannot be read.
     """
-    state = StoredState(path, {}, {}, {}, files := {}, verified=False)
+    path = folder.folder
+    state = StoredState(path, {}, {}, {}, files := {})
     found: dict[str, list[tuple[torch.dtype, Box]]] = {}
     for name in sorted(names):
-        fields, begin = _header(os.path.join(path, name))
+        fields, begin = _header(folder, name)
         try:
             shards = json.loads((fields.pop(METADATA, None) or {}).get(_SHARDS, "{}"))
             boxes = {each: _box(name, facts, begin, shards.get(each)) for each, facts in fields.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(
-                f"this is no header of safetensors: {type(error).__name__}: {error}", path=os.path.join(path, name)
+                f"this is no header of safetensors: {type(error).__name__}: {error}", path=folder.path(name)
             ) from error
         sizes = [(each, box.begin, math.prod(box.shape) * dtype.itemsize) for each, (dtype, box, _) in boxes.items()]
-        input_file, index = plain_file(path, name, sizes)
-        files[name] = held.enter_context(closing(StoredFile(input_file, index)))
+        files[name] = folder.open(name, sizes)
         for each, (dtype, box, is_shard) in boxes.items():
             if each in found and not is_shard:
                 raise DamagedCheckpointError(
@@ -101,19 +96,18 @@ def _box(
     return dtype, Box(file, begin + first, offsets, shape, contiguous(shape)), shard is not None
 
 
-def _header(path: str) -> tuple[dict[str, Any], int]:
+def _header(folder: SourceFiles, name: str) -> tuple[dict[str, Any], int]:
     """The header of a file, and where the bytes of the tensors begin."""
-    with closing(storage_for(path).open(path)) as file:
-        buffer = huge_buffer(PAGE)
-        done = file.read([buffer], 0)
-        end = PREFIX_BYTES + int.from_bytes(buffer[:PREFIX_BYTES], "little")
-        if done < PREFIX_BYTES or end > _LONGEST_HEADER:
-            raise DamagedCheckpointError("this is no file of safetensors", path=path)
-        if end > done:
-            buffer = huge_buffer(round_up(end))
-            done = file.read([buffer], 0)
+    path = folder.path(name)
+    # Of a file with checksums no more than is needed: the first tensors may be damaged, and not be asked for.
+    head = folder.head(name, PAGE if folder.checked(name) is None else PREFIX_BYTES)
+    end = PREFIX_BYTES + int.from_bytes(head[:PREFIX_BYTES], "little")
+    if len(head) < PREFIX_BYTES or end > _LONGEST_HEADER:
+        raise DamagedCheckpointError("this is no file of safetensors", path=path)
+    if end > len(head):
+        head = folder.head(name, end)
     try:
-        fields = json.loads(bytes(buffer[PREFIX_BYTES : min(end, done)]))
+        fields = json.loads(head[PREFIX_BYTES:end])
         if not isinstance(fields, dict):
             raise ValueError("it is not a dict")
     except ValueError as error:

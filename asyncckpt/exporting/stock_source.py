@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
 from asyncckpt.exporting.checkpoint_source import nesting, whole
-from asyncckpt.exporting.plain_file import plain_file
+from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stored import Box, StoredObject, StoredState
-from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
+from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.dcp_reader import read_stock_metadata
 from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.segment import PAGE, round_up
@@ -71,17 +71,17 @@ class _Note(NamedTuple):
     strides: tuple[int, ...]
 
 
-def open_stock(path: str, held: ExitStack) -> StoredState:
-    """The state in the checkpoint ``path``. It has no checksums.
+def open_stock(folder: SourceFiles) -> StoredState:
+    """The state in a checkpoint. It has no checksums.
 
     Args:
-        path: Its folder.
-        held: Closes the files that are opened.
+        folder: Its folder.
 
     Raises:
         DamagedCheckpointError, StorageError: It is damaged, or cannot be read.
         UnsavableStateError: It is stored in a way that only DCP can read.
     """
+    path = folder.folder
     metadata = read_stock_metadata(path, weights_only=True)
     places: dict[str, list[_Place]] = {}
     for index, info in (metadata.storage_data or {}).items():
@@ -94,18 +94,18 @@ def open_stock(path: str, held: ExitStack) -> StoredState:
         places.setdefault(info.relative_path, []).append(_Place(info.offset, info.length, index))
     files: dict[str, ChecksummedFile] = {}
     known = metadata.state_dict_metadata
-    state = StoredState(path, {}, {}, nesting(metadata), files, verified=False)
+    state = StoredState(path, {}, {}, nesting(metadata), files)
     sizes = {name: about.size for name, about in known.items() if isinstance(about, TensorStorageMetadata)}
     boxes: dict[str, list[tuple[torch.dtype, Box]]] = {name: [] for name in known}
     with read_pool(path) as pool:
         for name, its in places.items():
             its.sort(key=lambda place: place.at)
-            input_file, index = plain_file(path, name, [(place.key.fqn, place.at, place.nbytes) for place in its])
-            files[name] = held.enter_context(closing(StoredFile(input_file, index)))
+            files[name] = folder.open(name, [(place.key.fqn, place.at, place.nbytes) for place in its])
             tensors = [place for place in its if place.key.fqn in sizes]
-            for place, note in _notes(input_file, tensors, pool):
-                its_name = place.key.fqn
-                boxes[its_name].append((note.dtype, _box(name, place, note, len(sizes[its_name]), path)))
+            with closing(folder.plain(name)) as file:
+                for place, note in _notes(file, tensors, pool):
+                    its_name = place.key.fqn
+                    boxes[its_name].append((note.dtype, _box(name, place, note, len(sizes[its_name]), path)))
             for place in its:
                 if place.key.fqn not in sizes:
                     state.objects[place.key.fqn] = StoredObject(name, place.at, place.at + place.nbytes)

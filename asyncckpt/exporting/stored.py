@@ -133,8 +133,7 @@ class StoredState:
     """A state dict in storage.
 
     ``keys`` lead to each value in it, by its name, which is those with dots between them: text, ``DictKey``, positions
-    in lists; they have the order of the state dict. Of an object the bytes may be at hand already. ``files`` are open,
-    and ``verified`` says whether they have checksums.
+    in lists; they have the order of the state dict. Of an object the bytes may be at hand already. ``files`` are open.
     """
 
     path: str
@@ -142,7 +141,6 @@ class StoredState:
     objects: dict[str, StoredObject | bytes]
     keys: dict[str, Keys]
     files: Mapping[str, ChecksummedFile]
-    verified: bool
 
     def pickles(self, names: Iterable[str]) -> dict[str, bytes]:
         """The bytes of the objects ``names``, checked. Raises ``DamagedCheckpointError``, ``StorageError``."""
@@ -158,21 +156,18 @@ class StoredState:
             for file, some in places.items():
                 data = {name: memoryview(bytearray(place.end - place.begin)) for name, place in some}
                 parts = [(place.begin, place.end, address_of(data[name])) for name, place in some if data[name]]
-                fetch(self.files[file], parts, pool, verify=self.verified)
+                fetch(self.files[file], parts, pool)
                 found |= {name: bytes(view) for name, view in data.items()}
         return found
 
 
-def fetch(
-    file: ChecksummedFile, parts: Iterable[tuple[int, int, int]], pool: ThreadPoolExecutor, *, verify: bool
-) -> None:
-    """Read parts of a file into memory.
+def fetch(file: ChecksummedFile, parts: Iterable[tuple[int, int, int]], pool: ThreadPoolExecutor) -> None:
+    """Read parts of a file into memory, and compare their checksums, if it has some.
 
     Args:
         file: The file.
         parts: Of each the first byte, the end, and the address that it goes to.
         pool: The threads that read.
-        verify: Whether the checksums are compared.
 
     Raises:
         DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. Nobody writes to the memory then.
@@ -180,6 +175,7 @@ def fetch(
     some = sorted(part for part in parts if part[0] < part[1])
     columns = [[part[column] for part in some] for column in range(3)]
     damages = []
+    verify = len(file.index.checksums) > 0
     for run in file.read([part[:2] for part in some], pool, Destinations(*columns), verify=verify):
         damages += run.damages
     if damages:
