@@ -18,7 +18,7 @@ from asyncckpt.exporting.copying import write
 from asyncckpt.exporting.dcp_target import CheckpointTarget
 from asyncckpt.exporting.file_plan import FilePlan
 from asyncckpt.exporting.output import output, place_for
-from asyncckpt.exporting.safetensors_source import SUFFIX, names_of_files, open_safetensors
+from asyncckpt.exporting.safetensors_source import SUFFIX, open_safetensors, open_safetensors_folder
 from asyncckpt.exporting.safetensors_target import plan_safetensors
 from asyncckpt.exporting.selection import (
     Rename,
@@ -172,8 +172,8 @@ class _Job:
             if (found := folder.in_set(METADATA_NAME)) is not None:
                 return open_checkpoint(path, found[0], held, found[1].removesuffix(METADATA_NAME))
             return open_stock(folder)
-        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (names := names_of_files(folder)):
-            return open_safetensors(folder, names)
+        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (state := open_safetensors_folder(folder)):
+            return state
         return open_checkpoint(path, StorageSource(path), held)
 
     def write(self, state: StoredState, selection: Selection, place: str, bar: Progress) -> Exported:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,22 +22,55 @@ SUFFIX = ".safetensors"
 INDEX_NAME = f"model{SUFFIX}.index.json"
 # Where DCP's HuggingFaceStorageWriter says which part of a tensor each file has.
 _SHARDS = "DCP_SHARDING_INFO"
+# The names that its files have, and those of transformers.
+_NUMBERED = re.compile(rf"(shard-\d+-)?(.+)-(\d+)-of-(\d{{1,9}}){re.escape(SUFFIX)}")
 _LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 
 
-def names_of_files(folder: SourceFiles) -> list[str]:
-    """The files of safetensors in ``folder``: those that an index there names, or else all. Raises as below."""
+def open_safetensors_folder(folder: SourceFiles) -> StoredState | None:
+    """The tensors in the files of a folder: those that an index there names, or else all; None: there are none.
+
+    Raises as ``open_safetensors``, and ``DamagedCheckpointError`` where a file is missing that the index, or the names
+    of the others, are about.
+    """
     present, path = storage_for(folder.folder).names_in(folder.folder), folder.path(INDEX_NAME)
     names = [name for name in present if name.endswith(SUFFIX)]
     if INDEX_NAME not in present:
-        return names
+        _check_numbers(names, folder)
+        return open_safetensors(folder, names) if names else None
     try:
-        known = set(json.loads(folder.read(INDEX_NAME))["weight_map"].values())
+        weight_map = dict(json.loads(folder.read(INDEX_NAME))["weight_map"])
+        known = set(weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"this is no index of safetensors: {type(error).__name__}", path=path) from error
     if missing := known.difference(names):
         raise DamagedCheckpointError(f"the index names {min(missing, key=str)!r}, which is missing", path=path)
-    return sorted(known)
+    state = open_safetensors(folder, sorted(known))
+    for name, file in weight_map.items():
+        if name not in state.tensors or all(box.file != file for box in state.tensors[name].boxes):
+            raise DamagedCheckpointError(f"the index says that {name!r} is in {file}, where it is not", path=path)
+    return state
+
+
+def _check_numbers(names: list[str], folder: SourceFiles) -> None:
+    """Of files that are numbered as so many of so many, each has to be there.
+
+    The numbers of ranks, which DCP's writer puts before those, have gaps: one with nothing to write leaves no file.
+    """
+    found: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if numbered := _NUMBERED.fullmatch(name):
+            rank, stem, number, count = numbered.groups()
+            found.setdefault((f"shard-*-{stem}" if rank else stem, count), set()).add(int(number))
+    for (stem, count), numbers in found.items():
+        for number in range(1, int(count) + 1):
+            if number not in numbers:
+                missing = f"{stem}-{number:0{len(count)}d}-of-{count}{SUFFIX}"
+                raise DamagedCheckpointError(
+                    f"{missing!r} is missing, as the names of the others say, and no {INDEX_NAME} says otherwise: bring"
+                    " it here, or such an index",
+                    path=folder.path(missing),
+                )
 
 
 def open_safetensors(folder: SourceFiles, names: list[str]) -> StoredState:
