@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import pickle
 import re
@@ -88,8 +89,16 @@ def _beside(bounds: Sequence[int], places: Sequence[tuple[str, int, int]]) -> li
 
 
 def _check_records(path: str) -> None:
-    """What is read by its offsets has to stand there as it is in memory. A file that is no archive is told by torch."""
-    with translated("reading", path), contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+    """What is read by its offsets has to stand there as it is in memory, and the pickle has to be the one that was
+    written: a damaged one may name what could run code. A file that is no archive is told by torch.
+    """
+    with translated("reading", path), contextlib.ExitStack() as held:
+        try:
+            archive = held.enter_context(zipfile.ZipFile(path))
+        except OSError:
+            raise
+        except Exception:  # one that is none fails in many ways
+            return
         order = ""
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
@@ -98,12 +107,27 @@ def _check_records(path: str) -> None:
                     path=path,
                 )
             if info.filename.endswith("/byteorder"):
-                order = archive.read(info).decode(errors="replace").strip()
+                order = _record(archive, info, path).decode(errors="replace").strip()
+            elif info.filename.endswith("/data.pkl"):
+                _record(archive, info, path)
         if order not in ("", sys.byteorder):
             raise UnsavableStateError(
                 f"it was saved on a machine with bytes in {order} order: load it with torch.load, and save it again",
                 path=path,
             )
+
+
+def _record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> bytes:
+    """The bytes of a record, compared with its CRC-32, if it has one."""
+    if info.CRC == 0:  # torch.save has been told to take none
+        info = copy.copy(info)
+        del info.CRC
+    try:
+        return archive.read(info)
+    except OSError:
+        raise
+    except Exception as error:  # what is damaged fails in many ways
+        raise DamagedCheckpointError(f"the file is damaged: {info.filename}: {error}", path=path) from error
 
 
 def _load(path: str, weights_only: bool) -> Any:
