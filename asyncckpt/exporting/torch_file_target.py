@@ -45,7 +45,7 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
             value = _Tensor(storages[name])
         else:
             data = io.BytesIO(pickles[selection.objects[name]])
-            value = load_object(data, name, path, weights_only=weights_only)
+            value = load_object(data, name, path, weights_only=weights_only, device="cpu")
         _put(state, keys, value)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, _PROTOCOL)
