@@ -156,6 +156,11 @@ class _Job:
         above, name = os.path.split(path)
         if is_address(path) and path.endswith(SUFFIX) and storage.size(path) is not None:
             return open_safetensors(SourceFiles(above, held), [name])
+        if is_address(path) and storage.size(path):
+            raise StorageError(
+                "this is a single object, and a file of torch.save is exported from a file system: copy it there first",
+                path=path,
+            )
         if not is_address(path) and os.path.isfile(path):
             if name.endswith(SUFFIX):
                 return open_safetensors(SourceFiles(above, held), [name])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 
-from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.exporting.stored import fetch
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile, StoredFile, read_pool
 from asyncckpt.loading.source import StorageSource
@@ -35,8 +35,9 @@ class SourceFiles:
 
     def in_set(self, name: str) -> tuple[StorageSource, str] | None:
         """The set that has the file ``name``, and the name that it has there; None: it is of none."""
-        path = self.path(name)
-        folder, base = os.path.split(path if is_address(path) else os.path.realpath(path))
+        if is_address(self.folder):  # where there are none: they are saved to file systems
+            return None
+        folder, base = os.path.split(os.path.realpath(self.path(name)))
         if folder not in self._sets:
             self._sets[folder] = self._set_around(folder)
         if (found := self._sets[folder]) is None:
@@ -106,15 +107,8 @@ class SourceFiles:
     def _set_around(self, folder: str) -> tuple[StorageSource, str] | None:
         """The set that ``folder`` is in, and what the names of its files begin with there."""
         for above in _upwards(folder):
-            storage = storage_for(above)
-            try:
-                is_one = storage.exists(os.path.join(above, MANIFEST_NAME))
-            except StorageError:
-                if above == folder or not is_address(above):
-                    raise
-                return None  # who may read in one folder of a bucket need not be let look at those above
-            if is_one:
-                self._held.enter_context(storage.reading(above))  # retention leaves it alone
+            if self._storage.exists(os.path.join(above, MANIFEST_NAME)):
+                self._held.enter_context(self._storage.reading(above))  # retention leaves it alone
                 return StorageSource(above), folder[len(above) :].lstrip("/") + "/" * (folder != above)
         return None
 
@@ -146,8 +140,7 @@ def read_bytes(file: ChecksummedFile, begin: int, end: int) -> bytes:
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """``folder`` and those above it; on an object store as far as the bucket."""
-    bottom = 2 if is_address(folder) else 1
-    while folder.count("/") >= bottom and folder != "/":
+    """``folder``, from the root of the file system on, and those above it."""
+    while folder != (above := os.path.dirname(folder)):
         yield folder
-        folder = os.path.dirname(folder)
+        folder = above
