@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
-
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stored import Box, StoredObject, StoredState, StoredTensor, contiguous
 from asyncckpt.loading.read_requests import dtype_named
 from asyncckpt.loading.source import StorageSource
@@ -16,24 +15,24 @@ from asyncckpt.planning.structure import Keys
 from asyncckpt.worker.manifest import METADATA_NAME, Item
 
 
-def open_checkpoint(path: str, source: StorageSource, held: ExitStack, within: str = "") -> StoredState:
-    """The state in the checkpoint ``path``.
+def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = "") -> StoredState:
+    """The state in a checkpoint.
 
     Args:
-        path: Its folder.
-        source: Its files.
-        held: Closes those that are opened.
+        folder: Its folder.
+        source: The same, or the set of files that it is in.
         within: What their names begin with in ``source``: of a folder of DCP's in a set of files its name, and "/".
 
     Raises:
         CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it is damaged.
         MismatchError: It is a set of files, without a state dict.
     """
+    path = folder.folder
     data = source.read(f"{within}{METADATA_NAME}") if within else source.metadata()
     metadata = load_metadata(data, path, weights_only=True)
     names = [name for name in source.manifest.data_files() if name.startswith(within)]
     names = [name for name in names if "/" not in name[len(within) :] and name.endswith(".distcp")]
-    files = {name: held.enter_context(closing(source.open(name))) for name in names}
+    files = {name: folder.open_from(source, name) for name in names}
     items: dict[str, dict[tuple[int, ...], tuple[str, Item]]] = {}
     for name, file in files.items():
         for item in file.index.items:  # DCP stores each part once

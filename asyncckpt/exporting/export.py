@@ -175,11 +175,11 @@ class _Job:
         folder = SourceFiles(path, held)
         if is_stock(path):
             if (found := folder.in_set(METADATA_NAME)) is not None:
-                return open_checkpoint(path, found[0], held, found[1].removesuffix(METADATA_NAME))
+                return open_checkpoint(folder, found[0], found[1].removesuffix(METADATA_NAME))
             return open_stock(folder)
         if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (state := open_safetensors_folder(folder)):
             return state
-        return open_checkpoint(path, StorageSource(path), held)
+        return open_checkpoint(folder, StorageSource(path))
 
     def write(self, state: StoredState, selection: Selection, place: str, bar: Progress) -> Exported:
         """Write what was selected to ``place``."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.exporting.open_files import OpenFiles
 from asyncckpt.exporting.stored import fetch
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile, StoredFile, read_pool
 from asyncckpt.loading.source import StorageSource
@@ -26,10 +27,11 @@ class SourceFiles:
     """
 
     def __init__(self, folder: str, held: ExitStack) -> None:
-        """Look at nothing yet. ``held`` closes what is opened."""
+        """Look at nothing yet. ``held`` closes what is opened: not all of it is at once."""
         self.folder = folder
         self._held = held
         self._storage = storage_for(folder)
+        self._files = OpenFiles()
         self._sets: dict[str, tuple[StorageSource, str] | None] = {}  # by the folder of a file
         self._checked: dict[str, ChecksummedFile | None] = {}
 
@@ -58,7 +60,7 @@ class SourceFiles:
 
     def plain(self, name: str) -> InputFile:
         """The file ``name`` as it is, to be closed."""
-        return self._storage.open(self.path(name))
+        return self._files.open(self.path(name))
 
     def read(self, name: str) -> bytes:
         """All of the small file ``name``."""
@@ -104,6 +106,10 @@ class SourceFiles:
         items = [Item(value, "", "", [], [], at, nbytes, at, nbytes) for value, at, nbytes in places]
         return self._held.enter_context(closing(StoredFile(self.plain(name), Index(name, size, items, ()))))
 
+    def open_from(self, source: StorageSource, name: str) -> ChecksummedFile:
+        """Open the file ``name`` of a checkpoint of ours."""
+        return self._held.enter_context(closing(source.open(name, self._files.open)))
+
     def _set_around(self, folder: str) -> tuple[StorageSource, str] | None:
         """The set that ``folder`` is in, and what the names of its files begin with there."""
         for above in _upwards(folder):
@@ -117,7 +123,7 @@ class SourceFiles:
             return None
         source, its = found
         if "index" in source.manifest.files[its]:
-            return self._held.enter_context(closing(source.open(its)))
+            return self.open_from(source, its)
         data = source.read(its)  # it is small, has one checksum, and is not read again
         return MemoryFile(os.path.join(source.path, its), Index(name, len(data), [], ()), memoryview(bytearray(data)))
 

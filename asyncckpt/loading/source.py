@@ -18,6 +18,7 @@ from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manif
 from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import history, newest_step, stored_step
+from asyncckpt.worker.storage.storage import InputFile
 
 _POLL_S = 0.02
 
@@ -146,9 +147,10 @@ class StorageSource:
         """Those that ``.metadata`` may be about."""
         return [name for name in self.manifest.data_files() if "/" not in name and name.endswith(".distcp")]
 
-    def open(self, name: str) -> ChecksummedFile:
+    def open(self, name: str, opened: Callable[[str], InputFile] | None = None) -> ChecksummedFile:
+        """``opened``: how a path is opened; None: as its storage does."""
         path, index = self._checked(name), self.index(name)
-        return StoredFile(self._storage.open(path), index)
+        return StoredFile((opened or self._storage.open)(path), index)
 
     def index(self, data: str) -> Index:
         """The index of the data file ``data``, checked."""
