@@ -7,10 +7,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.exporting.source_files import SourceFiles
-from asyncckpt.exporting.stored import Box, StoredObject, StoredState, StoredTensor, contiguous
+from asyncckpt.exporting.stored import Box, StoredObject, StoredState, StoredTensor
 from asyncckpt.loading.read_requests import dtype_named
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.loading.unpickle import load_metadata
+from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 from asyncckpt.worker.manifest import METADATA_NAME, Item
 
@@ -85,4 +86,4 @@ def whole(name: str, dtypes: set[torch.dtype], shape: tuple[int, ...], boxes: li
 
 
 def _box(file: str, item: Item) -> Box:
-    return Box(file, item.payload_at, tuple(item.offsets), tuple(item.shape), contiguous(item.shape))
+    return Box(file, item.payload_at, tuple(item.offsets), tuple(item.shape), contiguous_strides(item.shape))

@@ -13,7 +13,8 @@ import torch
 from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
 from asyncckpt.exporting.checkpoint_source import whole
 from asyncckpt.exporting.source_files import SourceFiles
-from asyncckpt.exporting.stored import Box, StoredState, contiguous
+from asyncckpt.exporting.stored import Box, StoredState
+from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.storage import storage_for
@@ -127,7 +128,7 @@ def _box(
     is_right = all(type(number) is int and number >= 0 for number in numbers) and len(offsets) == len(shape)
     if not is_right or end - first != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{facts} are not the facts of a tensor")
-    return dtype, Box(file, begin + first, offsets, shape, contiguous(shape)), shard is not None
+    return dtype, Box(file, begin + first, offsets, shape, contiguous_strides(shape)), shard is not None
 
 
 def _header(folder: SourceFiles, name: str) -> tuple[dict[str, Any], int]:

@@ -11,12 +11,15 @@ from asyncckpt.exporting.open_files import OpenFiles
 from asyncckpt.exporting.stored import fetch
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile, StoredFile, read_pool
 from asyncckpt.loading.source import StorageSource
-from asyncckpt.shm.huge import huge_buffer
+from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import address_of
-from asyncckpt.shm.segment import round_up
+from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Item
 from asyncckpt.worker.storage import is_address, storage_for
 from asyncckpt.worker.storage.storage import InputFile
+
+# What a thread keeps memory for, to read it as it is.
+_KEPT_BYTES = 2 << 20
 
 
 class SourceFiles:
@@ -74,8 +77,7 @@ class SourceFiles:
         if (file := self.checked(name)) is not None:
             return read_bytes(file, 0, min(nbytes, file.index.nbytes))
         with closing(self.plain(name)) as plain:
-            buffer = huge_buffer(round_up(nbytes))
-            return bytes(buffer[: min(plain.read([buffer], 0), nbytes)])
+            return read_plain(plain, 0, nbytes)
 
     def open(self, name: str, places: Sequence[tuple[str, int, int]]) -> ChecksummedFile:
         """Open a file.
@@ -126,6 +128,15 @@ class SourceFiles:
             return self.open_from(source, its)
         data = source.read(its)  # it is small, has one checksum, and is not read again
         return MemoryFile(os.path.join(source.path, its), Index(name, len(data), [], ()), memoryview(bytearray(data)))
+
+
+def read_plain(file: InputFile, begin: int, end: int) -> bytes:
+    """The bytes from ``begin`` to ``end`` of a file as it is, or as many as there are. Raises ``StorageError``."""
+    first = begin // PAGE * PAGE
+    nbytes = round_up(end) - first
+    buffer = own_buffer(_KEPT_BYTES)[:nbytes] if nbytes <= _KEPT_BYTES else huge_buffer(nbytes)
+    done = file.read([buffer], first)
+    return bytes(buffer[:done][begin - first : end - first])
 
 
 def check(file: ChecksummedFile, ranges: Sequence[tuple[int, int]]) -> None:

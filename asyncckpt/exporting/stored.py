@@ -14,6 +14,7 @@ import torch
 
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 from asyncckpt.shm.memcpy import Destinations, address_of
 
@@ -70,7 +71,7 @@ class StoredTensor:
             return None
         if len(self.boxes) == 1:
             return [(0, self.boxes[0])]
-        strides = contiguous(self.shape)
+        strides = contiguous_strides(self.shape)
         return sorted(
             (sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True)), box)
             for box in self.boxes
@@ -113,7 +114,7 @@ class StoredTensor:
     def _is_row(self, box: Box) -> bool:
         if 0 in box.shape:
             return True
-        rows = zip(box.shape, box.strides, contiguous(box.shape), strict=True)
+        rows = zip(box.shape, box.strides, contiguous_strides(box.shape), strict=True)
         if any(n > 1 and stride != expected for n, stride, expected in rows):
             return False
         cut = [at for at, (n, most) in enumerate(zip(box.shape, self.shape, strict=True)) if n != most]
@@ -180,13 +181,3 @@ def fetch(file: ChecksummedFile, parts: Iterable[tuple[int, int, int]], pool: Th
         damages += run.damages
     if damages:
         raise damages[0]
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements are in a row."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
