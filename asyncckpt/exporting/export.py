@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -117,10 +117,23 @@ def export(
     job = _Job(absolute(path), to, max_shard_size, extra, weights_only)
     new_name, new_dtype = renaming(rename), dtype_of(dtype)
     place = place_for(out, is_file=to == "torch")
-    with contextlib.ExitStack() as held, without_gc():
-        bar = held.enter_context(Progress("exporting", shown=progress))
-        state = job.open(held)
-        return job.write(state, select(state, only, new_name, new_dtype), place, bar)
+    with Progress("exporting", shown=progress) as bar, contextlib.ExitStack() as held:
+        with without_gc():
+            state = job.open(held)
+            planned = job.plan(state, select(state, only, new_name, new_dtype))
+        return job.write(planned, place, bar)
+
+
+class _Planned(NamedTuple):
+    """What is going to be written of a state: large files, ``small`` ones beside them, and those of a ``checkpoint``,
+    which are known at the end.
+    """
+
+    state: StoredState
+    selection: Selection
+    plans: Sequence[FilePlan]
+    small: dict[str, bytes]
+    checkpoint: CheckpointTarget | None
 
 
 class _Job:
@@ -181,31 +194,34 @@ class _Job:
             return state
         return open_checkpoint(folder, StorageSource(path))
 
-    def write(self, state: StoredState, selection: Selection, place: str, bar: Progress) -> Exported:
-        """Write what was selected to ``place``."""
-        begun = time.perf_counter()
-        checkpoint: CheckpointTarget | None = None
-        small: dict[str, bytes] = {}
+    def plan(self, state: StoredState, selection: Selection) -> _Planned:
+        """Lay out what was selected."""
         if self._to == "hf":
             if not selection.tensors:
                 raise MismatchError("there are no tensors in it", path=state.path)
             plans, small = plan_safetensors(selection, self._most)
             if taken := self._extra.keys() & {*small, *(plan.name for plan in plans)}:
                 raise UnsavableStateError(f"{min(taken)!r} is written by the export: leave it out of what is copied")
-        else:
-            check_nesting(selection.keys, state.path)
-            pickles = state.pickles(selection.objects.values())
-            if self._to == "dcp":
-                checkpoint = CheckpointTarget(selection, pickles)
-                plans = [checkpoint.plan]
-            else:
-                plans = [plan_torch_file(selection, pickles, state.path, weights_only=self._weights_only)]
+            return _Planned(state, selection, plans, small, None)
+        check_nesting(selection.keys, state.path)
+        pickles = state.pickles(selection.objects.values())
+        if self._to == "dcp":
+            checkpoint = CheckpointTarget(selection, pickles)
+            return _Planned(state, selection, [checkpoint.plan], {}, checkpoint)
+        plan = plan_torch_file(selection, pickles, state.path, weights_only=self._weights_only)
+        return _Planned(state, selection, [plan], {}, None)
+
+    def write(self, planned: _Planned, place: str, bar: Progress) -> Exported:
+        """Write what was planned to ``place``."""
+        begun = time.perf_counter()
+        state, selection, plans, small, checkpoint = planned
         beside, nbytes = sum(map(os.path.getsize, self._extra.values())), sum(plan.nbytes for plan in plans)
         bar.expect(nbytes)
         with output(place, nbytes + beside, is_file=self._to == "torch") as attempt:
             written = self._write_large(plans, state, attempt, bar)
             if checkpoint is not None:
-                small = checkpoint.small_files(place, self._attempt)
+                with without_gc():
+                    small = checkpoint.small_files(place, self._attempt)
                 small[MANIFEST_NAME] = checkpoint.manifest(place, self._attempt, small, time.perf_counter() - begun)
             for name, data in small.items():
                 _write_small(attempt, name, data)

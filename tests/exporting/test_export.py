@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -250,3 +252,23 @@ def test_objects_with_tensors_of_a_gpu_need_none(root: Path, tmp_path: Path, mon
     export(root, tmp_path / "out.pt", to="torch")
     found = torch.load(tmp_path / "out.pt")
     assert same({"sparse": found["sparse"].to_dense(), "w": found["w"]}, {"sparse": torch.eye(3), "w": state["w"]})
+
+
+@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+def test_garbage_is_collected_while_it_is_written(
+    sources: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
+) -> None:
+    """Minutes, perhaps, in which other threads of the program make some. Planning makes none, and goes on without."""
+    real, answers = os.pwrite, []
+
+    def pwrite(*args: Any) -> int:
+        answers.append(("writing", gc.isenabled()))
+        return real(*args)
+
+    def rename(name: str) -> str:
+        answers.append(("planning", gc.isenabled()))
+        return name
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    export(sources["root"], tmp_path / "out", to=to, rename=rename)
+    assert set(answers) == {("planning", False), ("writing", True)} and gc.isenabled()
