@@ -30,6 +30,10 @@ _LIMIT = 0xFFFFFFFF
 _LIMIT_16 = 0xFFFF
 
 _LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL_BYTES = _LOCAL.size
+"""Of the header of a record, before its name."""
+LOCAL_MAGIC = b"PK\3\4"
+"""What it begins with."""
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
@@ -99,7 +103,16 @@ def header(record: Record) -> bytes:
     padding = record.payload_at - record.at - _LOCAL.size - len(name) - len(extra) - _EXTRA.size
     extra += _EXTRA.pack(_EXTRA_PADDING, padding) + b"Z" * padding
     flags, version = _flags(record.nbytes), _version(record)
-    return _LOCAL.pack(b"PK\3\4", version, flags, 0, 0, _DATE, 0, 0, 0, len(name), len(extra)) + name + extra
+    return _LOCAL.pack(LOCAL_MAGIC, version, flags, 0, 0, _DATE, 0, 0, 0, len(name), len(extra)) + name + extra
+
+
+def record_at(data: bytes, at: int = 0) -> tuple[bytes, int]:
+    """The name of the record of which the header begins ``at`` a byte of ``data``, as far as it stands there, and the
+    byte where its own bytes begin. The first ``LOCAL_BYTES`` of the header must be there.
+    """
+    *_, name_bytes, extra_bytes = _LOCAL.unpack_from(data, at)
+    name_at = at + LOCAL_BYTES
+    return data[name_at : name_at + name_bytes], int(name_at + name_bytes + extra_bytes)
 
 
 def complete(

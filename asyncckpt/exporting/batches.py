@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor
-from asyncckpt.exporting.stored import Box, contiguous
+from asyncckpt.exporting.stored import Box
 from asyncckpt.loading.data_file import ChecksummedFile
+from asyncckpt.planning.layout import contiguous_strides
 
 BATCH_BYTES = 8 << 20
 """Of a batch, unless it is a tensor that has to be gathered; and of what is read before it is converted."""
@@ -152,7 +153,7 @@ def _gathered(placed: PlacedTensor, box: Box, file: ChecksummedFile) -> Iterator
     """What brings a box to its place."""
     if 0 in box.shape:
         return
-    tensor, strides = placed.tensor, contiguous(placed.tensor.shape)
+    tensor, strides = placed.tensor, contiguous_strides(placed.tensor.shape)
     size = tensor.dtype.itemsize
     to = placed.payload_at + placed.dtype.itemsize * sum(
         offset * stride for offset, stride in zip(box.offsets, strides, strict=True)
@@ -160,7 +161,7 @@ def _gathered(placed: PlacedTensor, box: Box, file: ChecksummedFile) -> Iterator
     # As it is stored: the dimension first along which the elements are furthest from each other.
     order = sorted((dim for dim, n in enumerate(box.shape) if n > 1), key=lambda dim: -box.strides[dim])
     shape, its_strides, to_strides = (tuple(each[dim] for dim in order) for each in (box.shape, box.strides, strides))
-    if its_strides != contiguous(shape):  # a view with gaps: at once
+    if its_strides != contiguous_strides(shape):  # a view with gaps: at once
         end = box.begin + box.extent * size
         copy = StridedCopy(shape, 0, its_strides, to, to_strides)
         yield Conversion(box.file, box.begin, end, tensor.dtype, placed.dtype, [copy])
@@ -178,7 +179,7 @@ def _blocks(shape: tuple[int, ...], to_strides: tuple[int, ...], first: int, cou
     """The elements ``first`` to ``first + count`` of a tensor of ``shape`` in a row, as blocks: a part of a row, whole
     rows, a part of a row, and so on within a part. ``to`` is in elements here.
     """
-    strides = contiguous(shape)
+    strides = contiguous_strides(shape)
 
     def blocks(dim: int, begin: int, end: int, done: int, to: int) -> Iterator[StridedCopy]:
         if begin >= end:

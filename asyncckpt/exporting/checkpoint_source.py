@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
-
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.exporting.stored import Box, StoredObject, StoredState, StoredTensor, contiguous
+from asyncckpt.exporting.source_files import SourceFiles
+from asyncckpt.exporting.stored import Box, StoredObject, StoredState, StoredTensor
 from asyncckpt.loading.read_requests import dtype_named
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.loading.unpickle import load_metadata
+from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 from asyncckpt.worker.manifest import METADATA_NAME, Item
 
 
-def open_checkpoint(path: str, held: ExitStack) -> StoredState:
-    """The state in the checkpoint ``path``.
+def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = "") -> StoredState:
+    """The state in a checkpoint.
 
     Args:
-        path: Its folder.
-        held: Closes the files that are opened.
+        folder: Its folder.
+        source: The same, or the set of files that it is in.
+        within: What their names begin with in ``source``: of a folder of DCP's in a set of files its name, and "/".
 
     Raises:
         CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it is damaged.
         MismatchError: It is a set of files, without a state dict.
     """
-    source = StorageSource(path)
-    metadata = load_metadata(source.metadata(), path, weights_only=True)
-    files = {name: held.enter_context(closing(source.open(name))) for name in source.data_files()}
+    path = folder.folder
+    data = source.read(f"{within}{METADATA_NAME}") if within else source.metadata()
+    metadata = load_metadata(data, path, weights_only=True)
+    names = [name for name in source.manifest.data_files() if name.startswith(within)]
+    names = [name for name in names if "/" not in name[len(within) :] and name.endswith(".distcp")]
+    files = {name: folder.open_from(source, name) for name in names}
     items: dict[str, dict[tuple[int, ...], tuple[str, Item]]] = {}
     for name, file in files.items():
         for item in file.index.items:  # DCP stores each part once
-            items.setdefault(item.name, {}).setdefault(tuple(item.offsets), (name, item))
-    state = StoredState(path, {}, {}, nesting(metadata), files, verified=True)
+            items.setdefault(item.name.removeprefix(within), {}).setdefault(tuple(item.offsets), (name, item))
+    state = StoredState(path, {}, {}, nesting(metadata), files)
     for name, known in metadata.state_dict_metadata.items():
         its = list(items.get(name, {}).values())
         kind, is_empty = ("tensor", 0 in known.size) if isinstance(known, TensorStorageMetadata) else ("object", False)
@@ -82,4 +86,4 @@ def whole(name: str, dtypes: set[torch.dtype], shape: tuple[int, ...], boxes: li
 
 
 def _box(file: str, item: Item) -> Box:
-    return Box(file, item.payload_at, tuple(item.offsets), tuple(item.shape), contiguous(item.shape))
+    return Box(file, item.payload_at, tuple(item.offsets), tuple(item.shape), contiguous_strides(item.shape))

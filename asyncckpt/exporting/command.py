@@ -69,7 +69,7 @@ def run(path: str, args: argparse.Namespace) -> Exported:
     """Export ``path``. Raises ``CheckpointError``, also where an option is wrong."""
     from asyncckpt.exporting.export import export
 
-    with contextlib.suppress(ValueError, OSError):  # all files of a checkpoint are open at once
+    with contextlib.suppress(ValueError, OSError):  # fewer files have to be opened again and again
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:

@@ -19,6 +19,7 @@ from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.exporting.batches import BATCH_BYTES, Batch, Conversion, batches
 from asyncckpt.exporting.file_plan import FilePlan, Window
 from asyncckpt.exporting.stored import StoredState, fetch
+from asyncckpt.loading.load import without_gc
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import address_of
 from asyncckpt.shm.segment import PAGE, round_up
@@ -55,7 +56,8 @@ def write(
     Raises:
         DamagedCheckpointError, StorageError: Bytes are damaged, or storage refuses. The text names the tensors.
     """
-    writing = _Writing(plan, state, output, readers, progress)
+    with without_gc():
+        writing = _Writing(plan, state, output, readers, progress)
     writing.run()
     length = plan.length() if plan.length is not None else plan.nbytes
     output.truncate(length)
@@ -199,7 +201,7 @@ class _Writing:
         for file, *part in parts:
             per_file.setdefault(file, []).append(tuple(part))  # type: ignore[arg-type]
         for file, some in per_file.items():
-            fetch(self._state.files[file], some, self._readers, verify=self._state.verified)
+            fetch(self._state.files[file], some, self._readers)
 
     def _convert(self, conversions: Sequence[Conversion], nbytes: int, window: Window) -> None:
         """Read elements, ``nbytes`` together, and copy them to where they belong, as what they become."""

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from asyncckpt.exporting.copying import write
 from asyncckpt.exporting.dcp_target import CheckpointTarget
 from asyncckpt.exporting.file_plan import FilePlan
 from asyncckpt.exporting.output import output, place_for
-from asyncckpt.exporting.safetensors_source import SUFFIX, names_of_files, open_safetensors
+from asyncckpt.exporting.safetensors_source import SUFFIX, open_safetensors, open_safetensors_folder
 from asyncckpt.exporting.safetensors_target import plan_safetensors
 from asyncckpt.exporting.selection import (
     Rename,
@@ -29,6 +29,7 @@ from asyncckpt.exporting.selection import (
     renaming,
     select,
 )
+from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stock_source import open_stock
 from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_source import open_torch_file
@@ -36,8 +37,8 @@ from asyncckpt.exporting.torch_file_target import plan_torch_file
 from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.load import without_gc
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import find_step, is_stock
-from asyncckpt.worker.manifest import MANIFEST_NAME
+from asyncckpt.loading.source import StorageSource, find_step, is_stock
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.storage import absolute, is_address, named_steps, step_folder, storage_for
 from asyncckpt.worker.storage.file_system import translated
 from asyncckpt.worker.storage.history import newest_step
@@ -116,10 +117,23 @@ def export(
     job = _Job(absolute(path), to, max_shard_size, extra, weights_only)
     new_name, new_dtype = renaming(rename), dtype_of(dtype)
     place = place_for(out, is_file=to == "torch")
-    with contextlib.ExitStack() as held, without_gc():
-        bar = held.enter_context(Progress("exporting", shown=progress))
-        state = job.open(held)
-        return job.write(state, select(state, only, new_name, new_dtype), place, bar)
+    with Progress("exporting", shown=progress) as bar, contextlib.ExitStack() as held:
+        with without_gc():
+            state = job.open(held)
+            planned = job.plan(state, select(state, only, new_name, new_dtype))
+        return job.write(planned, place, bar)
+
+
+class _Planned(NamedTuple):
+    """What is going to be written of a state: large files, ``small`` ones beside them, and those of a ``checkpoint``,
+    which are known at the end.
+    """
+
+    state: StoredState
+    selection: Selection
+    plans: Sequence[FilePlan]
+    small: dict[str, bytes]
+    checkpoint: CheckpointTarget | None
 
 
 class _Job:
@@ -152,14 +166,18 @@ class _Job:
     def open(self, held: contextlib.ExitStack) -> StoredState:
         """What is stored, held open, and held against removal."""
         path, storage = self._path, storage_for(self._path)
+        above, name = os.path.split(path)
         if is_address(path) and path.endswith(SUFFIX) and storage.size(path) is not None:
-            folder, name = os.path.split(path)
-            return open_safetensors(folder, [name], held)
+            return open_safetensors(SourceFiles(above, held), [name])
+        if is_address(path) and storage.size(path):
+            raise StorageError(
+                "this is a single object, and a file of torch.save is exported from a file system: copy it there first",
+                path=path,
+            )
         if not is_address(path) and os.path.isfile(path):
-            folder, name = os.path.split(path)
             if name.endswith(SUFFIX):
-                return open_safetensors(folder, [name], held)
-            return open_torch_file(path, held, weights_only=self._weights_only)
+                return open_safetensors(SourceFiles(above, held), [name])
+            return open_torch_file(SourceFiles(above, held), name, weights_only=self._weights_only)
         is_checkpoint = storage.exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path)
         if not is_checkpoint and named_steps(path):
             if (step := newest_step(path)) is None:
@@ -167,37 +185,43 @@ class _Job:
             find_step(step, 0.0, path)  # or this says what there is
             path = step_folder(path, step)
         held.enter_context(storage.reading(path))  # retention leaves it alone
+        folder = SourceFiles(path, held)
         if is_stock(path):
-            return open_stock(path, held)
-        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (names := names_of_files(path)):
-            return open_safetensors(path, names, held)
-        return open_checkpoint(path, held)
+            if (found := folder.in_set(METADATA_NAME)) is not None:
+                return open_checkpoint(folder, found[0], found[1].removesuffix(METADATA_NAME))
+            return open_stock(folder)
+        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (state := open_safetensors_folder(folder)):
+            return state
+        return open_checkpoint(folder, StorageSource(path))
 
-    def write(self, state: StoredState, selection: Selection, place: str, bar: Progress) -> Exported:
-        """Write what was selected to ``place``."""
-        begun = time.perf_counter()
-        checkpoint: CheckpointTarget | None = None
-        small: dict[str, bytes] = {}
+    def plan(self, state: StoredState, selection: Selection) -> _Planned:
+        """Lay out what was selected."""
         if self._to == "hf":
             if not selection.tensors:
                 raise MismatchError("there are no tensors in it", path=state.path)
             plans, small = plan_safetensors(selection, self._most)
             if taken := self._extra.keys() & {*small, *(plan.name for plan in plans)}:
                 raise UnsavableStateError(f"{min(taken)!r} is written by the export: leave it out of what is copied")
-        else:
-            check_nesting(selection.keys, state.path)
-            pickles = state.pickles(selection.objects.values())
-            if self._to == "dcp":
-                checkpoint = CheckpointTarget(selection, pickles)
-                plans = [checkpoint.plan]
-            else:
-                plans = [plan_torch_file(selection, pickles, state.path, weights_only=self._weights_only)]
+            return _Planned(state, selection, plans, small, None)
+        check_nesting(selection.keys, state.path)
+        pickles = state.pickles(selection.objects.values())
+        if self._to == "dcp":
+            checkpoint = CheckpointTarget(selection, pickles)
+            return _Planned(state, selection, [checkpoint.plan], {}, checkpoint)
+        plan = plan_torch_file(selection, pickles, state.path, weights_only=self._weights_only)
+        return _Planned(state, selection, [plan], {}, None)
+
+    def write(self, planned: _Planned, place: str, bar: Progress) -> Exported:
+        """Write what was planned to ``place``."""
+        begun = time.perf_counter()
+        state, selection, plans, small, checkpoint = planned
         beside, nbytes = sum(map(os.path.getsize, self._extra.values())), sum(plan.nbytes for plan in plans)
         bar.expect(nbytes)
         with output(place, nbytes + beside, is_file=self._to == "torch") as attempt:
             written = self._write_large(plans, state, attempt, bar)
             if checkpoint is not None:
-                small = checkpoint.small_files(place, self._attempt)
+                with without_gc():
+                    small = checkpoint.small_files(place, self._attempt)
                 small[MANIFEST_NAME] = checkpoint.manifest(place, self._attempt, small, time.perf_counter() - begun)
             for name, data in small.items():
                 _write_small(attempt, name, data)

@@ -16,9 +16,14 @@ from collections.abc import Iterator
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.worker.storage import absolute, is_address
-from asyncckpt.worker.storage.file_system import lock_alone, make_folder, opened, translated
+from asyncckpt.worker.storage.file_system import (
+    lock_alone,
+    make_folder,
+    opened,
+    translated,
+)
 from asyncckpt.worker.storage.local import require_space
-from asyncckpt.worker.storage.partial import PartialFile, PartialFolder
+from asyncckpt.worker.storage.partial import NewFile, PartialFolder
 from asyncckpt.worker.storage.storage import OpenAttempt
 
 _SUFFIX = "export"
@@ -41,12 +46,15 @@ def place_for(out: str | os.PathLike[str], *, is_file: bool) -> str:
     with translated("looking at the place", path):
         is_empty = not is_file and os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
         if os.path.lexists(path) and not is_empty:
-            raise CheckpointExistsError(
-                "there is something here already, and an export replaces nothing: remove it, or export to another"
-                " place",
-                path=path,
-            )
+            raise _taken(path)
     return path
+
+
+def _taken(path: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        "there is something here already, and an export replaces nothing: remove it, or export to another place",
+        path=path,
+    )
 
 
 @contextlib.contextmanager
@@ -71,9 +79,9 @@ def output(path: str, nbytes: int, *, is_file: bool) -> Iterator[OpenAttempt]:
         _remove_leftovers(parent, name)
         require_space(parent, path, "export", nbytes)
     hidden = os.path.join(parent, f".{name}.{secrets.token_hex(6)}.{_SUFFIX}")
-    attempt: PartialFile | PartialFolder
+    attempt: NewFile | PartialFolder
     if is_file:
-        attempt = PartialFile(hidden, path, direct=True)
+        attempt = NewFile(hidden, path, direct=True)
     else:
         attempt = folder = PartialFolder(hidden, path, direct=True)
         with translated("making a folder", hidden):
@@ -81,7 +89,10 @@ def output(path: str, nbytes: int, *, is_file: bool) -> Iterator[OpenAttempt]:
     try:
         yield attempt
         place_for(path, is_file=is_file)
-        attempt.finalize("refuse")
+        try:
+            attempt.finalize("refuse")
+        except CheckpointExistsError as error:
+            raise _taken(path) from error
     except BaseException:
         attempt.discard()
         raise

@@ -4,70 +4,100 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
 
 from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
 from asyncckpt.exporting.checkpoint_source import whole
-from asyncckpt.exporting.plain_file import plain_file
-from asyncckpt.exporting.stored import Box, StoredState, contiguous
-from asyncckpt.loading.data_file import StoredFile
+from asyncckpt.exporting.source_files import SourceFiles
+from asyncckpt.exporting.stored import Box, StoredState
+from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
-from asyncckpt.shm.huge import huge_buffer
-from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.storage import storage_for
 
 SUFFIX = ".safetensors"
 INDEX_NAME = f"model{SUFFIX}.index.json"
 # Where DCP's HuggingFaceStorageWriter says which part of a tensor each file has.
 _SHARDS = "DCP_SHARDING_INFO"
+# The names that its files have, and those of transformers.
+_NUMBERED = re.compile(rf"(shard-\d+-)?(.+)-(\d+)-of-(\d{{1,9}}){re.escape(SUFFIX)}")
 _LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 
 
-def names_of_files(folder: str) -> list[str]:
-    """The files of safetensors in ``folder``: those that an index there names, or else all. Raises as below."""
-    storage, path = storage_for(folder), os.path.join(folder, INDEX_NAME)
-    names = [name for name in storage.names_in(folder) if name.endswith(SUFFIX)]
-    if INDEX_NAME not in storage.names_in(folder):
-        return names
+def open_safetensors_folder(folder: SourceFiles) -> StoredState | None:
+    """The tensors in the files of a folder: those that an index there names, or else all; None: there are none.
+
+    Raises as ``open_safetensors``, and ``DamagedCheckpointError`` where a file is missing that the index, or the names
+    of the others, are about.
+    """
+    present, path = storage_for(folder.folder).names_in(folder.folder), folder.path(INDEX_NAME)
+    names = [name for name in present if name.endswith(SUFFIX)]
+    if INDEX_NAME not in present:
+        _check_numbers(names, folder)
+        return open_safetensors(folder, names) if names else None
     try:
-        known = set(json.loads(storage.read(path))["weight_map"].values())
+        weight_map = dict(json.loads(folder.read(INDEX_NAME))["weight_map"])
+        known = set(weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"this is no index of safetensors: {type(error).__name__}", path=path) from error
     if missing := known.difference(names):
         raise DamagedCheckpointError(f"the index names {min(missing, key=str)!r}, which is missing", path=path)
-    return sorted(known)
+    state = open_safetensors(folder, sorted(known))
+    for name, file in weight_map.items():
+        if name not in state.tensors or all(box.file != file for box in state.tensors[name].boxes):
+            raise DamagedCheckpointError(f"the index says that {name!r} is in {file}, where it is not", path=path)
+    return state
 
 
-def open_safetensors(path: str, names: list[str], held: ExitStack) -> StoredState:
-    """The tensors in some files. They have no checksums.
+def _check_numbers(names: list[str], folder: SourceFiles) -> None:
+    """Of files that are numbered as so many of so many, each has to be there.
+
+    The numbers of ranks, which DCP's writer puts before those, have gaps: one with nothing to write leaves no file.
+    """
+    found: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if numbered := _NUMBERED.fullmatch(name):
+            rank, stem, number, count = numbered.groups()
+            found.setdefault((f"shard-*-{stem}" if rank else stem, count), set()).add(int(number))
+    for (stem, count), numbers in found.items():
+        for number in range(1, int(count) + 1):
+            if number not in numbers:
+                missing = f"{stem}-{number:0{len(count)}d}-of-{count}{SUFFIX}"
+                raise DamagedCheckpointError(
+                    f"{missing!r} is missing, as the names of the others say, and no {INDEX_NAME} says otherwise: bring"
+                    " it here, or such an index",
+                    path=folder.path(missing),
+                )
+
+
+def open_safetensors(folder: SourceFiles, names: list[str]) -> StoredState:
+    """The tensors in some files.
 
     Args:
-        path: The folder.
+        folder: Where they stand.
         names: The files in it.
-        held: Closes the files that are opened.
 
     Raises:
         DamagedCheckpointError, StorageError: A file is none of safetensors, or cannot be read.
     """
-    state = StoredState(path, {}, {}, {}, files := {}, verified=False)
+    path = folder.folder
+    state = StoredState(path, {}, {}, {}, files := {})
     found: dict[str, list[tuple[torch.dtype, Box]]] = {}
     for name in sorted(names):
-        fields, begin = _header(os.path.join(path, name))
+        fields, begin = _header(folder, name)
         try:
             shards = json.loads((fields.pop(METADATA, None) or {}).get(_SHARDS, "{}"))
             boxes = {each: _box(name, facts, begin, shards.get(each)) for each, facts in fields.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(
-                f"this is no header of safetensors: {type(error).__name__}: {error}", path=os.path.join(path, name)
+                f"this is no header of safetensors: {type(error).__name__}: {error}", path=folder.path(name)
             ) from error
         sizes = [(each, box.begin, math.prod(box.shape) * dtype.itemsize) for each, (dtype, box, _) in boxes.items()]
-        input_file, index = plain_file(path, name, sizes)
-        files[name] = held.enter_context(closing(StoredFile(input_file, index)))
+        files[name] = folder.open(name, sizes)
         for each, (dtype, box, is_shard) in boxes.items():
             if each in found and not is_shard:
                 raise DamagedCheckpointError(
@@ -98,22 +128,21 @@ def _box(
     is_right = all(type(number) is int and number >= 0 for number in numbers) and len(offsets) == len(shape)
     if not is_right or end - first != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{facts} are not the facts of a tensor")
-    return dtype, Box(file, begin + first, offsets, shape, contiguous(shape)), shard is not None
+    return dtype, Box(file, begin + first, offsets, shape, contiguous_strides(shape)), shard is not None
 
 
-def _header(path: str) -> tuple[dict[str, Any], int]:
+def _header(folder: SourceFiles, name: str) -> tuple[dict[str, Any], int]:
     """The header of a file, and where the bytes of the tensors begin."""
-    with closing(storage_for(path).open(path)) as file:
-        buffer = huge_buffer(PAGE)
-        done = file.read([buffer], 0)
-        end = PREFIX_BYTES + int.from_bytes(buffer[:PREFIX_BYTES], "little")
-        if done < PREFIX_BYTES or end > _LONGEST_HEADER:
-            raise DamagedCheckpointError("this is no file of safetensors", path=path)
-        if end > done:
-            buffer = huge_buffer(round_up(end))
-            done = file.read([buffer], 0)
+    path = folder.path(name)
+    # Of a file with checksums no more than is needed: the first tensors may be damaged, and not be asked for.
+    head = folder.head(name, PAGE if folder.checked(name) is None else PREFIX_BYTES)
+    end = PREFIX_BYTES + int.from_bytes(head[:PREFIX_BYTES], "little")
+    if len(head) < PREFIX_BYTES or end > _LONGEST_HEADER:
+        raise DamagedCheckpointError("this is no file of safetensors", path=path)
+    if end > len(head):
+        head = folder.head(name, end)
     try:
-        fields = json.loads(bytes(buffer[PREFIX_BYTES : min(end, done)]))
+        fields = json.loads(head[PREFIX_BYTES:end])
         if not isinstance(fields, dict):
             raise ValueError("it is not a dict")
     except ValueError as error:

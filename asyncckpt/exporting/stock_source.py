@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
 from asyncckpt.exporting.checkpoint_source import nesting, whole
-from asyncckpt.exporting.plain_file import plain_file
+from asyncckpt.exporting.source_files import SourceFiles, read_plain
 from asyncckpt.exporting.stored import Box, StoredObject, StoredState
-from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
+from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.dcp_reader import read_stock_metadata
-from asyncckpt.shm.huge import own_buffer
-from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.worker.archive import LOCAL_BYTES, LOCAL_MAGIC, record_at
 from asyncckpt.worker.storage.storage import InputFile
 
 # The records before that of a tensor's bytes take a kilobyte, or, where all are aligned to pages, some of these.
@@ -50,9 +48,6 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64,
 }
 
-_LOCAL = struct.Struct("<4s5H3L2H")
-_LOCAL_MAGIC = b"PK\3\4"
-
 
 class _Place(NamedTuple):
     """Where DCP has put an item, in bytes."""
@@ -71,17 +66,17 @@ class _Note(NamedTuple):
     strides: tuple[int, ...]
 
 
-def open_stock(path: str, held: ExitStack) -> StoredState:
-    """The state in the checkpoint ``path``. It has no checksums.
+def open_stock(folder: SourceFiles) -> StoredState:
+    """The state in a checkpoint. It has no checksums.
 
     Args:
-        path: Its folder.
-        held: Closes the files that are opened.
+        folder: Its folder.
 
     Raises:
         DamagedCheckpointError, StorageError: It is damaged, or cannot be read.
         UnsavableStateError: It is stored in a way that only DCP can read.
     """
+    path = folder.folder
     metadata = read_stock_metadata(path, weights_only=True)
     places: dict[str, list[_Place]] = {}
     for index, info in (metadata.storage_data or {}).items():
@@ -94,18 +89,18 @@ def open_stock(path: str, held: ExitStack) -> StoredState:
         places.setdefault(info.relative_path, []).append(_Place(info.offset, info.length, index))
     files: dict[str, ChecksummedFile] = {}
     known = metadata.state_dict_metadata
-    state = StoredState(path, {}, {}, nesting(metadata), files, verified=False)
+    state = StoredState(path, {}, {}, nesting(metadata), files)
     sizes = {name: about.size for name, about in known.items() if isinstance(about, TensorStorageMetadata)}
     boxes: dict[str, list[tuple[torch.dtype, Box]]] = {name: [] for name in known}
     with read_pool(path) as pool:
         for name, its in places.items():
             its.sort(key=lambda place: place.at)
-            input_file, index = plain_file(path, name, [(place.key.fqn, place.at, place.nbytes) for place in its])
-            files[name] = held.enter_context(closing(StoredFile(input_file, index)))
+            files[name] = folder.open(name, [(place.key.fqn, place.at, place.nbytes) for place in its])
             tensors = [place for place in its if place.key.fqn in sizes]
-            for place, note in _notes(input_file, tensors, pool):
-                its_name = place.key.fqn
-                boxes[its_name].append((note.dtype, _box(name, place, note, len(sizes[its_name]), path)))
+            with closing(folder.plain(name)) as file:
+                for place, note in _notes(file, tensors, pool):
+                    its_name = place.key.fqn
+                    boxes[its_name].append((note.dtype, _box(name, place, note, len(sizes[its_name]), path)))
             for place in its:
                 if place.key.fqn not in sizes:
                     state.objects[place.key.fqn] = StoredObject(name, place.at, place.at + place.nbytes)
@@ -140,13 +135,13 @@ def _notes(file: InputFile, places: Sequence[_Place], pool: ThreadPoolExecutor) 
 
 def _read_group(file: InputFile, group: Sequence[_Place]) -> list[tuple[_Place, _Note]]:
     begin = group[0].at
-    data = _read(file, begin, group[-1].at + _HEAD_BYTES)
+    data = read_plain(file, begin, group[-1].at + _HEAD_BYTES)
     found = []
     for place in group:
         try:
             note = _note(data[place.at - begin : place.at - begin + min(place.nbytes, _HEAD_BYTES)], place)
             if note is None:
-                note = _note(_read(file, place.at, place.at + min(place.nbytes, _LONGEST_HEAD_BYTES)), place)
+                note = _note(read_plain(file, place.at, place.at + min(place.nbytes, _LONGEST_HEAD_BYTES)), place)
             if note is None:
                 raise pickle.UnpicklingError("there is no archive of torch.save with one tensor")
         except UnsavableStateError as error:
@@ -160,22 +155,12 @@ def _read_group(file: InputFile, group: Sequence[_Place]) -> list[tuple[_Place, 
     return found
 
 
-def _read(file: InputFile, begin: int, end: int) -> bytes:
-    """The bytes from ``begin`` to ``end``, or as many as there are."""
-    first = begin // PAGE * PAGE
-    buffer = own_buffer(round_up(end) - first)[: round_up(end) - first]
-    done = file.read([buffer], first)
-    return bytes(buffer[:done][begin - first : end - first])
-
-
 def _note(head: bytes, place: _Place) -> _Note | None:
     """What stands in the archive that begins with ``head``; None: more has to be read of it."""
     note: _Note | None = None
     at = 0
-    while (at := head.find(_LOCAL_MAGIC, at)) >= 0 and at + _LOCAL.size <= len(head):
-        *_, name_bytes, extra_bytes = _LOCAL.unpack_from(head, at)
-        name = head[at + _LOCAL.size : at + _LOCAL.size + name_bytes]
-        payload_at = at + _LOCAL.size + name_bytes + extra_bytes
+    while (at := head.find(LOCAL_MAGIC, at)) >= 0 and at + LOCAL_BYTES <= len(head):
+        name, payload_at = record_at(head, at)
         if name.endswith(b"/data.pkl") and note is None:
             if payload_at >= len(head):
                 return None
@@ -195,7 +180,7 @@ def _note(head: bytes, place: _Place) -> _Note | None:
             if min((*note.shape, *note.strides), default=0) < 0 or not payload_at <= begin <= end <= place.nbytes:
                 raise ValueError("its elements do not stand in it")
             return note._replace(begin=place.at + begin)
-        at += len(_LOCAL_MAGIC)
+        at += len(LOCAL_MAGIC)
     return None
 
 

@@ -14,6 +14,7 @@ import torch
 
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 from asyncckpt.shm.memcpy import Destinations, address_of
 
@@ -70,7 +71,7 @@ class StoredTensor:
             return None
         if len(self.boxes) == 1:
             return [(0, self.boxes[0])]
-        strides = contiguous(self.shape)
+        strides = contiguous_strides(self.shape)
         return sorted(
             (sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True)), box)
             for box in self.boxes
@@ -113,7 +114,7 @@ class StoredTensor:
     def _is_row(self, box: Box) -> bool:
         if 0 in box.shape:
             return True
-        rows = zip(box.shape, box.strides, contiguous(box.shape), strict=True)
+        rows = zip(box.shape, box.strides, contiguous_strides(box.shape), strict=True)
         if any(n > 1 and stride != expected for n, stride, expected in rows):
             return False
         cut = [at for at, (n, most) in enumerate(zip(box.shape, self.shape, strict=True)) if n != most]
@@ -133,8 +134,7 @@ class StoredState:
     """A state dict in storage.
 
     ``keys`` lead to each value in it, by its name, which is those with dots between them: text, ``DictKey``, positions
-    in lists; they have the order of the state dict. Of an object the bytes may be at hand already. ``files`` are open,
-    and ``verified`` says whether they have checksums.
+    in lists; they have the order of the state dict. Of an object the bytes may be at hand already. ``files`` are open.
     """
 
     path: str
@@ -142,7 +142,6 @@ class StoredState:
     objects: dict[str, StoredObject | bytes]
     keys: dict[str, Keys]
     files: Mapping[str, ChecksummedFile]
-    verified: bool
 
     def pickles(self, names: Iterable[str]) -> dict[str, bytes]:
         """The bytes of the objects ``names``, checked. Raises ``DamagedCheckpointError``, ``StorageError``."""
@@ -158,21 +157,18 @@ class StoredState:
             for file, some in places.items():
                 data = {name: memoryview(bytearray(place.end - place.begin)) for name, place in some}
                 parts = [(place.begin, place.end, address_of(data[name])) for name, place in some if data[name]]
-                fetch(self.files[file], parts, pool, verify=self.verified)
+                fetch(self.files[file], parts, pool)
                 found |= {name: bytes(view) for name, view in data.items()}
         return found
 
 
-def fetch(
-    file: ChecksummedFile, parts: Iterable[tuple[int, int, int]], pool: ThreadPoolExecutor, *, verify: bool
-) -> None:
-    """Read parts of a file into memory.
+def fetch(file: ChecksummedFile, parts: Iterable[tuple[int, int, int]], pool: ThreadPoolExecutor) -> None:
+    """Read parts of a file into memory, and compare their checksums, if it has some.
 
     Args:
         file: The file.
         parts: Of each the first byte, the end, and the address that it goes to.
         pool: The threads that read.
-        verify: Whether the checksums are compared.
 
     Raises:
         DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. Nobody writes to the memory then.
@@ -180,17 +176,8 @@ def fetch(
     some = sorted(part for part in parts if part[0] < part[1])
     columns = [[part[column] for part in some] for column in range(3)]
     damages = []
+    verify = len(file.index.checksums) > 0
     for run in file.read([part[:2] for part in some], pool, Destinations(*columns), verify=verify):
         damages += run.damages
     if damages:
         raise damages[0]
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements are in a row."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))

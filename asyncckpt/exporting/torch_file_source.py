@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
-import os
 import pickle
 import re
 import sys
 import warnings
 import zipfile
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,21 +25,20 @@ from asyncckpt.errors import (
     UnsavableStateError,
 )
 from asyncckpt.exporting.checkpoint_source import whole
-from asyncckpt.exporting.plain_file import plain_file
+from asyncckpt.exporting.source_files import SourceFiles, check
 from asyncckpt.exporting.stored import Box, DictKey, StoredState
-from asyncckpt.loading.data_file import StoredFile
 from asyncckpt.loading.unpickle import HARMLESS, untrusted
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, is_leaf
 from asyncckpt.worker.storage import refuse_address
 from asyncckpt.worker.storage.file_system import translated
 
 
-def open_torch_file(path: str, held: ExitStack, *, weights_only: bool) -> StoredState:
-    """The state dict in a file. It has no checksums of ours.
+def open_torch_file(folder: SourceFiles, file: str, *, weights_only: bool) -> StoredState:
+    """The state dict in a file.
 
     Args:
-        path: The file.
-        held: Closes the file.
+        folder: Where it stands.
+        file: Its name there.
         weights_only: Nothing in it may run code.
 
     Raises:
@@ -48,13 +47,16 @@ def open_torch_file(path: str, held: ExitStack, *, weights_only: bool) -> Stored
         MismatchError: There is no state dict in it.
         UnsavableStateError: Two values have the same name, or a tensor has no plain bytes.
     """
+    path = folder.path(file)
     refuse_address(path)
+    if (checked := folder.checked(file)) is not None:  # before anybody makes something else of it
+        pickles = [item for item in checked.index.items if item.name.endswith("/data.pkl")]
+        check(checked, [(item.at, checked.index.nbytes) for item in pickles])
     _check_records(path)
     loaded = _load(path, weights_only)
     if not isinstance(loaded, dict):
         raise MismatchError(f"this holds a {type(loaded).__name__}, and an export is of a state dict", path=path)
-    folder, file = os.path.split(path)
-    state = StoredState(path, {}, {}, {}, {}, verified=False)
+    state = StoredState(path, {}, {}, {}, {})
     maps = _Mappings(path)
     places: list[tuple[str, int, int]] = []
     for keys, value in _leaves(loaded, path):
@@ -70,14 +72,33 @@ def open_torch_file(path: str, held: ExitStack, *, weights_only: bool) -> Stored
         box = Box(file, maps.offset(value), (0,) * value.ndim, tuple(value.shape), value.stride())
         places.append((name, box.begin, box.extent * value.itemsize))
         state.tensors[name] = whole(name, {value.dtype}, tuple(value.shape), [box], path)
-    input_file, index = plain_file(folder, file, places)
-    state.files = {file: held.enter_context(closing(StoredFile(input_file, index)))}
+    its_file = folder.open(file, places)
+    check(its_file, _beside(its_file.index.bounds, places))  # what is in objects has been read already
+    state.files = {file: its_file}
     return state
 
 
+def _beside(bounds: Sequence[int], places: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
+    """The spans between ``bounds`` in which nothing of ``places`` stands."""
+    touched = bytearray(len(bounds) - 1)
+    for _, at, nbytes in places:
+        if nbytes:
+            first, last = bisect_right(bounds, at) - 1, bisect_left(bounds, at + nbytes)
+            touched[first:last] = b"\1" * (last - first)
+    return [span for span, is_touched in zip(pairwise(bounds), touched, strict=True) if not is_touched]
+
+
 def _check_records(path: str) -> None:
-    """What is read by its offsets has to stand there as it is in memory. A file that is no archive is told by torch."""
-    with translated("reading", path), contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+    """What is read by its offsets has to stand there as it is in memory, and the pickle has to be the one that was
+    written: a damaged one may name what could run code. A file that is no archive is told by torch.
+    """
+    with translated("reading", path), contextlib.ExitStack() as held:
+        try:
+            archive = held.enter_context(zipfile.ZipFile(path))
+        except OSError:
+            raise
+        except Exception:  # one that is none fails in many ways
+            return
         order = ""
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
@@ -86,12 +107,27 @@ def _check_records(path: str) -> None:
                     path=path,
                 )
             if info.filename.endswith("/byteorder"):
-                order = archive.read(info).decode(errors="replace").strip()
+                order = _record(archive, info, path).decode(errors="replace").strip()
+            elif info.filename.endswith("/data.pkl"):
+                _record(archive, info, path)
         if order not in ("", sys.byteorder):
             raise UnsavableStateError(
                 f"it was saved on a machine with bytes in {order} order: load it with torch.load, and save it again",
                 path=path,
             )
+
+
+def _record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> bytes:
+    """The bytes of a record, compared with its CRC-32, if it has one."""
+    if info.CRC == 0:  # torch.save has been told to take none
+        info = copy.copy(info)
+        del info.CRC
+    try:
+        return archive.read(info)
+    except OSError:
+        raise
+    except Exception as error:  # what is damaged fails in many ways
+        raise DamagedCheckpointError(f"the file is damaged: {info.filename}: {error}", path=path) from error
 
 
 def _load(path: str, weights_only: bool) -> Any:

@@ -13,8 +13,9 @@ from torch.serialization import normalize_storage_type
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
-from asyncckpt.exporting.stored import DictKey, StoredTensor, contiguous
+from asyncckpt.exporting.stored import DictKey, StoredTensor
 from asyncckpt.loading.unpickle import load_object
+from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 from asyncckpt.planning.torch_file_plan import StoragePickler, flat_bytes, storage_alignment
 from asyncckpt.worker.archive import Archive, Record, crc32, header, lay_out, tail_room
@@ -45,7 +46,7 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
             value = _Tensor(storages[name])
         else:
             data = io.BytesIO(pickles[selection.objects[name]])
-            value = load_object(data, name, path, weights_only=weights_only)
+            value = load_object(data, name, path, weights_only=weights_only, device="cpu")
         _put(state, keys, value)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, _PROTOCOL)
@@ -117,7 +118,7 @@ class _Pickler(StoragePickler):
             return super().reducer_override(obj)
         rebuild, (_, _, _, _, *more) = _reduced(obj.storage.dtype)
         shape = obj.storage.tensor.shape
-        return rebuild, (obj.storage, 0, shape, contiguous(shape), *more)
+        return rebuild, (obj.storage, 0, shape, contiguous_strides(shape), *more)
 
     def persistent_id(self, obj: object) -> Any:
         if not isinstance(obj, _Storage):

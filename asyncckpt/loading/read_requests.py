@@ -15,6 +15,7 @@ from asyncckpt.devices.kinds import kind_of
 from asyncckpt.errors import CheckpointError, MismatchError
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.device_buffers import ALIGNMENT, DeviceBuffer, DeviceBuffers
+from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
 from asyncckpt.shm.segment import round_up
@@ -39,7 +40,7 @@ class BoxCopy(NamedTuple):
             source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_named(self.item.dtype))
             try:
                 with torch.no_grad():
-                    self.tensor.copy_(source.as_strided(tuple(self.lengths), _strides(self.item.shape)))
+                    self.tensor.copy_(source.as_strided(tuple(self.lengths), contiguous_strides(self.item.shape)))
             except RuntimeError as error:
                 raise MismatchError(f"{self.item.name!r} cannot be filled: {error}") from error
 
@@ -281,15 +282,6 @@ def _extent(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
     """The first element of a box in a contiguous tensor, and how many there are up to its last one."""
     if 0 in lengths:
         return 0, 0
-    strides = _strides(shape)
+    strides = contiguous_strides(shape)
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     return first, sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.insert(0, step)
-        step *= max(length, 1)
-    return tuple(strides)

@@ -21,6 +21,7 @@ from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manif
 from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import history, newest_step, stored_step
+from asyncckpt.worker.storage.storage import InputFile
 
 _POLL_S = 0.02
 
@@ -149,15 +150,18 @@ class StorageSource:
         """Those that ``.metadata`` may be about."""
         return [name for name in self.manifest.data_files() if "/" not in name and name.endswith(".distcp")]
 
-    def open(self, name: str) -> ChecksummedFile:
-        (file,) = self.open_parts(name)
+    def open(self, name: str, opened: Callable[[str], InputFile] | None = None) -> ChecksummedFile:
+        """``opened``: how a path is opened; None: as its storage does."""
+        (file,) = self.open_parts(name, opened)
         return file
 
-    def open_parts(self, name: str) -> Iterator[ChecksummedFile]:
-        """The data file ``name``, or, of a joint one, each part; to be closed."""
+    def open_parts(
+        self, name: str, opened: Callable[[str], InputFile] | None = None
+    ) -> Iterator[StoredFile | StoredPart]:
+        """The data file ``name``, or, of a joint one, each part; to be closed. ``opened``: as above."""
         path = self._checked(name)
         for index in self.index(name):
-            file = self._storage.open(path)
+            file = (opened or self._storage.open)(path)
             if index.extents is None:
                 yield StoredFile(file, index)
             else:

@@ -78,7 +78,7 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
     return found
 
 
-def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -> Any:
+def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, device: str | None = None) -> Any:
     """Unpickle one value.
 
     Args:
@@ -86,6 +86,7 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -
         name: Its name in the state dict, for errors.
         path: The folder of the checkpoint, for errors.
         weights_only: Whether nothing may run code.
+        device: Where tensors within it go; None: to those that they were on.
 
     Raises:
         UntrustedValueError: It names something that could run code.
@@ -93,7 +94,7 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool) -
     """
     try:
         with torch.serialization.safe_globals(HARMLESS):
-            return torch.load(file, weights_only=weights_only)
+            return torch.load(file, map_location=device, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise untrusted(repr(name), error, path) from error
     except Exception as error:  # the value's own code runs

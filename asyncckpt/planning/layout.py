@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import struct
 import zipfile
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from torch.serialization import skip_data
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.segment import PAGE, refusal, round_up
+from asyncckpt.worker.archive import LOCAL_BYTES, record_at
 
 # What torch.save aligns a payload to, from the start of its zip; enough for every dtype.
 _ALIGNMENT = 64
@@ -46,10 +46,8 @@ def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]
             file.flush()
             with zipfile.ZipFile(file) as archive:
                 (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-            # A zip's local header: 30 bytes, of which the last four are the lengths of the name and of the extra field.
-            header = os.pread(file.fileno(), 30, record.header_offset)
-            name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
-            payload_at = record.header_offset + len(header) + name_bytes + extra_bytes
+            header = os.pread(file.fileno(), LOCAL_BYTES, record.header_offset)
+            payload_at = record.header_offset + record_at(header)[1]
             end = os.fstat(file.fileno()).st_size
             before = os.pread(file.fileno(), payload_at, 0)
             return before, os.pread(file.fileno(), end - payload_at - nbytes, payload_at + nbytes)
@@ -71,6 +69,16 @@ def _hole(nbytes: int) -> torch.UntypedStorage:
 
 def _memory_file() -> IO[bytes]:
     return os.fdopen(os.memfd_create("asyncckpt-envelope", os.MFD_CLOEXEC), "w+b")
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor of ``shape`` whose elements are in a row, as torch has them."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 class TensorSpec(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import Place
 from asyncckpt.planning.structure import StructureChanged, is_leaf
+from asyncckpt.worker.archive import LOCAL_MAGIC
 
 # The longest comment that a zip can end with.
 _COMMENT_BYTES = 0xFFFF
@@ -33,7 +34,7 @@ class Raw(bytes):
     """
 
     def _is_zip(self) -> bool:
-        return self.startswith(b"PK\3\4") and self[-22:-18] == b"PK\5\6" and self[-2:] == b"\0\0"
+        return self.startswith(LOCAL_MAGIC) and self[-22:-18] == b"PK\5\6" and self[-2:] == b"\0\0"
 
     def reserve(self) -> int:
         """How many bytes to reserve."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.shm.published_slots import ReadableSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion
@@ -51,10 +52,7 @@ class Lease:
         if like is None:
             size = entry.dtype.itemsize
             like = self._as[entry.dtype] = memory[: memory.numel() // size * size].view(entry.dtype)
-        strides = [1]
-        for length in entry.shape[:0:-1]:
-            strides.insert(0, strides[0] * length)
-        return like.as_strided(entry.shape, strides[: len(entry.shape)], entry.begin // entry.dtype.itemsize)
+        return like.as_strided(entry.shape, contiguous_strides(entry.shape), entry.begin // entry.dtype.itemsize)
 
     def give_back(self) -> bool:
         """Whether that ends the lease at once; if not, some tensor is still in use, and the last one ends it."""

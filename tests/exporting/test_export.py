@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -238,3 +240,35 @@ def test_the_command(sources: dict[str, Any], tmp_path: Path, capsys: pytest.Cap
     assert run(sources["root"], tmp_path / "new", "--rename", "(=")[0] == 2
     assert run(sources["root"], "s3://bucket/new")[0] == 2
     assert asyncckpt.export is export
+
+
+def test_objects_with_tensors_of_a_gpu_need_none(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved as those of a machine with more GPUs than this one."""
+    state = {"sparse": torch.eye(3).to_sparse(), "w": torch.ones(3)}
+    with Checkpointer(root) as checkpointer, monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:77")
+        checkpointer.save(1, state)
+    assert b"cuda:77" in (root / "step-00000001/__0_0.distcp").read_bytes()
+    export(root, tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt")
+    assert same({"sparse": found["sparse"].to_dense(), "w": found["w"]}, {"sparse": torch.eye(3), "w": state["w"]})
+
+
+@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+def test_garbage_is_collected_while_it_is_written(
+    sources: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
+) -> None:
+    """Minutes, perhaps, in which other threads of the program make some. Planning makes none, and goes on without."""
+    real, answers = os.pwrite, []
+
+    def pwrite(*args: Any) -> int:
+        answers.append(("writing", gc.isenabled()))
+        return real(*args)
+
+    def rename(name: str) -> str:
+        answers.append(("planning", gc.isenabled()))
+        return name
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    export(sources["root"], tmp_path / "out", to=to, rename=rename)
+    assert set(answers) == {("planning", False), ("writing", True)} and gc.isenabled()

@@ -22,7 +22,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.exporting import batches, copying, output
 from asyncckpt.exporting.export import export
-from asyncckpt.worker.storage import step_folder, storage_for
+from asyncckpt.worker.storage import renames, step_folder, storage_for
 
 
 @pytest.fixture
@@ -168,6 +168,52 @@ def test_of_two_exports_to_one_place_the_first_that_ends_wins(tmp_path: Path, is
     with pytest.raises(CheckpointExistsError):
         first.__exit__(None, None, None)
     assert _nothing_but(tmp_path, "out") and (is_file or _nothing_but(tmp_path / "out", "file"))
+
+
+@pytest.mark.parametrize("to", ["hf", "torch"])
+@pytest.mark.parametrize("lacks", ["nothing", "renameat2", "links"])
+def test_what_comes_there_at_the_last_moment_is_not_replaced(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any, lacks: str
+) -> None:
+    real, looks = output.place_for, []
+
+    def look(out: str, *, is_file: bool) -> str:
+        place = real(out, is_file=is_file)
+        looks.append(out)
+        Path(place).write_text("another's")
+        return place
+
+    def refuse(*args: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if lacks != "nothing":
+        monkeypatch.setattr(renames, "_libc", None)
+    if lacks == "links":
+        monkeypatch.setattr(os, "link", refuse)
+    export(saved, tmp_path / "other", to=to)
+    monkeypatch.setattr(output, "place_for", look)
+    with pytest.raises(CheckpointExistsError) as raised:
+        export(saved, tmp_path / "out", to=to)
+    assert looks == [raised.value.path] == [str(tmp_path / "out")]
+    assert (tmp_path / "out").read_text() == "another's"
+    assert _nothing_but(tmp_path, "checkpoints", "out", "other")
+
+
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_what_is_not_durable_is_not_there(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
+) -> None:
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if (tmp_path / "out").exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StorageError, match="flushing a folder failed"):
+        export(saved, tmp_path / "out", to=to)
+    assert _nothing_but(tmp_path, "checkpoints")
 
 
 def test_nothing_is_replaced(saved: Path, tmp_path: Path) -> None:

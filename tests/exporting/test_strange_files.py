@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -85,3 +86,31 @@ def test_too_little_memory(file: Path, tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OutOfMemoryError, match="'w'"):
         export(file, tmp_path / "out", to="torch")
     assert not (tmp_path / "out").exists()
+
+
+def _flip(file: Path, its: bytes) -> None:
+    data = bytearray(file.read_bytes())
+    data[data.index(its) + len(its) - 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_damaged_pickle_is_not_told_as_danger(file: Path, tmp_path: Path, weights_only: bool) -> None:
+    """One byte of the name of what rebuilds a tensor: it is another name, and not one that is known."""
+    _flip(file, b"_rebuild_tensor_v2")
+    with pytest.raises(DamagedCheckpointError, match=r"data\.pkl") as raised:
+        export(file, tmp_path / "out", weights_only=weights_only)
+    assert raised.value.path == str(file)
+
+
+def test_a_file_without_checksums(tmp_path: Path) -> None:
+    """As ``torch.save`` can be told to leave them out: nothing is damaged, and what else is known is looked at."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(1000.0)}, tmp_path / "file.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert export(tmp_path / "file.pt", tmp_path / "out").tensors == 1
+    _flip(tmp_path / "file.pt", sys.byteorder.encode())
+    with pytest.raises(UnsavableStateError, match="bytes in littme order"):
+        export(tmp_path / "file.pt", tmp_path / "other")

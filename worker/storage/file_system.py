@@ -7,10 +7,8 @@ attempt under way from what a dead worker left behind.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
-import itertools
 import os
 import shutil
 import stat
@@ -22,10 +20,6 @@ from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, is_checkpoint_fil
 
 LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.01
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_libc = ctypes.CDLL(None, use_errno=True)
 
 _ADVICE = {
     errno.ENOSPC: "free space there, or choose another place",
@@ -145,32 +139,6 @@ def remove_folder(path: str) -> None:
     shutil.rmtree(path)
 
 
-def rename(one: str, other: str) -> None:
-    """``os.rename``. One that was done and answered with an error, as of a call that a network file system had to
-    repeat, is done.
-    """
-    before = os.lstat(one)
-    try:
-        os.rename(one, other)
-    except OSError:
-        with contextlib.suppress(OSError):
-            if os.path.samestat(before, os.lstat(other)):
-                return
-        raise
-
-
-def set_aside(path: str, why: str) -> str:
-    """Give what is at ``path`` another name beside its own, which says why, durably. Returns that."""
-    aside = next(name for number in itertools.count(1) if not os.path.lexists(name := f"{path}.{why}-{number}"))
-    rename(path, aside)
-    try:
-        sync_folder(os.path.dirname(path))
-    except OSError:
-        rename(aside, path)
-        raise
-    return aside
-
-
 def replace_text(path: str, text: str) -> None:
     """Have a small file hold ``text``, in one step and durably. Raises ``OSError``."""
     folder, name = os.path.split(path)
@@ -181,20 +149,6 @@ def replace_text(path: str, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(new, path)
     sync_folder(folder)
-
-
-def exchange(one: str, other: str) -> bool:
-    """Swap two names in one step; False where the file system or the kernel cannot."""
-    try:
-        rename = _libc.renameat2
-    except AttributeError:  # glibc before 2.28
-        return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), other)
 
 
 def lock_alone(fd: int) -> bool | None:

@@ -34,8 +34,6 @@ from asyncckpt.worker.storage.file_system import (
     open_regular,
     opened,
     remove_folder,
-    rename,
-    set_aside,
     sync_folder,
     translated,
 )
@@ -52,6 +50,7 @@ from asyncckpt.worker.storage.partial import (
     attempt_path,
     undo_join,
 )
+from asyncckpt.worker.storage.renames import rename, set_aside
 from asyncckpt.worker.storage.storage import FileStamp, Resolution, Storage
 
 logger = logging.getLogger(__name__)

@@ -22,17 +22,15 @@ from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
-    exchange,
     files_under,
     is_replaceable,
     lock_shared,
     remove_folder,
-    rename,
-    set_aside,
     sync_folder,
     translated,
 )
 from asyncckpt.worker.storage.local_file import LocalFile
+from asyncckpt.worker.storage.renames import exchange, rename, rename_new, set_aside
 from asyncckpt.worker.storage.storage import OpenAttempt, exists_error
 
 logger = logging.getLogger(__name__)
@@ -295,6 +293,26 @@ class PartialFile(_Partial):
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
         self.release()
+
+
+class NewFile(PartialFile):
+    """A single file being written that replaces nothing."""
+
+    def finalize(self, existing: Existing) -> None:
+        """Raises ``CheckpointExistsError`` where something has the name, whatever ``existing`` says."""
+        with translated("finalizing the file", self._final):
+            try:
+                rename_new(self.path, self._final)
+            except FileExistsError as error:
+                raise exists_error(self._final, "refuse") from error
+        parent = os.path.dirname(self._final)
+        with translated("flushing a folder", parent):
+            try:
+                sync_folder(parent)
+            except OSError:
+                if self._has_final_name():
+                    rename(self._final, self.path)  # what has failed is not to be found there
+                raise
 
 
 def undo_join(leftover: str, final: str) -> None:

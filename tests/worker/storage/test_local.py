@@ -19,7 +19,7 @@ from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import complete_steps, file_system, partial, storage_for
+from asyncckpt.worker.storage import complete_steps, file_system, partial, renames, storage_for
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.storage import Storage
@@ -148,7 +148,7 @@ def test_a_rename_that_is_done_and_answered_with_an_error_is_done(
         assert real_exchange(one, other)
         raise OSError(code, os.strerror(code))
 
-    real_exchange = file_system.exchange
+    real_exchange = renames.exchange
     if existing == "replace":
         (final := tmp_path / "root" / "final").mkdir(parents=True)
         (final / ".metadata").write_text("old")
