@@ -187,7 +187,11 @@ class ChecksummedFile(ABC):
         begin, end = self._bounds[span], self._bounds[span + 1]
         names = ", ".join(map(repr, self.index.names_at(begin, end)))
         what = names or "of no value, but of the space between them"
-        return DamagedCheckpointError(f"the bytes {begin:,} to {end:,} are damaged: {what}", path=self.path)
+        return DamagedCheckpointError(f"{self._where(begin, end)} are damaged: {what}", path=self.path)
+
+    def _where(self, begin: int, end: int) -> str:
+        """Which bytes that are."""
+        return f"the bytes {begin:,} to {end:,}"
 
 
 class StoredFile(ChecksummedFile):
@@ -258,6 +262,9 @@ class StoredPart(ChecksummedFile):
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         for at in range(begin, end, self._run_bytes):
             yield FilePart(at, self._part.read(at, min(at + self._run_bytes, end)))
+
+    def _where(self, begin: int, end: int) -> str:
+        return f"{end - begin:,} bytes that one rank has written"
 
 
 class MemoryFile(ChecksummedFile):

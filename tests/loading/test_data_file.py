@@ -26,7 +26,7 @@ from asyncckpt.loading.read_requests import ReadRequests
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.manifest import Index, Item, checksum, spans
-from asyncckpt.worker.storage import file_system, storage_for
+from asyncckpt.worker.storage import local_file, storage_for
 
 LARGE = 5 << 20  # elements
 
@@ -94,7 +94,7 @@ def test_aligned_memory_is_read_in_place(
 
     monkeypatch.setattr(os, "preadv", preadv)
     if how != "as the device says":
-        monkeypatch.setattr(file_system, "memory_alignment", lambda fd: 512)
+        monkeypatch.setattr(local_file, "memory_alignment", lambda fd: 512)
     load({"large": aligned}, str(checkpoint))
     assert torch.equal(aligned, torch.arange(float(LARGE)))
     assert how != "refused" or not any(read_in_place)
@@ -104,7 +104,7 @@ def test_tensors_that_are_tied_only_where_they_are_loaded(
     tmp_path: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads write to the same memory: what is checked must be elsewhere."""
-    monkeypatch.setattr(file_system, "memory_alignment", lambda fd: 512)
+    monkeypatch.setattr(local_file, "memory_alignment", lambda fd: 512)
     with Engine() as engine:
         engine.save(tmp_path / "untied", {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}).result(60)
     for _ in range(5):
@@ -143,7 +143,7 @@ def test_an_index_that_means_harm(tmp_path: Path) -> None:
 def test_damage_in_what_was_read_in_place(
     checkpoint: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_system, "memory_alignment", lambda fd: 512)
+    monkeypatch.setattr(local_file, "memory_alignment", lambda fd: 512)
     with open(checkpoint / "__0_0.distcp", "r+b") as file:
         for at in (5000, 10 << 20, LARGE * 4):
             file.seek(at)
