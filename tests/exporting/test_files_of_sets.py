@@ -64,7 +64,9 @@ def test_they_are_exported(state: dict[str, Any], saved: Path, tmp_path: Path, n
 def test_a_damaged_byte_is_found(state: dict[str, Any], saved: Path, tmp_path: Path, name: str, to: Any) -> None:
     file = {"sharded": saved / "sharded/__0_0.distcp", "weights": saved / FILES[0]}.get(name, saved / name)
     _flip(file, state["b"].numpy().tobytes())
-    with pytest.raises(DamagedCheckpointError, match="damaged" if name == "small.pt" else "damaged: .*['/]b'") as raised:
+    with pytest.raises(
+        DamagedCheckpointError, match="damaged" if name == "small.pt" else "damaged: .*['/]b'"
+    ) as raised:
         export(saved / name, tmp_path / "out", to=to)
     assert raised.value.path == str(file)
     assert not (tmp_path / "out").exists()
