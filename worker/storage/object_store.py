@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from asyncckpt.errors import CheckpointNotFoundError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
@@ -226,22 +226,26 @@ class ObjectStorage(Storage):
         key = self._key(path)
         if PARTS not in key and posixpath.basename(key) != MANIFEST_NAME:
             places = _folders_of(key)
-            for place in places:
-                if (known := self._parts.get(place)) is not None:
-                    yield part_key(known, key.removeprefix(f"{place}/"))
-            yield from self._as_recorded(key, places[:1])
+            known = {place: parts for place in places if (parts := self._parts.get(place)) is not None}
+            for place, parts in known.items():
+                yield part_key(parts, key.removeprefix(f"{place}/"))
+            for place in known or places[:1]:
+                if (yield from self._as_recorded(place, key)):
+                    return  # what stands at its own name is a copy, and not what the checkpoint consists of
             yield key
-            yield from self._as_recorded(key, places[1:])
+            for place in () if known else places[1:]:
+                yield from self._as_recorded(place, key)
         else:
             yield key
 
-    def _as_recorded(self, key: str, places: Sequence[str]) -> Iterator[str]:
-        """Where that key is a file of a checkpoint at the first of ``places`` that there is a record of."""
-        for place in places:
-            found, _ = read_record(self._objects, place)
-            if found.parts:
-                yield part_key(self._remember(place, found), key.removeprefix(f"{place}/"))
-                return
+    def _as_recorded(self, place: str, key: str) -> Generator[str, None, bool]:
+        """Where that key stands, if it is a file of the checkpoint at ``place``. Returns whether it is."""
+        found, _ = read_record(self._objects, place)
+        if not found.parts:
+            return False
+        name = key.removeprefix(f"{place}/")
+        yield part_key(self._remember(place, found), name)
+        return found.has(name)
 
     def _remember(self, place: str, found: PlaceRecord) -> str:
         if len(self._parts) >= _MOST_REMEMBERED:

@@ -10,7 +10,9 @@ import functools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -138,12 +140,22 @@ class Objects:
                 if nbytes <= _LEAST_SENT:
                     raise
         part_bytes = max(_LEAST_SENT, -(-nbytes // _MOST_PARTS))
+        begins = range(0, nbytes, part_bytes)
+
+        def read(begin: int) -> memoryview:
+            return self.get_range(key, begin, min(part_bytes, nbytes - begin))
 
         def parts() -> Iterator[memoryview]:
-            for begin in range(0, nbytes, part_bytes):
-                yield self.get_range(key, begin, min(part_bytes, nbytes - begin))
+            # On threads of ours: obstore asks for the parts on one of its own, where it cannot be called.
+            ahead: deque[Future[memoryview]] = deque()
+            for begin in begins:
+                ahead.append(pool.submit(read, begin))
+                if len(ahead) == _PARTS_AT_ONCE:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
 
-        with _sending:
+        with _sending, ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="asyncckpt-copy") as pool:
             if self.head(key) is not None:
                 self.put_parts(to, parts, part_bytes)
 

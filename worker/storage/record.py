@@ -75,6 +75,13 @@ class PlaceRecord:
         """Whether the attempt with that digest is the finalized one."""
         return self.is_finalized and posixpath.basename(self.parts) == PARTS + digest
 
+    def has(self, name: str) -> bool:
+        """Whether the manifest has a file of that name."""
+        try:
+            return name in json.loads(self.manifest)["files"]
+        except (ValueError, KeyError, TypeError):
+            return False
+
     def revoking(self, digest: str) -> PlaceRecord:
         """This one, with one attempt more revoked."""
         return replace(self, revoked=(*self.revoked, digest)[-_MOST_REVOKED:])
