@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _object_storage = functools.cache(ObjectStorage)  # one for each bucket
 _STEP = re.compile(r"step-(\d{8,})")
+# Control characters, and what stands for bytes that are no UTF-8.
+_NO_KEY = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -68,7 +70,7 @@ def may_be_key(name: str) -> bool:
     """Whether a file of a set can have that name on an object store: some are ours there, and some no store takes."""
     parts = name.split("/")
     is_ours = parts[-1] == MANIFEST_NAME or any(part.startswith((PARTS, PROBE)) for part in parts)
-    return not is_ours and name.isprintable()
+    return not is_ours and not _NO_KEY.search(name)
 
 
 def refuse_address(path: str) -> None:

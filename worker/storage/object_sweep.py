@@ -20,7 +20,7 @@ from asyncckpt.worker.storage.listing import PROBE, Listing, list_below
 from asyncckpt.worker.storage.object_attempt import remove_attempt, revoke_attempt
 from asyncckpt.worker.storage.objects import Found, Objects
 from asyncckpt.worker.storage.record import PARTS, is_finalized, read_record
-from asyncckpt.worker.storage.stock_names import behind, show, shown
+from asyncckpt.worker.storage.stock_names import behind, is_under_way, show, shown
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,8 @@ class _Sweep:
 
     def _behind(self, name: str, parts: str, found: Found) -> dict[str, Found]:
         """Those files at ``parts`` that stock readers do not find at the place ``name``, whose record was ``found``."""
+        if is_under_way(self._objects, posixpath.join(self._root, name)):
+            return {}
         files, seen = shown(self._listing.parts.get(parts, {})), self._listing.seen
         there = {each: seen[path] for each in files if (path := posixpath.join(name, each)) in seen}
         return behind(files, there, found.modified)

@@ -21,6 +21,8 @@ from asyncckpt.worker.storage.objects import Found, Objects
 from asyncckpt.worker.storage.record import PARTS, parts_name, read_record
 
 _COPIES_AT_ONCE = 8
+_under_way: set[str] = set()
+"""The places whose files this process is just giving their names."""
 # The step of a pickle that makes the name of a data file: its length, then itself.
 _DATA_NAME = re.compile(rb"X(.{4})([^\x00-\x1f]{0,4000}?__\d+_\d+\.distcp)", re.DOTALL)
 
@@ -77,19 +79,32 @@ def show(
     Raises:
         StorageError: The store refuses.
     """
+    _under_way.add(where := f"{objects.base}/{place}")
+    try:
+        _show(objects, place, its, files, metadata or {})
+    finally:
+        _under_way.discard(where)
+
+
+def is_under_way(objects: Objects, place: str) -> bool:
+    """Whether this process is doing that already."""
+    return f"{objects.base}/{place}" in _under_way
+
+
+def _show(objects: Objects, place: str, its: str, files: Mapping[str, Found], metadata: Mapping[str, bytes]) -> None:
     put: set[str] = set()
     while True:
         copies = [name for name in files if not _is_metadata(name)]
         with ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="asyncckpt-names") as pool:
             list(pool.map(partial(_copy, objects, place), copies, [files[name] for name in copies]))
         for name in filter(_is_metadata, files):
-            _put_metadata(objects, place, its, name, (metadata or {}).get(name))
+            _put_metadata(objects, place, its, name, metadata.get(name))
         put.update(files)
         record, _ = read_record(objects, place)
         if record.is_of(its):
             return
         # This took so long that another has taken its place, or nothing has.
-        its, metadata, files = posixpath.basename(record.parts).removeprefix(PARTS), None, {}
+        its, metadata, files = posixpath.basename(record.parts).removeprefix(PARTS), {}, {}
         if record.parts.startswith(PARTS):
             files = shown(list_below(objects, place).of_attempt(its))
         hide(objects, place, in_the_way(put, files))

@@ -134,13 +134,29 @@ def test_what_is_there_is_not_copied_again(storage: ObjectStorage, monkeypatch: 
     assert copied == ["run/step-00000001/deep/b.json"]
 
 
+def test_what_is_being_copied_no_sweep_copies(storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    real = Objects.copy
+
+    def slow(self: Objects, key: str, to: str, nbytes: int) -> None:
+        copied.append(to)
+        if to.endswith("b.json"):
+            sweep(storage)
+        real(self, key, to, nbytes)
+
+    monkeypatch.setattr(Objects, "copy", slow)
+    begun(storage, "a-1").finalize("refuse")
+    assert is_all_of(storage, "a-1") and len(copied) == len({*copied})
+
+
 @pytest.mark.parametrize("existing", ["replace", "set aside"])
 @pytest.mark.parametrize("hides", [True, False])
 def test_a_worker_that_is_only_slow_to_copy(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch, existing: Existing, hides: bool
 ) -> None:
-    """Another takes the place of its checkpoint meanwhile: in the end stock readers find that one, whole; also where the
-    other has not taken away what the slow one had copied.
+    """Another takes the place of its checkpoint meanwhile: in the end stock readers find that one, whole.
+
+    Who is slow also takes away what it had copied too much, if the other has not.
     """
     real = Objects.copy
     other = begun(storage, "a-2", more="other.json", without="a.json")
