@@ -56,12 +56,11 @@ def behind(files: Mapping[str, Found], there: Mapping[str, Found], since: dateti
 
 
 def in_the_way(before: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Which names of the checkpoint ``before`` go, before others are shown in its place: those that are not among
-    ``names``, and, as copies take their time, those that say that all is there.
+    """Which names of the checkpoint ``before`` go, before ``names`` are shown in its place: as copies take their time,
+    all, or for a while stock readers would find some of both; else those that are not replaced.
     """
     names = {*names}
-    is_slow = has_copies(names)
-    return [name for name in before if name not in names or (is_slow and _is_metadata(name))]
+    return [name for name in before if name not in names or has_copies(names)]
 
 
 def show(
