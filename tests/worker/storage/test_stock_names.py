@@ -227,26 +227,31 @@ def test_what_killed_workers_leave_in_folders_goes(storage: ObjectStorage) -> No
     assert "run/other/" in left
 
 
-@pytest.mark.parametrize("how", ["sent", "refused", "missing"])
+@pytest.mark.parametrize("how", ["sent", "refused", "missing", "sent, missing"])
 def test_what_a_store_cannot_copy_goes_by_way_of_here(
     s3_root: str, s3_server: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    copies: list[Asked] = []
+
     def spoil(asked: Asked) -> str | None:
-        is_copy = asked.method == "PUT" and asked.path.endswith("/to") and not asked.nbytes
-        return "403" if is_copy and how == "refused" else None
+        if asked.method != "PUT" or not asked.path.endswith("/to") or asked.nbytes:
+            return None
+        copies.append(asked)
+        return "403" if how == "refused" else None
 
     with StoreProxy(s3_server, spoil) as proxy:
         set_environment(monkeypatch, proxy.endpoint)
         store, key = objects_at(s3_root), split_address(s3_root)[1]
-        if how == "sent":
+        if how.startswith("sent"):
             monkeypatch.setattr(objects, "_MOST_COPIED", 1 << 20)
         data = os.urandom((40 << 20) + 5)
-        if how != "missing":
+        if "missing" not in how:
             store.put(f"{key}/from", data)
         store.copy(f"{key}/from", f"{key}/to", len(data))
         found = store.get(f"{key}/to")
-        assert (found is None) == (how == "missing")
+        assert (found is None) == ("missing" in how)
         assert found is None or found[0] == data
+        assert bool(copies) != how.startswith("sent")
         store.put(f"{key}/small", b"small")
         if how == "refused":
             with pytest.raises(StorageError, match="copying"):
