@@ -33,6 +33,7 @@ FORMAT = 1
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
 SPAN_BYTES = 8 << 20
+_DATA_NAME = re.compile(r".*__\d+_\d+\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
 # Fields that have another name in the file.
 _KEYS = {"nbytes": "bytes"}
@@ -46,6 +47,11 @@ def data_name(rank: int, number: int = 0, prefix: str = "") -> str:
 def index_name(rank: int, number: int = 0) -> str:
     """The index of the large file ``number`` of ``rank``; it has no prefix: who removes what begins so keeps it."""
     return f"__{rank}_{number}.index.json"
+
+
+def is_data(name: str) -> bool:
+    """Whether ``name`` is that of a data file of DCP's, in whatever folder."""
+    return _DATA_NAME.fullmatch(name) is not None
 
 
 def is_checkpoint_file(name: str) -> bool:

@@ -149,7 +149,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         retention = retention or Retention(existing=existing)
         if isinstance(state_dict, FileSet):
-            check_file_set_place(os.fspath(path), retention.existing)
+            check_file_set_place(state_dict, os.fspath(path), retention.existing)
 
         def capture(save: SaveOperation) -> Captured:
             check = partial(self._saves.check_place, save, retention.existing)

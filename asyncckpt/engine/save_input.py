@@ -20,17 +20,19 @@ from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.rounds import Call
-from asyncckpt.worker.storage import is_address
+from asyncckpt.worker.storage import is_address, may_be_key
 
 PREPARES = Call("prepares a save", "prepare")
 
 
-def check_file_set_place(path: str, existing: Existing) -> None:
-    """Raise ``ValueError`` or ``UnsavableStateError`` where a set of files cannot go."""
+def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
+    """Raise ``ValueError`` where a set of files cannot go; have its save fail where a store has no such names."""
     if existing == "join":
         raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
-    if is_address(path):
-        raise UnsavableStateError("a set of files is saved to a file system, not to an object store", path=path)
+    for name in files.contents if is_address(path) else ():
+        if not may_be_key(name):
+            reason = "cannot be the name of a file on an object store; give it another"
+            files.fail(UnsavableStateError(f"{name!r} {reason}", path=path))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Job:
         self._folder = tempfile.mkdtemp(prefix="asyncckpt-meeting-")
         self.pipes: list[Connection] = []
         self.processes = []
-        given = {FOLDER_VARIABLE, MARK, *(name for name in os.environ if name.startswith("AWS_"))}
+        given = {FOLDER_VARIABLE, MARK, *(name for name in os.environ if name.startswith(("AWS_", "TORTURE_")))}
         environment = {name: os.environ[name] for name in given}
         for rank in range(world_size):
             ours, theirs = context.Pipe()

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
 from torture.jobs import Job, worker_of
-from torture.tally import LIMIT_S, Tally, check_root, config_of_killed, is_of, state_of
+from torture.tally import LIMIT_S, Tally, check_root, config_of_killed, is_of, state_of, to_save
 
 Check: TypeAlias = Callable[[Tally, str], None]
 """Looks at a root when all has been done to it."""
@@ -110,7 +110,7 @@ def _train(pipe: Connection, rank: int, root: str, seed: int) -> None:
         last = max(last, found)
     pipe.send(("ready",))
     for step in range(last + 1, 10**9):
-        state = state_of(step, rank)
+        state = to_save(step, rank)
         if dist.is_initialized():
             dist.barrier()
         save = checkpointer.save(step, state)
@@ -131,7 +131,7 @@ def _train_on(pipe: Connection, rank: int, root: str) -> None:
             if ends:
                 break
             try:
-                save = checkpointer.save(step, state_of(step, rank))
+                save = checkpointer.save(step, to_save(step, rank))
                 pipe.send(("begun", step, worker := worker_of(checkpointer)))
                 save.result(LIMIT_S)
                 pipe.send(("saved", step, worker))

@@ -1,5 +1,5 @@
-"""An object store as the place to save to, also by way of a local folder: trainers and workers are killed, and requests
-are spoiled.
+"""An object store as the place to save to, states and sets of files, also by way of a local folder: trainers and
+workers are killed, and requests are spoiled.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
-from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage import complete_steps, object_sweep, objects
 from asyncckpt.worker.storage.listing import list_below
 from asyncckpt.worker.storage.record import is_finalized
+from asyncckpt.worker.storage.stock_names import shown
 from torture import kills
 from torture.jobs import Job
 from torture.tally import (
     CONFIG,
     LIMIT_S,
     LOCAL_VARIABLE,
+    SETS_VARIABLE,
     Tally,
     check_published,
     check_root,
     config_of_killed,
     is_of,
     state_of,
+    to_save,
 )
 
 _BUCKET = "torture"
@@ -70,14 +72,19 @@ def torture_store(tally: Tally, folder: Path, count: int, choice: random.Random)
             spoiler.chance = 0.0
             _check_store(tally, root)
 
-        for chance in (0.0, _AT_KILLS):
-            place = f"s3://{_BUCKET}/{'spoiled' if chance else 'plain'}"
+        for place, chance in (("plain", 0.0), ("spoiled", _AT_KILLS), ("sets", _AT_KILLS)):
+            if place == "sets":
+                os.environ[SETS_VARIABLE] = "1"
             for ranks in (1, 2):
                 for kill in (kills.kill_trainers, kills.kill_workers):
                     spoiler.chance = chance
-                    kill(tally, place, -(-count // 4), choice, ranks, check)
+                    kill(tally, f"s3://{_BUCKET}/{place}", -(-count // 4), choice, ranks, check)
+        del os.environ[SETS_VARIABLE]
         _kill_tiers(tally, folder / "local", spoiler, count, choice)
-        _spoil_saves(tally, f"s3://{_BUCKET}/faults", spoiler, count)
+        _spoil_saves(tally, f"s3://{_BUCKET}/faults", spoiler, -(-count // 2))
+        os.environ[SETS_VARIABLE] = "1"
+        _spoil_saves(tally, f"s3://{_BUCKET}/faults-sets", spoiler, -(-count // 2))
+        del os.environ[SETS_VARIABLE]
     for fault, times in spoiler.counts.items():
         tally.counts[f"requests to the store spoiled: {fault}"] += times
 
@@ -138,7 +145,7 @@ def _save_on(pipe: Connection, rank: int, root: str) -> None:
         for step in range(1, 10**9):
             is_saved = False
             with contextlib.suppress(CheckpointError):
-                checkpointer.save(step, state_of(step, rank)).result(4 * LIMIT_S)
+                checkpointer.save(step, to_save(step, rank)).result(4 * LIMIT_S)
                 is_saved = True
             if pipe.poll():
                 last = [step] if is_saved else []
@@ -162,6 +169,7 @@ def _check_store(tally: Tally, root: str) -> None:
     for parts in listing.parts:
         if os.path.dirname(parts) not in published or len(listing.parts) > len(published):
             tally.lose(f"left over: {root}/{parts}")
-    for place in published:
-        if f"{place}/{METADATA_NAME}" not in listing.seen:
-            tally.lose(f"not there for stock readers: {root}/{place}")
+    for parts, files in listing.parts.items():
+        for name in shown(files):
+            if f"{os.path.dirname(parts)}/{name}" not in listing.seen:
+                tally.lose(f"not there for stock readers: {root}/{os.path.dirname(parts)}/{name}")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from asyncckpt import Checkpointer, Config
+from asyncckpt import Checkpointer, Config, FileSet
 from asyncckpt.loading.source import verify, wait_for_attempts
 from asyncckpt.worker.storage import complete_steps, step_folder
 
@@ -27,6 +27,22 @@ CONFIG = Config(keep_last=3, timeout=25.0, commit_timeout=25.0, linger=60.0, wor
 
 LOCAL_VARIABLE = "TORTURE_LOCAL_ROOT"
 """Names a folder that all is saved to first, for jobs that are killed."""
+
+
+SETS_VARIABLE = "TORTURE_SETS"
+"""Set where jobs that are killed save sets of files, with the same state among them."""
+
+
+def to_save(step: int, rank: int = 0) -> dict[str, Any] | FileSet:
+    """What such a job saves: ``state_of`` that, by itself or in a set."""
+    if SETS_VARIABLE not in os.environ:
+        return state_of(step, rank)
+    files = FileSet()
+    files.add_dcp_folder("", state_of(step, rank))
+    files.add_dcp_folder("deep/down", {f"m{rank}": torch.full((SIZES[1],), float(step)), "step": step})
+    files.add_torch_file(f"large_{rank}.pt", torch.full((SIZES[0],), float(step)))
+    files.add_bytes(f"small/{rank}.json", str(step).encode())
+    return files
 
 
 def config_of_killed() -> Config:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.file_sets import LARGE, make, optimizer, weights
 from support.segments import mapped_segments
 from support.states import same, stock_load, zeros_like
 from support.workers import Faulty
@@ -35,37 +36,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.loading.source import verify
 from asyncckpt.planning.file_set import SafetensorsFile
-from asyncckpt.planning.safetensors_plan import DTYPES
 from asyncckpt.worker.storage import storage_for
-
-LARGE = 300_000  # elements: a file of torch's of fewer than a MiB is not staged
-
-
-def weights(seed: float = 0.0) -> dict[str, torch.Tensor]:
-    """One of each type that safetensors knows, empty ones, and names that JSON has to escape."""
-    torch.manual_seed(int(seed))
-    tensors = {f"layer.{name}": torch.randint(0, 2, (3, 5)).to(dtype) for name, dtype in DTYPES.items()}
-    odd = {'a "quoted"\n\\name': torch.randn(0, 4), "größe": torch.tensor(float(seed)), "layer.10": torch.randn(LARGE)}
-    return {**tensors, **odd}
-
-
-def optimizer(seed: float = 0.0) -> dict[str, Any]:
-    seed = float(seed)
-    moment = torch.full((LARGE,), float(seed))
-    its = {"step": torch.tensor(seed), "exp_avg": moment, "same": moment[5:]}
-    return {"state": {0: its}, "lr": seed}
-
-
-def make(seed: float = 0.0) -> FileSet:
-    """All kinds of files at once."""
-    files = FileSet()
-    files.add_bytes("trainer_state.json", json.dumps({"history": [seed] * int(seed)}).encode())
-    files.add_torch_file("optimizer.pt", optimizer(seed))
-    files.add_torch_file("scheduler.pt", {"last": seed})
-    files.add_safetensors("model.safetensors", weights(seed), {"format": "pt"})
-    files.add_dcp_folder("dcp/model_0", {"model": {"w": torch.full((100,), float(seed))}, "n": seed})
-    files.add_bytes("tokenizer/deep/vocab.txt", b"")
-    return files
 
 
 def check(path: Path, seed: float, beside: Path) -> None:
@@ -376,7 +347,7 @@ def test_what_is_left_of_a_removal_is_removed_later(root: Path, monkeypatch: pyt
 
 DIES = """
 import os, signal, sys
-from test_file_sets import make
+from support.file_sets import make
 from asyncckpt.engine.engine import Engine
 save = Engine().save(sys.argv[1], make(5))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -266,9 +266,50 @@ class StorageContract(ABC):
         self.save(storage, final, "a-3", "replace")
         assert storage.is_finalized(final, "a-3") and storage.names_in(root) == ["final"]
 
+    def save_folders(self, storage: Storage, final: str) -> None:
+        """Two ranks write into the same folders."""
+        one, other = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
+        for opened, name in ((one, "deep/in/one"), (other, "deep/in/two"), (one, f"deep/{DATA}")):
+            put(opened, name, name.encode())
+        put_checkpoint(one, "a-1")
+        assert one.names() == {DATA, METADATA_NAME, MANIFEST_NAME, "deep/in/one", "deep/in/two", f"deep/{DATA}"}
+        one.finalize("refuse")
+        one.release()
+        other.release()
+
+    def test_names_with_parts(self, storage: Storage, root: str, final: str) -> None:
+        self.save_folders(storage, final)
+        storage.read(f"{final}/{MANIFEST_NAME}")  # as all readers do first
+        for name in ("deep/in/one", "deep/in/two", f"deep/{DATA}"):
+            assert storage.read(f"{final}/{name}") == name.encode() and storage.size(f"{final}/{name}") == len(name)
+        assert {"in"} <= {*storage.names_in(f"{final}/deep")} <= {"in", DATA}
+        assert sorted(storage.names_in(final)) == sorted([DATA, METADATA_NAME, MANIFEST_NAME, "deep"])
+        assert not storage.exists(f"{final}/deep/else") and storage.size(f"{final}/deep/else") is None
+
+    def test_a_rank_discards_its_own_files_in_folders(self, storage: Storage, root: str, final: str) -> None:
+        first, second = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
+        theirs = ["deep/in/two", "deep/else/three", f"deep/{DATA}"]
+        put(first, "deep/in/one", b"first")
+        for name in theirs:
+            put(second, name, b"second")
+        second.discard(theirs)
+        assert first.names() == {"deep/in/one"}
+        first.discard()
+        assert storage.names_in(root) == []
+
+    def test_folders_are_set_aside_and_removed(self, storage: Storage, root: str, final: str) -> None:
+        self.save_folders(storage, final)
+        storage.set_aside(final, "damaged")
+        assert storage.names_in(root) == ["final.damaged-1"] and storage.names_in(final) == []
+        storage.read(f"{final}.damaged-1/{MANIFEST_NAME}")
+        assert storage.read(f"{final}.damaged-1/deep/{DATA}") == f"deep/{DATA}".encode()
+        self.save(storage, final, "a-2")
+        assert storage.remove_checkpoint(f"{final}.damaged-1")
+        assert storage.names_in(root) == ["final"] and storage.read(f"{final}/{DATA}") == b"a-2"
+
 
 class FileSystemContract(StorageContract):
-    """What only a file system can: links, folders in a checkpoint, single files, locks, and to say what is free."""
+    """What only a file system can: links, empty folders, single files, locks, and to say what is free."""
 
     def put_strange(self, storage: Storage, path: str) -> None:
         os.makedirs(os.path.dirname(path))
@@ -355,22 +396,19 @@ class FileSystemContract(StorageContract):
         assert storage.remove_checkpoint(final)
         assert storage.names_in(root) == []
 
-    def test_names_with_parts(self, storage: Storage, root: str, final: str) -> None:
-        """Two ranks write into the same folders; the second gives up, and the first goes on."""
+    def test_of_names_with_parts_nothing_stays(self, storage: Storage, root: str, final: str) -> None:
+        """The second rank gives up, and the first goes on."""
         one, other = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
         put(one, "deep/in/one", b"1")
         put(other, "deep/in/two", b"2")
         put(other, "deep/else/three", b"3")
         put_checkpoint(one, "a-1")
-        own = {DATA, METADATA_NAME, MANIFEST_NAME, "deep/in/one"}
-        assert one.names() == own | {"deep/in/two", "deep/else/three"}
         other.discard(["deep/in/two", "deep/else/three"])
-        assert one.names() == own
+        assert one.names() == {DATA, METADATA_NAME, MANIFEST_NAME, "deep/in/one"}
         one.finalize("refuse")
         one.release()
         last = storage.begin_checkpoint(f"{root}/deeper/final", "a-2", 0)
         put(last, "a/b", b"")
         last.discard(["a/b", "c/d"])
         assert storage.exists(f"{root}/deeper") and not storage.names_in(f"{root}/deeper")
-        assert storage.read(f"{final}/deep/in/one") == b"1" and storage.names_in(f"{final}/deep") == ["in"]
         assert not storage.may_put(final, "replace")  # its manifest knows no such file: it is somebody's

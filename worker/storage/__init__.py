@@ -19,6 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME
 from asyncckpt.worker.messages import Existing, WriteRequest
+from asyncckpt.worker.storage.listing import PROBE
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.object_store import ObjectStorage
 from asyncckpt.worker.storage.objects import SCHEMES, objects_at
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _object_storage = functools.cache(ObjectStorage)  # one for each bucket
 _STEP = re.compile(r"step-(\d{8,})")
+# Control characters, and what stands for bytes that are no UTF-8.
+_NO_KEY = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -61,6 +64,13 @@ def absolute(path: str | os.PathLike[str]) -> str:
             raise StorageError(f"{text} is no address that checkpoints are saved to: these are {known}; or mount it")
         return f"{scheme}://{'/'.join(parts)}"
     return os.path.abspath(os.path.expanduser(text))
+
+
+def may_be_key(name: str) -> bool:
+    """Whether a file of a set can have that name on an object store: some are ours there, and some no store takes."""
+    parts = name.split("/")
+    is_ours = parts[-1] == MANIFEST_NAME or any(part.startswith((PARTS, PROBE)) for part in parts)
+    return not is_ours and not _NO_KEY.search(name)
 
 
 def refuse_address(path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncckpt.worker.manifest import MANIFEST_NAME
@@ -29,6 +30,22 @@ class Listing:
         """The record of the key itself."""
         return self.records.get("")
 
+    def of_attempt(self, its: str) -> Mapping[str, Found]:
+        """The files of the attempt with that digest at the key itself."""
+        return self.parts.get(PARTS + its, {})
+
+    def add_part(self, folder: str, rest: str, found: Found) -> None:
+        """A file of an attempt, ``rest`` of its name: in a ``folder`` that is as deep below the place as that says. One
+        of a place above the key is left out.
+        """
+        attempt, _, file = rest.partition("/")
+        its, _, depth = attempt.partition("-")
+        folders = folder.split("/")[:-1]
+        above = len(folders) - (int(depth) if depth.isdecimal() else 0)
+        if above >= 0:
+            parts = "/".join([*folders[:above], PARTS + its])
+            self.parts[parts]["/".join([*folders[above:], file])] = found
+
 
 def list_below(objects: Objects, key: str) -> Listing:
     """List a key. Raises ``StorageError``."""
@@ -37,8 +54,7 @@ def list_below(objects: Objects, key: str) -> Listing:
         name = found.key.removeprefix(f"{key}/" if key else "")
         before, marked, rest = name.partition(PARTS)
         if marked and (not before or before.endswith("/")):
-            attempt, _, file = rest.partition("/")
-            listing.parts[before + PARTS + attempt][file] = found
+            listing.add_part(before, rest, found)
             continue
         folder, base = posixpath.split(name)
         if base == MANIFEST_NAME:

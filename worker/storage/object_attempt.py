@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import posixpath
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,7 +14,16 @@ from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoin
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.listing import Listing, list_below
 from asyncckpt.worker.storage.objects import Objects
-from asyncckpt.worker.storage.record import PARTS, PlaceRecord, change_record, digest, read_record, record_key
+from asyncckpt.worker.storage.record import (
+    PARTS,
+    PlaceRecord,
+    change_record,
+    digest,
+    part_key,
+    read_record,
+    record_key,
+)
+from asyncckpt.worker.storage.stock_names import hide, in_the_way, show, shown
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, exists_error
 
 logger = logging.getLogger(__name__)
@@ -23,8 +31,6 @@ logger = logging.getLogger(__name__)
 # A store takes 10,000 parts of 5 MiB to 5 GiB for an object, all but the last of one size.
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9000
-# The step of a pickle that makes the name of a data file: its length, then itself.
-_DATA_NAME = re.compile(rb"X(.{4})([^\x00-\x1f]{0,4000}?__\d+_\d+\.distcp)", re.DOTALL)
 
 
 class ObjectAttempt(OpenAttempt):
@@ -51,13 +57,13 @@ class ObjectAttempt(OpenAttempt):
         """The manifest is not sent: ``finalize`` makes the record of it."""
         if name in self._created:
             raise StorageError("this file is being written already", path=f"{self.path}/{name}")
-        key = None if name == MANIFEST_NAME else f"{self._parts}/{name}"
-        is_kept = name in (MANIFEST_NAME, METADATA_NAME)
+        key = None if name == MANIFEST_NAME else part_key(self._parts, name)
+        is_kept = posixpath.basename(name) in (MANIFEST_NAME, METADATA_NAME)
         self._created[name] = ObjectFile(self._objects, f"{self.path}/{name}", key, self._part_bytes, is_kept)
         return self._created[name]
 
     def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
-        key = f"{self._parts}/{name}"
+        key = part_key(self._parts, name)
         if nbytes <= _PART_BYTES:
             self._objects.put(key, b"".join(parts()))
         else:
@@ -65,14 +71,14 @@ class ObjectAttempt(OpenAttempt):
 
     def names(self) -> set[str]:
         self._listing = list_below(self._objects, self._place)
-        return self._listing.parts.get(PARTS + self._digest, {}).keys() | ({MANIFEST_NAME} & self._created.keys())
+        return self._listing.of_attempt(self._digest).keys() | ({MANIFEST_NAME} & self._created.keys())
 
     def finalize(self, existing: Existing) -> None:
         final = f"{self._objects.base}/{self._place}"
         manifest = self._created[MANIFEST_NAME].kept
-        metadata = self._created[METADATA_NAME].kept if METADATA_NAME in self._created else None
+        metadata = {name: file.kept for name, file in self._created.items() if name != MANIFEST_NAME and file.kept}
         there, self._listing = self._listing or list_below(self._objects, self._place), None
-        is_strange = existing in ("refuse", "replace") and not may_replace(there, existing)
+        is_strange = existing in ("refuse", "replace") and not may_replace(self._objects, self._place, there, existing)
         aside: dict[str, str] = {}  # by where its files are, the record of what is set aside
 
         def decide(record: PlaceRecord) -> PlaceRecord | None:
@@ -95,7 +101,10 @@ class ObjectAttempt(OpenAttempt):
             before = PlaceRecord()
         # It is decided: what fails from here on, a later save makes good.
         try:
-            publish_metadata(self._objects, self._place, self._digest, metadata)
+            files = shown(there.of_attempt(self._digest))
+            if not before.is_of(self._digest):
+                hide(self._objects, self._place, in_the_way(shown(there.parts.get(before.parts, {})), files))
+            show(self._objects, self._place, self._digest, files, metadata)
             if existing in ("replace", "join") and not before.is_of(self._digest):
                 remove_parts(self._objects, self._place, before)
         except StorageError as error:
@@ -109,9 +118,9 @@ class ObjectAttempt(OpenAttempt):
             if revoke_attempt(self._objects, self._place, self._digest):
                 return
             if names is None:
-                remove_below(self._objects, self._parts)
+                remove_attempt(self._objects, self._place, self._digest)
             else:
-                self._objects.delete([f"{self._parts}/{name}" for name in names])
+                self._objects.delete([part_key(self._parts, name) for name in names])
         except StorageError as error:
             logger.warning("what was written of %s stays for now: %s", self.path, error)
 
@@ -254,50 +263,17 @@ def send_parts(
         raise
 
 
-def publish_metadata(objects: Objects, place: str, its: str, metadata: bytes | None = None) -> None:
-    """Give stock readers DCP's ``.metadata``, in which the data files stand below the name of the attempt.
+def may_replace(objects: Objects, place: str, there: Listing, existing: Existing) -> bool:
+    """Whether a checkpoint may come where these objects are: "refuse": none; "replace": those of checkpoints.
 
-    Args:
-        objects: The bucket's.
-        place: The key of the checkpoint.
-        its: The digest of the finalized attempt.
-        metadata: As it was written, if that is at hand.
-
-    Raises:
-        StorageError: The store refuses.
+    Raises ``StorageError``.
     """
-    name = f"{place}/{METADATA_NAME}"
-    while True:
-        if metadata is None and (stored := objects.get(f"{place}/{PARTS}{its}/{METADATA_NAME}")) is not None:
-            metadata = stored[0]
-        if metadata is not None:
-            objects.put(name, _below_parts(metadata, its))
+    strange = [name for name in there.seen if not is_checkpoint_file(name)]
+    if existing == "replace" and strange and there.own_record is not None:
         record, _ = read_record(objects, place)
-        if record.is_of(its):
-            return
-        # This took so long that another has taken its place.
-        metadata, its = None, posixpath.basename(record.parts).removeprefix(PARTS)
-        if not record.is_finalized:
-            objects.delete([name])
-            return
-
-
-def _below_parts(metadata: bytes, its: str) -> bytes:
-    """DCP's ``.metadata`` with other names for the data files."""
-    parts = f"{PARTS}{its}/".encode()
-
-    def rename(found: re.Match[bytes]) -> bytes:
-        name = found[2]
-        if int.from_bytes(found[1], "little") != len(name):
-            return found[0]
-        return b"X" + (len(parts) + len(name)).to_bytes(4, "little") + parts + name
-
-    return _DATA_NAME.sub(rename, metadata)
-
-
-def may_replace(there: Listing, existing: Existing) -> bool:
-    """Whether a checkpoint may come where these objects are: "refuse": none; "replace": those of checkpoints."""
-    return not there.seen or (existing == "replace" and all(map(is_checkpoint_file, there.seen)))
+        its = shown(there.parts.get(record.parts, {}))
+        strange = [name for name in strange if name not in its]
+    return not there.seen or (existing == "replace" and not strange)
 
 
 def revoke_attempt(objects: Objects, place: str, its: str) -> bool:
@@ -341,9 +317,9 @@ def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:
         its, _ = read_record(objects, other)
         if its.is_finalized and posixpath.normpath(f"{other}/{its.parts}") == parts:
             return
-    remove_below(objects, parts)
+    remove_attempt(objects, owner, posixpath.basename(parts).removeprefix(PARTS))
 
 
-def remove_below(objects: Objects, prefix: str) -> None:
-    """Remove all objects below a prefix. Raises ``StorageError``."""
-    objects.delete([each.key for each in objects.list(prefix)])
+def remove_attempt(objects: Objects, place: str, its: str) -> None:
+    """Remove all files of the attempt with that digest. Raises ``StorageError``."""
+    objects.delete([each.key for each in list_below(objects, place).of_attempt(its).values()])

@@ -4,7 +4,8 @@ Below the place of a checkpoint stand
 
 - ``.parts-DIGEST/``: the files of one attempt; no other attempt writes there;
 - ``asyncckpt.json``: the record (``record.py``), which says which attempt is finalized;
-- ``.metadata``: DCP's, with the names of the data files as they stand there; for stock readers, and so written last.
+- what stock readers find (``stock_names.py``), made of those files when they are finalized: ``.metadata``, and, of a
+  set of files, copies at their own names.
 
 Who looks through this seam sees the files of the finalized attempt by their own names, and of all else that is ours
 nothing. There are no locks: what is being read may be removed, and who is writing is not seen.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from asyncckpt.errors import CheckpointNotFoundError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
@@ -25,13 +26,21 @@ from asyncckpt.worker.storage.object_attempt import (
     ObjectAttempt,
     keep_aside,
     may_replace,
-    publish_metadata,
-    remove_below,
+    remove_attempt,
     remove_parts,
     revoke_attempt,
 )
 from asyncckpt.worker.storage.objects import Found, Objects, split_address
-from asyncckpt.worker.storage.record import PARTS, PlaceRecord, change_record, digest, read_record, record_key
+from asyncckpt.worker.storage.record import (
+    PARTS,
+    PlaceRecord,
+    change_record,
+    digest,
+    part_key,
+    read_record,
+    record_key,
+)
+from asyncckpt.worker.storage.stock_names import has_copies, hide, show, shown
 from asyncckpt.worker.storage.storage import FileStamp, InputFile, Resolution, Storage
 
 _MOST_REMEMBERED = 256
@@ -65,7 +74,9 @@ class ObjectStorage(Storage):
         if not revoke_attempt(self._objects, place, its):
             return Resolution(False, self._leftover(place, its))
         with contextlib.suppress(StorageError):  # its worker may have died before it did this
-            publish_metadata(self._objects, place, its)
+            files = shown(list_below(self._objects, place).of_attempt(its))
+            if not has_copies(files):  # whoever asks does not wait so long: see ``sweep``
+                show(self._objects, place, its, files)
         return Resolution(True, None)
 
     def revoke(self, final: str, attempt: str) -> str | None:
@@ -74,8 +85,9 @@ class ObjectStorage(Storage):
 
     def remove(self, leftover: str | None) -> None:
         if leftover is not None and PARTS in leftover:
+            place, parts = posixpath.split(self._key(leftover))
             with contextlib.suppress(StorageError):
-                remove_below(self._objects, self._key(leftover))
+                remove_attempt(self._objects, place, parts.removeprefix(PARTS))
 
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
         found, _ = read_record(self._objects, self._key(final))
@@ -84,8 +96,10 @@ class ObjectStorage(Storage):
         return found.is_of(digest(attempt))
 
     def may_put(self, path: str, existing: Existing) -> bool:
-        is_beside = existing in ("join", "set aside")
-        return is_beside or may_replace(list_below(self._objects, self._key(path)), existing)
+        if existing in ("join", "set aside"):
+            return True
+        place = self._key(path)
+        return may_replace(self._objects, place, list_below(self._objects, place), existing)
 
     def check_file_place(self, path: str) -> None:
         raise StorageError("single files are saved to file systems, not to object stores", path=path)
@@ -96,7 +110,8 @@ class ObjectStorage(Storage):
         names = {name.partition("/")[0] for name in listing.seen}
         if listing.own_record is not None:
             record, _ = read_record(self._objects, place)
-            names |= listing.parts.get(record.parts, {}).keys() | self._names_elsewhere(place, record)
+            its = listing.parts.get(record.parts, {}).keys() | self._names_elsewhere(place, record)
+            names |= {name.partition("/")[0] for name in its}
         return sorted(names)
 
     def stamps_in(self, folder: str, name: str) -> dict[str, FileStamp | None]:
@@ -110,7 +125,7 @@ class ObjectStorage(Storage):
         if posixpath.basename(path) == MANIFEST_NAME:
             found = self._objects.head(self._key(path))
             return found is not None and record.is_finalized(found)
-        return self._find(path) is not None or bool(list_below(self._objects, self._key(path)).seen)
+        return bool(list_below(self._objects, self._key(path)).seen) or self._find(path) is not None
 
     def size(self, path: str) -> int | None:
         if posixpath.basename(path) == MANIFEST_NAME:
@@ -157,7 +172,7 @@ class ObjectStorage(Storage):
     def remove_checkpoint(self, path: str) -> bool:
         place = self._key(path)
         found = self._finalized(path)
-        self._objects.delete([f"{place}/{METADATA_NAME}"])
+        self._hide(place, found)
         self._unname(place, found)
         remove_parts(self._objects, place, found)
         return True
@@ -166,7 +181,7 @@ class ObjectStorage(Storage):
         place = self._key(path)
         found = self._finalized(path)
         keep_aside(self._objects, place, found, why)
-        self._objects.delete([f"{place}/{METADATA_NAME}"])
+        self._hide(place, found)
         self._unname(place, found)
 
     def _finalized(self, path: str) -> PlaceRecord:
@@ -174,6 +189,11 @@ class ObjectStorage(Storage):
         if not found.is_finalized:
             raise StorageError("there is no checkpoint to be moved or removed", path=path)
         return found
+
+    def _hide(self, place: str, which: PlaceRecord) -> None:
+        """Have stock readers find nothing of it there."""
+        files = list_below(self._objects, place).parts.get(which.parts, {})
+        hide(self._objects, place, {METADATA_NAME, *shown(files)})
 
     def _unname(self, place: str, which: PlaceRecord) -> None:
         """Have no checkpoint stand there, if it is still that one. The record stays, for a while: see ``sweep``."""
@@ -185,8 +205,8 @@ class ObjectStorage(Storage):
         change_record(self._objects, place, unname)
 
     def _leftover(self, place: str, its: str) -> str | None:
-        parts = f"{place}/{PARTS}{its}"
-        return f"{self._objects.base}/{parts}" if self._objects.list(parts) else None
+        is_there = bool(list_below(self._objects, place).of_attempt(its))
+        return f"{self._objects.base}/{place}/{PARTS}{its}" if is_there else None
 
     def _key(self, path: str) -> str:
         return split_address(path)[1]
@@ -195,8 +215,8 @@ class ObjectStorage(Storage):
         """The files of a checkpoint that was set aside: they stayed where they were."""
         if not record.parts.startswith("../"):
             return set()
-        parts = posixpath.normpath(f"{place}/{record.parts}")
-        return {each.key.removeprefix(f"{parts}/") for each in self._objects.list(parts)}
+        owner, parts = posixpath.split(posixpath.normpath(f"{place}/{record.parts}"))
+        return {*list_below(self._objects, owner).parts.get(parts, {})}
 
     def _find(self, path: str) -> Found | None:
         return next(filter(None, map(self._objects.head, self._keys(path))), None)
@@ -205,20 +225,39 @@ class ObjectStorage(Storage):
         """Where a file may stand: with those of a finalized attempt, or by itself."""
         key = self._key(path)
         if PARTS not in key and posixpath.basename(key) != MANIFEST_NAME:
-            place, name = posixpath.split(key)
-            known = self._parts.get(place)
-            if known is not None:
-                yield f"{known}/{name}"
-            found, _ = read_record(self._objects, place) if place else (PlaceRecord(), None)
-            if found.parts:
-                yield f"{self._remember(place, found)}/{name}"
-        yield key
+            places = _folders_of(key)
+            known = {place: parts for place in places if (parts := self._parts.get(place)) is not None}
+            for place, parts in known.items():
+                yield part_key(parts, key.removeprefix(f"{place}/"))
+            for place in known or places[:1]:
+                if (yield from self._as_recorded(place, key)):
+                    return  # what stands at its own name is a copy, and not what the checkpoint consists of
+            yield key
+            for place in () if known else places[1:]:
+                yield from self._as_recorded(place, key)
+        else:
+            yield key
+
+    def _as_recorded(self, place: str, key: str) -> Generator[str, None, bool]:
+        """Where that key stands, if it is a file of the checkpoint at ``place``. Returns whether it is."""
+        found, _ = read_record(self._objects, place)
+        if not found.parts:
+            return False
+        name = key.removeprefix(f"{place}/")
+        yield part_key(self._remember(place, found), name)
+        return found.has(name)
 
     def _remember(self, place: str, found: PlaceRecord) -> str:
         if len(self._parts) >= _MOST_REMEMBERED:
             self._parts.clear()
         self._parts[place] = parts = posixpath.normpath(f"{place}/{found.parts}")
         return parts
+
+
+def _folders_of(key: str) -> list[str]:
+    """The keys above that key, the nearest first."""
+    parts = key.split("/")[:-1]
+    return ["/".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def _stamp(found: Found) -> FileStamp:

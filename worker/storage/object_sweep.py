@@ -17,9 +17,10 @@ from datetime import datetime, timedelta
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage.listing import PROBE, Listing, list_below
-from asyncckpt.worker.storage.object_attempt import publish_metadata, remove_below, revoke_attempt
+from asyncckpt.worker.storage.object_attempt import remove_attempt, revoke_attempt
 from asyncckpt.worker.storage.objects import Found, Objects
 from asyncckpt.worker.storage.record import PARTS, is_finalized, read_record
+from asyncckpt.worker.storage.stock_names import behind, is_under_way, show, shown
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +83,15 @@ class _Sweep:
                 self._forget(name, found)
 
     def _look(self, name: str, found: Found) -> None:
-        """Find out which attempt a record names; give stock readers its metadata, or take away that of none."""
-        metadata = self._listing.seen.get(posixpath.join(name, METADATA_NAME))
+        """Find out which attempt a record names; give stock readers its files, or take away the metadata of none."""
         place, attempts = posixpath.join(self._root, name), self._attempts.get(name, [])
-        is_behind = metadata is None or metadata.modified <= found.modified
         if not is_finalized(found):
+            metadata = self._listing.seen.get(posixpath.join(name, METADATA_NAME))
             is_old = metadata is not None and metadata.modified <= self._revoked
             if is_old and not read_record(self._objects, place)[0].is_finalized:
                 self._objects.delete([posixpath.join(place, METADATA_NAME)])
             return
-        if len(attempts) == 1 and not is_behind:
+        if len(attempts) == 1 and not self._behind(name, attempts[0], found):
             self._in_use.add(attempts[0])
             return
         record, version = read_record(self._objects, place)
@@ -102,8 +102,16 @@ class _Sweep:
             self._unsettled.add(parts)  # it is damaged, and does not say which
         else:
             self._in_use.add(parts)
-            if is_behind and record.parts.startswith(PARTS):
-                publish_metadata(self._objects, place, record.parts.removeprefix(PARTS))
+            if record.parts.startswith(PARTS) and (late := self._behind(name, parts, found)):
+                show(self._objects, place, record.parts.removeprefix(PARTS), late)
+
+    def _behind(self, name: str, parts: str, found: Found) -> dict[str, Found]:
+        """Those files at ``parts`` that stock readers do not find at the place ``name``, whose record was ``found``."""
+        if is_under_way(self._objects, posixpath.join(self._root, name)):
+            return {}
+        files, seen = shown(self._listing.parts.get(parts, {})), self._listing.seen
+        there = {each: seen[path] for each in files if (path := posixpath.join(name, each)) in seen}
+        return behind(files, there, found.modified)
 
     def _forget(self, name: str, found: Found) -> None:
         """Remove a record that only says what was revoked long ago."""
@@ -115,7 +123,7 @@ def _remove_orphan(objects: Objects, parts: str) -> None:
     place, its = posixpath.dirname(parts), posixpath.basename(parts).removeprefix(PARTS)
     if not revoke_attempt(objects, place, its):
         logger.warning("removing %s/%s, which a worker left that was killed", objects.base, parts)
-        remove_below(objects, parts)
+        remove_attempt(objects, place, its)
 
 
 def _probe(objects: Objects, root: str) -> datetime:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -27,6 +30,11 @@ _AT_ONCE_S = 10.0
 _PAUSES_S = (0.1, 0.4, 1.6)
 # Parts of one object under way at a time.
 _PARTS_AT_ONCE = 8
+# A store takes 10,000 parts of 5 MiB to 5 GiB for an object, all but the last of one size; S3 copies up to 5 GiB.
+_LEAST_SENT, _MOST_PARTS = 16 << 20, 9000
+_MOST_COPIED = 5 << 30
+# Each that is sent by way of here takes memory.
+_sending = threading.Lock()
 
 Version: TypeAlias = dict[str, str]
 """What tells the contents of a key from those that it had before, or has later: ``e_tag`` and ``version``."""
@@ -119,6 +127,37 @@ class Objects:
         """
         options = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": _PARTS_AT_ONCE}
         self._ask("writing", key, lambda: self._store.put(key, parts(), **options))
+
+    def copy(self, key: str, to: str, nbytes: int) -> None:
+        """Have an object of ``nbytes`` stand ``to`` another key, too, if it is there. The store does it, or, where it
+        cannot, as with very large ones, all of it goes by way of here.
+        """
+        if nbytes <= _MOST_COPIED:
+            try:
+                self._ask("copying", to, lambda: self._store.copy(key, to))
+                return
+            except StorageError:
+                if nbytes <= _LEAST_SENT:
+                    raise
+        part_bytes = max(_LEAST_SENT, -(-nbytes // _MOST_PARTS))
+        begins = range(0, nbytes, part_bytes)
+
+        def read(begin: int) -> memoryview:
+            return self.get_range(key, begin, min(part_bytes, nbytes - begin))
+
+        def parts() -> Iterator[memoryview]:
+            # On threads of ours: obstore asks for the parts on one of its own, where it cannot be called.
+            ahead: deque[Future[memoryview]] = deque()
+            for begin in begins:
+                ahead.append(pool.submit(read, begin))
+                if len(ahead) == _PARTS_AT_ONCE:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+        with _sending, ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="asyncckpt-copy") as pool:
+            if self.head(key) is not None:
+                self.put_parts(to, parts, part_bytes)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects, if they are there."""

@@ -18,11 +18,13 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from asyncckpt.errors import StorageError
-from asyncckpt.worker.manifest import MANIFEST_NAME
+from asyncckpt.worker.manifest import MANIFEST_NAME, is_data
 from asyncckpt.worker.storage.objects import Found, Objects, Version
 
 PARTS = ".parts-"
-"""How the name begins below which the files of an attempt stand; the rest is its ``digest``."""
+"""How the name begins below which the files of an attempt stand; the rest is its ``digest``, in nested folders followed
+by how deep these are: see ``part_key``.
+"""
 
 # A record with a manifest is padded to so many bytes, and one without is shorter: a listing tells them apart.
 _FINALIZED_BYTES = 4096
@@ -34,6 +36,24 @@ _MOST_CHANGES = 100
 def digest(attempt: str) -> str:
     """What stands for the name of an attempt on a store."""
     return xxhash.xxh3_128_hexdigest(attempt.encode())
+
+
+def parts_name(its: str, folder: str = "") -> str:
+    """The name below which the attempt with that digest keeps data files of DCP's in a ``folder``; "" is the place."""
+    return f"{PARTS}{its}-{folder.count('/') + 1}" if folder else PARTS + its
+
+
+def part_key(parts: str, name: str) -> str:
+    """Where the file ``name`` of an attempt stands, whose files are at ``parts``.
+
+    A data file of DCP's in a folder of a set stands below that folder: stock readers find it through the ``.metadata``
+    there, which can only name what is below itself.
+    """
+    folder, base = posixpath.split(name)
+    if not folder or not is_data(base):
+        return f"{parts}/{name}"
+    place, its = posixpath.split(parts)
+    return f"{place}/{folder}/{parts_name(its.removeprefix(PARTS), folder)}/{base}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +74,13 @@ class PlaceRecord:
     def is_of(self, digest: str) -> bool:
         """Whether the attempt with that digest is the finalized one."""
         return self.is_finalized and posixpath.basename(self.parts) == PARTS + digest
+
+    def has(self, name: str) -> bool:
+        """Whether the manifest has a file of that name."""
+        try:
+            return name in json.loads(self.manifest)["files"]
+        except (ValueError, KeyError, TypeError):
+            return False
 
     def revoking(self, digest: str) -> PlaceRecord:
         """This one, with one attempt more revoked."""

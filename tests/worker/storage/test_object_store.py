@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from obstore.store import MemoryStore
@@ -22,6 +23,7 @@ from asyncckpt.worker.storage.listing import Listing, list_below
 from asyncckpt.worker.storage.object_store import ObjectStorage
 from asyncckpt.worker.storage.objects import Objects, objects_at, split_address
 from asyncckpt.worker.storage.record import PlaceRecord, read_record
+from asyncckpt.worker.storage.stock_names import show
 from asyncckpt.worker.storage.storage import OpenAttempt, Storage
 
 __all__ = ["s3_root", "s3_server"]
@@ -98,7 +100,7 @@ def test_a_worker_that_dies_when_it_is_decided(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(object_sweep, "_swept", {})
         storage, opened = memory(), None
         with monkeypatch.context() as patch:
-            patch.setattr(object_attempt, "publish_metadata", lambda *_: None)
+            patch.setattr(object_attempt, "show", lambda *_: None)
             opened = begun(storage, 1, "a-1")
             opened.finalize("refuse")
         final = "memory://bucket/run/step-00000001"
@@ -114,14 +116,13 @@ def test_a_worker_that_dies_when_it_is_decided(monkeypatch: pytest.MonkeyPatch) 
 def test_a_worker_that_is_only_slow_to_publish(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another has taken the place of its checkpoint: stock readers get the metadata of that."""
     storage = memory()
-    real = object_attempt.publish_metadata
 
-    def slow(objects: Objects, place: str, its: str, metadata: bytes | None = None) -> None:
-        monkeypatch.setattr(object_attempt, "publish_metadata", real)
+    def slow(*given: Any) -> None:
+        monkeypatch.setattr(object_attempt, "show", show)
         begun(storage, 1, "a-2").finalize("replace")
-        real(objects, place, its, metadata)
+        show(*given)
 
-    monkeypatch.setattr(object_attempt, "publish_metadata", slow)
+    monkeypatch.setattr(object_attempt, "show", slow)
     opened = storage.begin_checkpoint(final := "memory://bucket/run/step-00000001", "a-1", 0)
     put(opened, METADATA_NAME, b"older")
     put(opened, MANIFEST_NAME, Manifest("a-1", 1, 0.0, 1, False, 0, {}, {}).encode())
@@ -238,7 +239,7 @@ def test_stock_readers_never_keep_the_metadata_of_another(existing: Existing, mo
         put(opened, MANIFEST_NAME, Manifest(attempt, 1, 0.0, 1, False, 0, {}, {}).encode())
         with monkeypatch.context() as patch:
             if attempt == "a-2":
-                patch.setattr(object_attempt, "publish_metadata", lambda *_: None)
+                patch.setattr(object_attempt, "show", lambda *_: None)
             opened.finalize(existing)
     sweep_again(storage)
     found = storage._objects.get("run/step-00000001/.metadata")
