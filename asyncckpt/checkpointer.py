@@ -130,7 +130,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             _warn_of_others(self._tiers.roots)
         self._has_saved = True
         if self._tiers.local is not None and isinstance(state_dict, FileSet):
-            check_file_set_place(state_dict, self.root, "refuse")  # where it would be uploaded to
+            check_file_set_place(state_dict, self.root, "refuse", is_copy=True)
         asked = True if upload is None and self._is_terminating else upload
         retention = retention_of(self.config, self._origin, self._tiers.roots, step, upload=asked)
         path = step_folder(self._tiers.roots[0], step)

@@ -25,13 +25,20 @@ from asyncckpt.worker.storage import is_address, may_be_key
 PREPARES = Call("prepares a save", "prepare")
 
 
-def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
-    """Raise ``ValueError`` where a set of files cannot go; have its save fail where a store has no such names."""
+def check_file_set_place(files: FileSet, path: str, existing: Existing, *, is_copy: bool = False) -> None:
+    """Raise ``ValueError`` where a set of files cannot go; have its save fail where a store cannot have such files.
+
+    ``is_copy``: it is uploaded there, whole.
+    """
     if existing == "join":
         raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
-    for name in files.contents if is_address(path) else ():
+    for name, content in files.contents.items() if is_address(path) else ():
+        reason = None
         if not may_be_key(name):
             reason = "cannot be the name of a file on an object store; give it another"
+        elif isinstance(content, ShardedSafetensors) and not is_copy:
+            reason = "is written by all ranks together, and no object is: save to a local folder (Config.local_root)"
+        if reason is not None:
             files.fail(UnsavableStateError(f"{name!r} {reason}", path=path))
 
 

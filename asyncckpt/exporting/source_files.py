@@ -40,9 +40,8 @@ class SourceFiles:
 
     def in_set(self, name: str) -> tuple[StorageSource, str] | None:
         """The set that has the file ``name``, and the name that it has there; None: it is of none."""
-        if is_address(self.folder):  # where there are none: they are saved to file systems
-            return None
-        folder, base = os.path.split(os.path.realpath(self.path(name)))
+        path = self.path(name)
+        folder, base = os.path.split(path if is_address(path) else os.path.realpath(path))
         if folder not in self._sets:
             self._sets[folder] = self._set_around(folder)
         if (found := self._sets[folder]) is None:
@@ -164,7 +163,8 @@ def read_bytes(file: ChecksummedFile, begin: int, end: int) -> bytes:
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """``folder``, from the root of the file system on, and those above it."""
-    while folder != (above := os.path.dirname(folder)):
+    """``folder`` and those above it, but for the root of the file system, or of all buckets."""
+    is_object = is_address(folder)
+    while folder != (above := os.path.dirname(folder)) and is_address(folder) == is_object:
         yield folder
         folder = above

@@ -27,7 +27,8 @@ from asyncckpt import Checkpointer, FileSet
 from asyncckpt.cli import main
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError, MismatchError, UnsavableStateError
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError, MismatchError, UnsavableStateError
+from asyncckpt.exporting.export import export
 from asyncckpt.loading.source import verify
 from asyncckpt.worker.storage import complete_steps
 from asyncckpt.worker.storage.objects import objects_at, split_address
@@ -354,3 +355,37 @@ def test_names_that_are_not_for_stores(s3_root: str, tmp_path: Path, name: str, 
             checkpointer.save(1, files)
         checkpointer.save(1, make(1)).result(60)
     check(f"{s3_root}/step-00000001", 1, tmp_path / "1", has_state=False)
+
+
+def test_weights_of_all_ranks_are_uploaded_whole(s3_root: str, tmp_path: Path) -> None:
+    state = {"w": torch.arange(9.0), "x": torch.randn(3, 300_000)}
+    files = FileSet()
+    files.add_sharded_safetensors("model.safetensors", state)
+    with Checkpointer(s3_root) as checkpointer, pytest.raises(UnsavableStateError, match="local_root"):
+        checkpointer.save(1, files)
+    files.error = None
+    with Checkpointer(s3_root, Config(local_root=str(tmp_path / "fast"))) as checkpointer:
+        checkpointer.save(1, files).result(60)
+        checkpointer.wait_uploads(60)
+    address = f"{s3_root}/step-00000001"
+    assert not verify(address).damages
+    assert downloaded(address, tmp_path / "1") == {"model.safetensors", "asyncckpt.json"}
+    assert same(dict(load_file(tmp_path / "1" / "model.safetensors")), state)
+    export(f"{address}/model.safetensors", tmp_path / "out.pt", to="torch")
+    assert same(torch.load(tmp_path / "out.pt"), state)
+
+
+def test_a_file_of_a_set_is_checked_where_it_is_exported(s3_root: str, tmp_path: Path) -> None:
+    with Checkpointer(s3_root) as checkpointer:
+        checkpointer.save(1, whole(1)).result(60)
+    address = f"{s3_root}/step-00000001"
+    export(f"{address}/model.safetensors", tmp_path / "out.pt", to="torch")
+    found, expected = torch.load(tmp_path / "out.pt"), weights(1)
+    assert found.keys() == expected.keys() and all(same(found[name], expected[name]) for name in expected)
+    objects = objects_at(address)
+    (where,) = (each for each in keys_below(address) if ".parts-" in each and each.endswith("/model.safetensors"))
+    data = bytearray(objects.get(where)[0])  # type: ignore[index]
+    data[-1] ^= 1
+    objects.put(where, bytes(data))
+    with pytest.raises(DamagedCheckpointError, match="damaged"):
+        export(f"{address}/model.safetensors", tmp_path / "other.pt", to="torch")
