@@ -31,6 +31,8 @@ Stamps: TypeAlias = Mapping[str, FileStamp | None]
 
 # Manifests whose facts are kept, so that each is read once by a process.
 _KEPT = 4096
+# By the root, on an object store.
+_last_created: dict[str, float] = {}
 
 
 class StoredStep(NamedTuple):
@@ -146,9 +148,16 @@ def origin_of(step: int, *roots: str) -> Origin:
 def time_of_creation(root: str, since: float = 0.0) -> float:
     """Now, in seconds since the epoch, and later than ``since``, and than what any checkpoint under ``root`` says of
     itself: the clocks of hosts differ. Raises ``StorageError``.
+
+    An object store is looked at once: what comes later this process creates.
     """
-    known = (each.created for each in history(root, strict=False) if each.created is not None)
-    return max(time.time(), math.nextafter(max((since, *known)), math.inf))
+    known = [_last_created[root]] if root in _last_created else []
+    if not known:
+        known = [each.created for each in history(root, strict=False) if each.created is not None]
+    created = max(time.time(), math.nextafter(max((since, *known)), math.inf))
+    if is_address(root):
+        _last_created[root] = created
+    return created
 
 
 def was_removed(request: WriteRequest) -> bool:
