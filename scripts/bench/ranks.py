@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 import asyncckpt
 from bench.limits import WriteLimit
 
+# Until what the save before has left to remove is gone.
+_PAUSE_S = 0.5
+
 
 def _sharded(total: int, tensors: int) -> dict[str, Any]:
     """``total`` bytes in ``tensors`` tensors, each sharded over all ranks, and a replicated one."""
@@ -49,14 +52,22 @@ def _rank(rank: int, world_size: int, rendezvous: str, folder: str, total: int, 
         for step in range(saves + 1):
             dist.barrier()
             direct = writer.direct_write() if writer is not None else 0.0
+            time.sleep(_PAUSE_S)
             dist.barrier()
             state["step"] = step
             begun = time.perf_counter()
-            save = checkpointer.save(step, state)
+            save = checkpointer.save(2 * step, state)
             save.result(300)
             durable = time.perf_counter() - begun
             timings = save.timings
             mine = [durable, timings["stall_s"], timings["stall_s"] - timings["copy_s"], timings["write_s"], direct]
+            time.sleep(_PAUSE_S)
+            dist.barrier()
+            files = asyncckpt.FileSet()
+            files.add_sharded_safetensors("model.safetensors", state["model"], {"format": "pt"})
+            begun = time.perf_counter()
+            checkpointer.save(2 * step + 1, files).result(300)
+            mine.append(time.perf_counter() - begun)
             every: list[Any] = [None] * world_size
             dist.all_gather_object(every, mine)
             rows.append([max(column) for column in zip(*every, strict=True)])
@@ -84,7 +95,8 @@ def measure(counts: Sequence[int], total: int, tensors: int, saves: int, where: 
                 process.join()
             if any(process.exitcode for process in ranks):
                 raise RuntimeError(f"a rank of {count} failed")
-            prepared, durable, stall, beside, write, direct = json.loads(Path(folder, "result.json").read_text())
+            result = json.loads(Path(folder, "result.json").read_text())
+            prepared, durable, stall, beside, write, direct, safetensors = result
             found.append(
                 {
                     "processes": count,
@@ -96,6 +108,8 @@ def measure(counts: Sequence[int], total: int, tensors: int, saves: int, where: 
                     "direct write s": direct,
                     "durable / direct": durable / direct,
                     "write / direct": write / direct,
+                    "as safetensors s": safetensors,
+                    "as safetensors / durable": safetensors / durable,
                 }
             )
         finally:
