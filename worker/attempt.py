@@ -247,8 +247,8 @@ class FolderAttempt(Attempt):
         self.opened.discard(None if self.request.rank == 0 else self._names())
 
     def _names(self) -> list[str]:
-        """The files that this rank alone may have created."""
-        large = [each.name(self.request.rank) for each in self._large if not isinstance(each, JointData)]
+        """The files that this rank may have created; with others, where ranks write them together."""
+        large = [each.name(self.request.rank) for each in self._large]
         return [*large, *map(self._index_name, range(len(large)))]
 
     def _create(self, name: str) -> OutputFile:
@@ -341,7 +341,8 @@ class FileSetAttempt(FolderAttempt):
     def _facts(self, file: LargeFile, nbytes: int, index: str) -> dict[str, Any]:
         if not isinstance(file, JointData):
             return super()._facts(file, nbytes, index)
-        return {"bytes": file.file_bytes, "parts": [index]}
+        written = sum(extent.nbytes for extent in unpacked(self._region(file.extents).cast("Q")))
+        return {"bytes": file.file_bytes, "parts": [index], "written": written}
 
     def _follow(self, file: LargeFile, output: ImageFile) -> Sequence[int]:
         """An archive is completed in the slot."""
@@ -371,7 +372,6 @@ class FileSetAttempt(FolderAttempt):
         return first
 
     def _names(self) -> list[str]:
-        """What others write, too, goes with all of it."""
         return [*super()._names(), *dict(self.request.small_files), *dict(self.layout.constant_files)]
 
 

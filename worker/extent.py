@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from asyncckpt.errors import DamagedCheckpointError
@@ -56,12 +57,15 @@ def unpacked(numbers: Sequence[int]) -> list[Extent]:
 
 
 def check_whole(extents: Sequence[Extent], nbytes: int, path: str) -> None:
-    """That ``extents``, those of all parts, are as many bytes as the file ``path`` of ``nbytes`` has, and in it.
+    """That ``extents``, those of all parts, are as many bytes as the file ``path`` of ``nbytes`` has, and in it; single
+    runs not twice.
 
     Raises ``DamagedCheckpointError``.
     """
     found = sum(extent.nbytes for extent in extents)
-    if found != nbytes or max((extent.end for extent in extents), default=0) > nbytes:
+    single = sorted((extent.begin, extent.end) for extent in extents if extent.runs == 1)
+    is_twice = any(end > begin for (_, end), (begin, _) in pairwise(single))
+    if found != nbytes or is_twice or max((extent.end for extent in extents), default=0) > nbytes:
         raise DamagedCheckpointError(
             f"the indexes of this file are of parts with {found:,} bytes, and it has {nbytes:,}", path=path
         )

@@ -135,19 +135,29 @@ def indexes_of(facts: Mapping[str, Any]) -> Sequence[str]:
     return [facts["index"]] if "index" in facts else parts
 
 
-def merged(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
-    """The files of a manifest, of which each rank reports its own. Raises ``CheckpointError`` where two are one."""
-    files: dict[str, Mapping[str, Any]] = {}
+def merged(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The files of a manifest, of which each rank reports its own; of a joint one also how many bytes it has written.
+
+    Raises ``CheckpointError`` where two ranks have written one file, or all together not all of a joint one.
+    """
+    files: dict[str, dict[str, Any]] = {}
     for rank, report in enumerate(reports):
         for name, facts in report.items():
-            known = files.setdefault(name, facts)
-            if known is facts:
+            if name not in files:
+                files[name] = {each: [*its] if each == "parts" else its for each, its in facts.items()}
                 continue
+            known = files[name]
             if not ("parts" in known and "parts" in facts and known["bytes"] == facts["bytes"]):
                 raise CheckpointError(
                     f"two ranks have written {name}, and only one can have: give one of them another name", rank=rank
                 )
-            files[name] = {**known, "parts": [*known["parts"], *facts["parts"]]}
+            known["parts"] += facts["parts"]
+            known["written"] += facts["written"]
+    for name, facts in files.items():
+        if facts["bytes"] != (written := facts.pop("written", facts["bytes"])):
+            raise CheckpointError(
+                f"of the {facts['bytes']:,} bytes of {name} the ranks have written {written:,}: please report this"
+            )
     return files
 
 
@@ -198,6 +208,12 @@ class Index:
     def bounds(self) -> array[int]:
         """The spans' boundaries; span ``i`` is from ``bounds[i]`` to ``bounds[i + 1]``."""
         return spans((item.at for item in self.items), self.nbytes)
+
+    def damage(self, begin: int, end: int) -> str:
+        """What to say where the checksum of the bytes from ``begin`` to ``end`` is not theirs."""
+        where = f"the bytes {begin:,} to {end:,}" if self.extents is None else f"{end - begin:,} bytes of one rank"
+        names = ", ".join(map(repr, self.names_at(begin, end)))
+        return f"{where} are damaged: {names or 'of no value, but of the space between them'}"
 
     def names_at(self, begin: int, end: int) -> list[str]:
         """The names of the items in the bytes from ``begin`` to ``end``."""
@@ -256,6 +272,7 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
         indexes = indexes_of(facts)
         is_told = digest is None and isinstance(indexes, list) and len(indexes) > 0
         is_told = is_told and all(isinstance(index, str) and is_index(index) for index in indexes)
+        is_told = is_told and len(indexes) == len({*indexes})
     if type(nbytes) is not int or nbytes < 0 or not is_told:
         raise ValueError(f"what it says of {name!r}")
 
@@ -263,6 +280,8 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
 def _check_extents(extents: Sequence[Extent], nbytes: int) -> None:
     """That they are in their order within a part of ``nbytes``. Raises ``ValueError``, ``TypeError``."""
     end = 0
+    if any(type(number) is not int for extent in extents for number in extent):
+        raise ValueError("an extent that is no numbers")
     for extent in extents:
         if (
             extent.at < end

@@ -115,6 +115,11 @@ class CheckpointLayout:
     slots: tuple[int, ...]
     metadata: Region
 
+    @property
+    def own_bytes(self) -> int:
+        """How many this rank needs space for."""
+        return self.data_bytes
+
     def constants(self) -> tuple[Region, ...]:
         """Of what is the same in every save."""
         return self.metadata, *(region for file in self.data_files for region in (file.index_head, file.spans))
@@ -141,6 +146,11 @@ class FileSetLayout:
     slots: tuple[int, ...]
     metadata: tuple[tuple[str, Region], ...]
     constant_files: tuple[tuple[str, Region], ...] = ()
+
+    @property
+    def own_bytes(self) -> int:
+        """How many this rank needs space for; who first opens a joint file takes it for all of that."""
+        return self.data_bytes - sum(file.nbytes for file in self.files if isinstance(file, JointData))
 
     def constants(self) -> tuple[Region, ...]:
         """Of what is the same in every save: nobody asks, as no image of a set is held."""

@@ -250,7 +250,7 @@ def _copy_file(
     with contextlib.closing(source.open(path)) as file:
         parts = partial(_checked_parts, file, indexes[0], failures)
         if "parts" in facts:
-            _check_parts(file, indexes, facts["bytes"])
+            _check_parts(file, indexes, facts["bytes"], failures)
             parts = partial(_parts, file, facts["bytes"], failures)
         attempt.copy(name, facts["bytes"], parts)
 
@@ -284,19 +284,19 @@ def _write(attempt: OpenAttempt, name: str, data: bytes) -> None:
         file.sync()
 
 
-def _check_parts(file: InputFile, indexes: Sequence[Index], nbytes: int) -> None:
-    """Compare the checksums of a joint file. It is read once for that: its parts may be rows that take turns."""
+def _check_parts(file: InputFile, indexes: Sequence[Index], nbytes: int, failures: list[BaseException]) -> None:
+    """Compare the checksums of a joint file, before it is copied: its parts may be runs that take turns.
+
+    Where they are, each part reads all of them.
+    """
     check_whole([extent for index in indexes for extent in index.extents or ()], nbytes, file.path)
     for index in indexes:
         part = JointInput(file, index.extents or ())
         for (begin, end), expected in zip(pairwise(index.bounds), index.checksums, strict=True):
+            if failures:
+                raise StorageError("another file of it has failed", path=file.path)
             if checksum(part.read(begin, end)) != expected:
-                raise _damage(file, index, begin, end)
-
-
-def _damage(file: InputFile, index: Index, begin: int, end: int) -> DamagedCheckpointError:
-    names = ", ".join(map(repr, index.names_at(begin, end)))
-    return DamagedCheckpointError(f"the bytes {begin:,} to {end:,} are damaged: {names}", path=file.path)
+                raise DamagedCheckpointError(index.damage(begin, end), path=file.path)
 
 
 def _parts(file: InputFile, nbytes: int, failures: list[BaseException]) -> Iterator[memoryview]:
@@ -323,7 +323,7 @@ def _checked_parts(file: InputFile, index: Index, failures: list[BaseException])
             digest.update(part[at - begin : stop - begin])
             if stop == bounds[span + 1]:
                 if digest.intdigest() != index.checksums[span]:
-                    raise _damage(file, index, bounds[span], stop)
+                    raise DamagedCheckpointError(index.damage(bounds[span], stop), path=file.path)
                 digest.reset()
                 span += 1
             at = stop

@@ -59,7 +59,7 @@ def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
             orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
             if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):
                 raise exists_error(request.path, request.existing, request.step)  # the trainer has not asked
-            folder = storage.begin_checkpoint(request.path, request.attempt, layout.data_bytes + beside, orphan_s)
+            folder = storage.begin_checkpoint(request.path, request.attempt, layout.own_bytes + beside, orphan_s)
             if isinstance(layout, FileSetLayout):
                 return FileSetAttempt(folder, staged_image, layout)
             return CheckpointAttempt(folder, staged_image, layout)

@@ -129,13 +129,15 @@ class StateToSave(SaveInput):
 
 @dataclass(frozen=True)
 class FilesToSave(SaveInput):
-    """A set of files, whose folders of DCP's all ranks plan together."""
+    """A set of files, of which all ranks plan some together."""
 
     files: FileSet
 
     def __post_init__(self) -> None:
         its = self.files.contents.items()
-        shared = [name for name, content in its if isinstance(content, DcpFolder | ShardedSafetensors)]
+        # By name, and how they are written.
+        shared = [name for name, content in its if isinstance(content, DcpFolder)]
+        shared += [f"{name} {content.key}" for name, content in its if isinstance(content, ShardedSafetensors)]
         words = f"{self.call.words} as files, of which all ranks have {shared}"
         object.__setattr__(self, "call", Call(words, f"{self.call.key} {shared}"))
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
 from asyncckpt.exporting.stored import DictKey
-from asyncckpt.planning.draft import pickle_metadata
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
+from asyncckpt.planning.metadata import pickle_metadata
 from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest, data_name, index_name, spans, storage_meta
 from asyncckpt.worker.storage import step_of
 from asyncckpt.worker.storage.history import time_of_creation

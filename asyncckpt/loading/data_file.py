@@ -184,14 +184,7 @@ class ChecksummedFile(ABC):
             raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=self.path)
 
     def _damage(self, span: int) -> DamagedCheckpointError:
-        begin, end = self._bounds[span], self._bounds[span + 1]
-        names = ", ".join(map(repr, self.index.names_at(begin, end)))
-        what = names or "of no value, but of the space between them"
-        return DamagedCheckpointError(f"{self._where(begin, end)} are damaged: {what}", path=self.path)
-
-    def _where(self, begin: int, end: int) -> str:
-        """Which bytes that are."""
-        return f"the bytes {begin:,} to {end:,}"
+        return DamagedCheckpointError(self.index.damage(self._bounds[span], self._bounds[span + 1]), path=self.path)
 
 
 class StoredFile(ChecksummedFile):
@@ -262,9 +255,6 @@ class StoredPart(ChecksummedFile):
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         for at in range(begin, end, self._run_bytes):
             yield FilePart(at, self._part.read(at, min(at + self._run_bytes, end)))
-
-    def _where(self, begin: int, end: int) -> str:
-        return f"{end - begin:,} bytes that one rank has written"
 
 
 class MemoryFile(ChecksummedFile):

@@ -148,10 +148,13 @@ class StorageSource:
 
     def data_files(self) -> list[str]:
         """Those that ``.metadata`` may be about."""
-        return [name for name in self.manifest.data_files() if "/" not in name and name.endswith(".distcp")]
+        files = self.manifest.files.items()
+        return [name for name, its in files if "index" in its and "/" not in name and name.endswith(".distcp")]
 
     def open(self, name: str, opened: Callable[[str], InputFile] | None = None) -> ChecksummedFile:
         """``opened``: how a path is opened; None: as its storage does."""
+        if "index" not in self._facts(name):
+            raise DamagedCheckpointError("this is no data file with an index", path=os.path.join(self.path, name))
         (file,) = self.open_parts(name, opened)
         return file
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copyreg
-import io
 import os
-import pickle
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +15,13 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout, TensorSpec
+from asyncckpt.planning.metadata import pickle_metadata
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import (
     CheckpointPlan,
@@ -123,10 +121,6 @@ def _fresh(planner: SavePlanner | None) -> SavePlanner:
     )
 
 
-# How many properties of a tensor torch 2.6 knows.
-_PROPERTIES = 5
-
-
 class StoredPlaces(NamedTuple):
     """Where a rank's items stand in its image: their offsets and sizes in bytes, in the order of its final plan.
 
@@ -166,7 +160,7 @@ class Draft:
         self._state_dict, planner, self._separate, self._folder = given
         self._planner, self._rank, self._differing = _fresh(planner), rank, differing
         self._flat: dict[str, Any] | None = None
-        self._local = SavePlan([])
+        self.local = SavePlan([])
         # First rank: what all have, until it becomes the metadata.
         self._finals: list[SavePlan] = []
         self.global_metadata = Metadata({})
@@ -184,11 +178,16 @@ class Draft:
                 planner.state_dict = {
                     name: _Opaque(name, value) if is_opaque(value) else value for name, value in self._flat.items()
                 }
-            self._local = planner.create_local_plan()
-        values: Any = self._flat if self._flat is not None else getattr(planner, "state_dict", None)
-        if self._differing is None or not isinstance(values, Mapping):
-            return self._local, array("Q")
-        return self._local, digests(values.get(item.index.fqn, ...) for item in self._local.items)
+            self.local = planner.create_local_plan()
+        values = self.values()
+        if self._differing is None or not values:
+            return self.local, array("Q")
+        return self.local, digests(values.get(item.index.fqn, ...) for item in self.local.items)
+
+    def values(self) -> Mapping[str, Any]:
+        """Those of the state by their names, as far as the planner shows them."""
+        values: Any = self._flat if self._flat is not None else getattr(self._planner, "state_dict", None)
+        return values if isinstance(values, Mapping) else {}
 
     def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[Any]:
         """First rank: who writes what."""
@@ -209,7 +208,7 @@ class Draft:
         if ordered is not None:
             items, values = ordered, self.capture_of(ordered)
             tensors, objects = self.taken(values)
-        aliases = aliases_of(tensors)
+        aliases = _aliases(tensors)
         specs = [
             TensorSpec(tensor.dtype, tuple(tensor.shape), aliases.get(number), name)
             for number, (tensor, name) in enumerate(zip(tensors, values.tensor_names, strict=True))
@@ -218,7 +217,7 @@ class Draft:
         stored = StoredObjects([item.index.fqn for item in object_items], objects)
         layout = DataLayout.lay_out(specs, stored.reserved, self._counts(tensor_items, object_items))
         files = self._planned_files(layout, tensor_items, object_items)
-        names = dict.fromkeys(item.index.fqn for item in self._local.items)
+        names = dict.fromkeys(item.index.fqn for item in self.local.items)
         self.plan = CheckpointPlan(
             number=number,
             layout=layout,
@@ -269,7 +268,7 @@ class Draft:
     def capture_of(self, items: Sequence[WriteItem]) -> FlatCapture | PlannerCapture:
         if self._flat is not None and isinstance(self._planner, DefaultSavePlanner):
             return FlatCapture(self._state_dict, self._flat, self._planner.flatten_state_dict, items)
-        return PlannerCapture(self._planner, self._local, items, self._rank == 0)
+        return PlannerCapture(self._planner, self.local, items, self._rank == 0)
 
     def _ordered(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[WriteItem] | None:
         """The items of each file after those of another, in each with those on devices first; None: they are so.
@@ -350,7 +349,7 @@ def _planning() -> Iterator[None]:
         raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
 
 
-def aliases_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Which tensors are the same bytes as an earlier one: stored once, under both names."""
     first: dict[Any, int] = {}
     aliases = {}
@@ -378,20 +377,3 @@ def _check_shards(state: Mapping[str, Any]) -> None:
                 f"{name!r} says by its global_shape and global_offsets that it is a part of a larger tensor, and torch"
                 f" {torch.__version__} cannot save it as one; take torch 2.14 or later, a DTensor, or leave it out"
             )
-
-
-def pickle_metadata(metadata: Metadata) -> bytes:
-    """DCP's ``.metadata``, in the form that every torch from 2.6 on reads: the properties of a tensor are the first
-    five, which all of them know. The strides that torch 2.14 added are not needed to load.
-    """
-    buffer = io.BytesIO()
-    # The last protocol without frames: the worker puts other steps in the place of the last one.
-    pickler = pickle.Pickler(buffer, protocol=3)
-    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduce_properties}
-    pickler.dump(metadata)
-    return buffer.getvalue()
-
-
-def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
-    state = properties.__getstate__()[:_PROPERTIES]  # type: ignore[no-untyped-call]
-    return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]

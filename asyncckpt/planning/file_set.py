@@ -41,9 +41,9 @@ class ShardedSafetensors:
     dtype: torch.dtype | None
 
     @property
-    def settings(self) -> tuple[Any, ...]:
-        """What it is to look like."""
-        return self.metadata and dict(self.metadata), self.max_shard_bytes, self.dtype
+    def key(self) -> tuple[Any, ...]:
+        """Equal where the same tensors are written alike."""
+        return self.metadata and tuple(self.metadata.items()), self.max_shard_bytes, self.dtype
 
     def stored_as(self, dtype: torch.dtype) -> torch.dtype:
         """What tensors of ``dtype`` become."""
@@ -65,9 +65,9 @@ Content: TypeAlias = TorchFileContents | SafetensorsFile | ShardedSafetensors | 
 class FileSet:
     """The files that one rank adds to a checkpoint of many files, by their names in its folder.
 
-    A name is a path relative to that folder, with "/" between its parts. No two ranks may have the same name, but that
-    of a folder of DCP, which all ranks must have. Tensors, and the state dicts of DCP, are looked at when the set is
-    saved: until then they must stay as they are.
+    A name is a path relative to that folder, with "/" between its parts. No two ranks may have the same name, but those
+    of folders of DCP and of sharded safetensors, which all ranks must have. Tensors and state dicts are looked at when
+    the set is saved: until then they must stay as they are.
     """
 
     def __init__(self, kind: str = "") -> None:

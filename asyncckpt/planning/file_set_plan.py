@@ -57,7 +57,7 @@ class FileSetContents:
     def key(self) -> tuple[Any, ...]:
         """Equal for sets that may fit the same plan."""
         large = (
-            (name, content.key if isinstance(content, DraftInput) else type(content))
+            (name, type(content), content.key if isinstance(content, DraftInput | ShardedSafetensors) else None)
             for name, content in self.large.items()
         )
         return self.kind, *large
@@ -150,10 +150,10 @@ class FileSetPlan:
         files: list[LargeFile] = []
         metadata: list[tuple[str, Region]] = []
         beside: list[tuple[str, Region]] = []
+        begin = 0
         for number, (name, plan) in enumerate(self.parts.items()):
             end = f" {number}"
             its = {key.removesuffix(end): region for key, region in regions.items() if key.endswith(end)}
-            begin = self.layout.begins[number]
             match plan:
                 case CheckpointPlan():
                     files += plan.large_files(begin, its)
@@ -165,6 +165,7 @@ class FileSetPlan:
                     files.append(SafetensorsData(begin, plan.layout.nbytes, path=name, length=plan.length, **its))
                 case TorchFilePlan():
                     files.append(ArchiveData(begin, plan.layout.nbytes, path=name, **its))
+            begin += plan.layout.nbytes
         return FileSetLayout(tuple(files), self.layout.nbytes, slots, tuple(metadata), tuple(beside))
 
 

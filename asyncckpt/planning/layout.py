@@ -175,7 +175,7 @@ class DataLayout:
             tensors += [place.since(-end) for place in each.tensors]
             objects += [place.since(-end) for place in each.objects]
             constants += [(end + at, data) for at, data in each.constants]
-            begins.append(end)
+            begins += [end + begin for begin in each.begins]
             converted += each.converted or [False] * len(each.specs)
             end += each.nbytes
         return cls(specs, tensors, objects, end, constants, begins, converted if any(converted) else ())

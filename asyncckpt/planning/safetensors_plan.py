@@ -146,7 +146,6 @@ def _row(spec: TensorSpec, place: Place) -> tuple[list[int], list[int], int, int
 
 def _check(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse what ``save_file`` refuses: what has no bytes, or not one after the other, or those of another."""
-    areas: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__}, and safetensors stores tensors alone")
@@ -154,9 +153,17 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__} that has no plain bytes to save")
         if not tensor.is_contiguous():
             raise UnsavableStateError(f"{name!r} is not contiguous; save_file asks for {name}.contiguous()")
-        if tensor.nbytes:
-            area = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name
-            areas[tensor.untyped_storage()._cdata].append(area)
+    check_apart(tensors)
+
+
+def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ``UnsavableStateError`` where two tensors share memory, as far as they have any."""
+    areas: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if type(tensor) in PLAIN and not has_no_bytes(tensor) and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            areas[tensor.untyped_storage()._cdata].append((begin, begin + (last + 1) * tensor.itemsize, name))
     for its in areas.values():
         for (_, end, one), (begin, _, other) in pairwise(sorted(its)):
             if begin < end:

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.draft import Draft, DraftInput, aliases_of
+from asyncckpt.planning.draft import Draft, DraftInput
 from asyncckpt.planning.file_set import ShardedSafetensors
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.plan import FlatCapture, PlannerCapture, split_items
-from asyncckpt.planning.safetensors_plan import Form, check_metadata, in_order, lay_out
+from asyncckpt.planning.safetensors_plan import Form, check_apart, check_metadata, in_order, lay_out
 from asyncckpt.planning.safetensors_shards import shard
-from asyncckpt.planning.structure import Fingerprint, StructureChanged, stateful_to_dict
+from asyncckpt.planning.structure import Fingerprint, stateful_to_dict
 from asyncckpt.shm.segment import round_up
 from asyncckpt.worker.extent import Extent, packed
 from asyncckpt.worker.manifest import Index, Item, spans
@@ -43,8 +43,8 @@ class _File(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """What the first rank tells another: its ``plan``, the ``files``, and of each tensor in the plan, by its name, the
-    number of its file and its first byte there.
+    """What the first rank tells another: its ``plan``, the ``files``, and of each tensor that it has, by its name, the
+    number of its file and its first byte there, and what it is: its stored dtype, and its shape.
 
     ``beside``: small files, for the first rank alone.
     """
@@ -52,6 +52,7 @@ class _Places(NamedTuple):
     plan: SavePlan
     files: Sequence[_File]
     begins: Mapping[str, tuple[int, int]]
+    forms: Mapping[str, Form]
     beside: Mapping[str, bytes]
 
 
@@ -79,12 +80,9 @@ class ShardedSafetensorsPlan:
     fingerprint: Fingerprint
     parts: Sequence[_Part]
     beside: Mapping[str, bytes]
-    settings: Any
 
     def capture(self, content: ShardedSafetensors) -> Sequence[torch.Tensor]:
         """The caller's own tensors in the order of the layout. Raises ``StructureChanged``, ``UnsavableStateError``."""
-        if content.settings != self.settings:
-            raise StructureChanged("it is to be written in another way")
         tensors, _ = self.values.take(stateful_to_dict(content.state_dict), None)
         self.fingerprint.check(tensors)
         return tensors
@@ -131,13 +129,24 @@ class ShardedSafetensorsDraft(Draft):
         super().__init__(DraftInput(stateful_to_dict(content.state_dict), None, folder=name), rank, differing)
         self._file, self._content = name, content
 
+    def local_plan(self) -> tuple[SavePlan, array[int]]:
+        """What this rank has. No two of its tensors share memory: who loads the file would have them apart."""
+        local = super().local_plan()
+        tensors = {name: value for name, value in self.values().items() if isinstance(value, torch.Tensor)}
+        check_apart({name: getattr(value, "_local_tensor", value) for name, value in tensors.items()})
+        return local
+
     def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[Any]:
         """First rank: who writes what, and where."""
+        ours = dict.fromkeys(item.index.fqn for plan, _ in found for item in plan.items)
         plans = super().global_plans(found)
         forms: dict[str, Form] = {}
-        for name, about in self.global_metadata.state_dict_metadata.items():
+        for name in ours:
+            about = self.global_metadata.state_dict_metadata[name]
             if not isinstance(about, TensorStorageMetadata):
-                raise UnsavableStateError(f"{name!r} is no tensor, and safetensors stores tensors alone")
+                raise UnsavableStateError(
+                    f"{name!r} is no tensor with plain bytes, and safetensors stores such tensors alone"
+                )
             forms[name] = self._content.stored_as(about.properties.dtype), tuple(about.size)
         files: list[_File] = []
         places: dict[str, tuple[int, int]] = {}
@@ -149,10 +158,18 @@ class ShardedSafetensorsDraft(Draft):
             files.append(_File(file, nbytes, header))
             places |= {name: (number, begin) for name, begin in begins.items()}
         answers = []
-        for rank, plan in enumerate(plans):
+        for rank, (plan, (local, _)) in enumerate(zip(plans, found, strict=True)):
             known = files if rank == 0 else [each._replace(header=b"") for each in files]
-            its = {item.index.fqn: places[item.index.fqn] for item in plan.items}
-            answers.append(_Places(plan, known, its, beside if rank == 0 else {}))
+            its = dict.fromkeys(item.index.fqn for item in (*local.items, *plan.items))
+            answers.append(
+                _Places(
+                    plan=plan,
+                    files=known,
+                    begins={name: places[name] for name in its},
+                    forms={name: forms[name] for name in its},
+                    beside=beside if rank == 0 else {},
+                )
+            )
         return answers
 
     def lay_out(self, final: _Places, number: int) -> None:
@@ -161,9 +178,7 @@ class ShardedSafetensorsDraft(Draft):
         ordered = sorted(items, key=lambda item: _first_byte(item, final.begins))
         values = self.capture_of(ordered)
         tensors = self.taken(values)[0]
-        if aliases := aliases_of(tensors):
-            one, other = (values.tensor_names[number] for number in next(iter(aliases.items())))
-            raise UnsavableStateError(f"{one!r} and {other!r} share memory, which safetensors cannot say: save one")
+        self._check_forms(final, ordered, tensors)
         layout, parts = _lay_out_parts(final, ordered, tensors, self._content)
         self.plan = ShardedSafetensorsPlan(
             layout=layout,
@@ -171,8 +186,22 @@ class ShardedSafetensorsDraft(Draft):
             fingerprint=Fingerprint(tensors, []),
             parts=parts,
             beside=final.beside,
-            settings=self._content.settings,
         )
+
+    def _check_forms(self, final: _Places, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> None:
+        """That what this rank has, also where another writes it, is of the tensors that the file is laid out for."""
+        for item in self.local.items:
+            name, about = item.index.fqn, item.tensor_data
+            dtype, shape = final.forms[name]
+            if about is None or tuple(about.size) != shape or self._content.stored_as(about.properties.dtype) != dtype:
+                raise UnsavableStateError(f"{name!r} has another dtype or shape on this rank than on others")
+        for item, tensor in zip(items, tensors, strict=True):
+            stored = self._content.stored_as(tensor.dtype), tuple(tensor.shape)
+            if stored != (final.forms[item.index.fqn][0], _box(item)[2]):
+                raise UnsavableStateError(
+                    f"{item.index.fqn!r} is a part of {_box(item)[2]} elements of {final.forms[item.index.fqn][0]}, and"
+                    f" its memory on this rank has {tuple(tensor.shape)} of {tensor.dtype}: its DTensor is not true"
+                )
 
     def metadata(self, places: list[Any]) -> list[bytes]:
         """There is no ``.metadata``."""
@@ -223,7 +252,8 @@ def _lay_out_parts(
             parts.append(part.finished())
             begin = round_up(begin + part.nbytes)
     converted = [spec.dtype != tensor.dtype for spec, tensor in zip(specs, tensors, strict=True)]
-    return DataLayout(specs, places, [], begin, constants, converted=converted), parts
+    begins = [part.begin for part in parts] or [0]
+    return DataLayout(specs, places, [], begin, constants, begins, converted), parts
 
 
 class _PartLayout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,6 +162,27 @@ def test_each_bad_byte_is_found(tmp_path: Path) -> None:
     assert verify(str(path)).damages
 
 
+def _leave(root: str) -> str:
+    """Rank 0's attempt never begins, while rank 1 writes; nobody leaves anything."""
+    if dist.get_rank() == 0:
+        faulty("begin:eio")
+    with Engine(QUICK) as engine:
+        files = FileSet()
+        files.add_dcp_folder("rest", {"step": 1})
+        files.add_sharded_safetensors("model.safetensors", {"rows": _part(FORMS["rows"], 0)})
+        try:
+            engine.save(os.path.join(root, "1"), files).result(60)
+        except CheckpointError as error:
+            return type(error).__name__
+        return ""
+
+
+def test_what_another_has_begun_goes(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    assert run(2, _leave, str(tmp_path / "root"), folder=tmp_path) == ["StorageError"] * 2
+    assert not os.listdir(tmp_path / "root")
+
+
 def _fault(root: str, fault: str, bad: int) -> str:
     """What a rank is told of a save that a worker spoils; the next one works."""
     if dist.get_rank() == bad:
@@ -193,6 +215,14 @@ def test_where_one_cannot_write_there_is_no_file(tmp_path: Path, fault: str, bad
     assert (path / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
+def _made(tensor: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A DTensor that says the same of other memory."""
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(
+        change(tensor.to_local()), mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
 def _refused(root: str, how: str) -> str:
     with Engine(QUICK) as engine:
         files, rank, state = FileSet(), dist.get_rank(), {"rows": _part(FORMS["rows"], 0)}
@@ -201,13 +231,24 @@ def _refused(root: str, how: str) -> str:
                 state["step"] = 1  # type: ignore[assignment]
             case "tied":
                 state["other"] = state["rows"]
+            case "tied in part":
+                state["one"] = torch.arange(9.0)
+                state["other"] = state["one"][3:7]
+            case "replicas":
+                state["one"] = torch.ones(3 + rank)
+            case "dtypes":
+                state["rows"] = _made(state["rows"], lambda local: local.half() if rank else local)
+            case "short":
+                state["rows"] = _made(state["rows"], lambda local: local[: len(local) - rank])
             case "name" if rank == 0:
                 files.add_bytes("model.safetensors.index.json", b"{}")
             case "metadata":
                 files.add_sharded_safetensors("model.safetensors", state, {"format": 1}, 10**9)  # type: ignore[dict-item]
         if how != "metadata" and not (how == "one rank" and rank == 1):
             state["more"] = torch.ones(3)
-            files.add_sharded_safetensors("model.safetensors", state, METADATA, 50 if how == "name" else 10**9)
+            dtype = [torch.half, torch.bfloat16][rank] if how == "settings" else None
+            most = 50 if how == "name" else 10**9
+            files.add_sharded_safetensors("model.safetensors", state, METADATA, most, dtype)
         try:
             engine.save(os.path.join(root, "1"), files).result(60)
         except CheckpointError as error:
@@ -219,7 +260,12 @@ def _refused(root: str, how: str) -> str:
     ("how", "says"),
     [
         ("object", "'step' is no tensor"),
-        ("tied", "'rows' and 'other' share memory"),
+        ("tied", "'other' and 'rows' share memory"),
+        ("tied in part", "'one' and 'other' share memory"),
+        ("replicas", "'one' has another dtype or shape"),
+        ("dtypes", "'rows' has another dtype or shape"),
+        ("short", "its DTensor is not true"),
+        ("settings", "of which all ranks have"),
         ("name", "'model.safetensors.index.json' is one of the files of"),
         ("metadata", "is text"),
         ("one rank", "of which all ranks have"),

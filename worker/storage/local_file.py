@@ -111,9 +111,12 @@ def _reserve(fd: int, nbytes: int) -> None:
     if os.fstat(fd).st_size >= nbytes:
         return
     # Not that of Python, which writes to each block where the file system cannot: others write there, too.
-    if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) == 0:
-        return
-    if (code := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+    code = errno.EINTR
+    while code == errno.EINTR:
+        if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) == 0:
+            return
+        code = ctypes.get_errno()
+    if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
         raise OSError(code, os.strerror(code))
     os.ftruncate(fd, nbytes)
 

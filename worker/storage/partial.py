@@ -129,7 +129,8 @@ class PartialFolder(_Partial):
         try:
             with translated("creating a file", path):
                 if not self._is_in_place():
-                    os.unlink(name, dir_fd=self._fd)
+                    if joint_bytes is None:  # else it may be another's
+                        os.unlink(name, dir_fd=self._fd)
                     raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
         except BaseException:
             file.close()
