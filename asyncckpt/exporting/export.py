@@ -161,6 +161,7 @@ class _Job:
                     raise StorageError("this is to be copied, and is no file", path=each)
         if len(self._extra) != len(extra):
             raise ValueError("extra: two files have the same name")
+        self._sources: list[SourceFiles] = []
         self._attempt = f"{secrets.token_hex(6)}-0"
 
     def open(self, held: contextlib.ExitStack) -> StoredState:
@@ -168,7 +169,7 @@ class _Job:
         path, storage = self._path, storage_for(self._path)
         above, name = os.path.split(path)
         if is_address(path) and path.endswith(SUFFIX) and storage.size(path) is not None:
-            return open_safetensors(SourceFiles(above, held), [name])
+            return open_safetensors(self._files(above, held), [name])
         if is_address(path) and storage.size(path):
             raise StorageError(
                 "this is a single object, and a file of torch.save is exported from a file system: copy it there first",
@@ -176,8 +177,8 @@ class _Job:
             )
         if not is_address(path) and os.path.isfile(path):
             if name.endswith(SUFFIX):
-                return open_safetensors(SourceFiles(above, held), [name])
-            return open_torch_file(SourceFiles(above, held), name, weights_only=self._weights_only)
+                return open_safetensors(self._files(above, held), [name])
+            return open_torch_file(self._files(above, held), name, weights_only=self._weights_only)
         is_checkpoint = storage.exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path)
         if not is_checkpoint and named_steps(path):
             if (step := newest_step(path)) is None:
@@ -185,7 +186,7 @@ class _Job:
             find_step(step, 0.0, path)  # or this says what there is
             path = step_folder(path, step)
         held.enter_context(storage.reading(path))  # retention leaves it alone
-        folder = SourceFiles(path, held)
+        folder = self._files(path, held)
         if is_stock(path):
             if (found := folder.in_set(METADATA_NAME)) is not None:
                 return open_checkpoint(folder, found[0], found[1].removesuffix(METADATA_NAME))
@@ -193,6 +194,10 @@ class _Job:
         if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (state := open_safetensors_folder(folder)):
             return state
         return open_checkpoint(folder, StorageSource(path))
+
+    def _files(self, folder: str, held: contextlib.ExitStack) -> SourceFiles:
+        self._sources.append(SourceFiles(folder, held))
+        return self._sources[-1]
 
     def plan(self, state: StoredState, selection: Selection) -> _Planned:
         """Lay out what was selected."""
@@ -227,6 +232,8 @@ class _Job:
                 _write_small(attempt, name, data)
             for name, source in self._extra.items():
                 _copy(attempt, name, source)
+            for each in self._sources:
+                each.check_unchanged()
         is_hf = self._to == "hf"
         names = [plan.name or os.path.basename(place) for plan in plans]
         return Exported(

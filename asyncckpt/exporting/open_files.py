@@ -75,6 +75,11 @@ class OpenFiles:
             self._held.pop(idle).file.close()
 
 
+def changed_error(path: str) -> StorageError:
+    """What to say where a file is not the one that was planned with."""
+    return StorageError("this file was changed or replaced while it was read: export again", path=path)
+
+
 class _Reopened(InputFile):
     """A file that is opened when it is read, and has to be the same each time."""
 
@@ -88,7 +93,7 @@ class _Reopened(InputFile):
         """Raises ``StorageError`` where it is another one."""
         storage = storage_for(self.path)
         if storage.stamp(self.path) != self._stamp:
-            raise StorageError("this file was changed or replaced while it was read: export again", path=self.path)
+            raise changed_error(self.path)
         file = storage.open(self.path)
         self.alignment = file.alignment
         return file

@@ -17,7 +17,6 @@ from asyncckpt.exporting.stored import Box, StoredState
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
 from asyncckpt.shm.segment import PAGE
-from asyncckpt.worker.storage import storage_for
 
 SUFFIX = ".safetensors"
 INDEX_NAME = f"model{SUFFIX}.index.json"
@@ -34,7 +33,7 @@ def open_safetensors_folder(folder: SourceFiles) -> StoredState | None:
     Raises as ``open_safetensors``, and ``DamagedCheckpointError`` where a file is missing that the index, or the names
     of the others, are about.
     """
-    present, path = storage_for(folder.folder).names_in(folder.folder), folder.path(INDEX_NAME)
+    present, path = folder.names(), folder.path(INDEX_NAME)
     names = [name for name in present if name.endswith(SUFFIX)]
     if INDEX_NAME not in present:
         _check_numbers(names, folder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 
-from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.exporting.open_files import OpenFiles
+from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.exporting.open_files import OpenFiles, changed_error
 from asyncckpt.exporting.stored import fetch
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile, StoredFile, read_pool
 from asyncckpt.loading.source import StorageSource
@@ -16,7 +18,9 @@ from asyncckpt.shm.memcpy import address_of
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Item
 from asyncckpt.worker.storage import is_address, storage_for
-from asyncckpt.worker.storage.storage import InputFile
+from asyncckpt.worker.storage.storage import FileStamp, InputFile
+
+logger = logging.getLogger(__name__)
 
 # What a thread keeps memory for, to read it as it is.
 _KEPT_BYTES = 2 << 20
@@ -36,19 +40,37 @@ class SourceFiles:
         self._storage = storage_for(folder)
         self._files = OpenFiles()
         self._sets: dict[str, tuple[StorageSource, str] | None] = {}  # by the folder of a file
+        self._stamps: dict[str, FileStamp | None] = {}  # by the path, as it was when that was first looked at
         self._checked: dict[str, ChecksummedFile | None] = {}
 
     def in_set(self, name: str) -> tuple[StorageSource, str] | None:
         """The set that has the file ``name``, and the name that it has there; None: it is of none."""
         path = self.path(name)
-        folder, base = os.path.split(path if is_address(path) else os.path.realpath(path))
-        if folder not in self._sets:
-            self._sets[folder] = self._set_around(folder)
-        if (found := self._sets[folder]) is None:
-            return None
+        if path not in self._stamps:
+            self._stamps[path] = self._storage.stamp(path)
+        # A link out of a set has taken the place of a file of it; one into a set leads to a file of that.
+        for each in (path,) if is_address(path) else (path, os.path.realpath(path)):
+            folder, base = os.path.split(each)
+            if folder not in self._sets:
+                self._sets[folder] = self._set_around(folder)
+            if (found := self._sets[folder]) is not None and (its := f"{found[1]}{base}") in found[0].manifest.files:
+                return found[0], its
+        return None
+
+    def names(self) -> list[str]:
+        """What is in the folder: on an object store, where it is in a set, what that says."""
+        found = self._set_around(self.folder) if is_address(self.folder) else None
+        if found is None:
+            return self._storage.names_in(self.folder)
         source, within = found
-        its = f"{within}{base}"
-        return (source, its) if its in source.manifest.files else None
+        below = [name.removeprefix(within) for name in source.manifest.files if name.startswith(within)]
+        return [name for name in below if "/" not in name]
+
+    def check_unchanged(self) -> None:
+        """Raise ``StorageError`` where a file is not the one that it was at first."""
+        for path, stamp in self._stamps.items():
+            if self._storage.stamp(path) != stamp:
+                raise changed_error(path)
 
     def path(self, name: str) -> str:
         """Where the file ``name`` is."""
@@ -116,10 +138,26 @@ class SourceFiles:
     def _set_around(self, folder: str) -> tuple[StorageSource, str] | None:
         """The set that ``folder`` is in, and what the names of its files begin with there."""
         for above in _upwards(folder):
-            if self._storage.exists(os.path.join(above, MANIFEST_NAME)):
+            if self._is_set(above, folder):
                 self._held.enter_context(self._storage.reading(above))  # retention leaves it alone
                 return StorageSource(above), folder[len(above) :].lstrip("/") + "/" * (folder != above)
         return None
+
+    def _is_set(self, above: str, folder: str) -> bool:
+        """Whether a set stands ``above``: what else is called as its manifest is somebody else's."""
+        name = os.path.join(above, MANIFEST_NAME)
+        try:
+            if not self._storage.exists(name):
+                return False
+            found = json.loads(self._storage.read(name))
+            return isinstance(found, dict) and found.keys() >= {"attempt", "files"}
+        except ValueError:
+            return above == folder  # it is damaged, if it is one
+        except StorageError as error:  # as on a store where only some keys may be read
+            if above == folder:
+                raise
+            logger.info("whether %s is a set of files cannot be seen: %s", above, error)
+            return False
 
     def _open_checked(self, name: str) -> ChecksummedFile | None:
         if (found := self.in_set(name)) is None:

@@ -274,7 +274,7 @@ class _PartLayout:
         """The next tensor, or a part of it, whose first byte, of all of it, stands ``at`` in the file."""
         shape, offsets, sizes = _box(item)
         nbytes = math.prod(sizes) * spec.dtype.itemsize
-        extents = list(_extents(self.nbytes, at, spec.dtype.itemsize, shape, offsets, sizes))
+        extents = list(extents_of(self.nbytes, at, spec.dtype.itemsize, shape, offsets, sizes))
         is_next = bool(self._extents and extents) and self._extents[-1].end == extents[0].begin
         if extents and not (is_next and (self._begin + self.nbytes) % spec.dtype.itemsize == 0):
             gap = -self.nbytes % _ALIGNMENT
@@ -307,7 +307,7 @@ class _PartLayout:
                 self._extents.append(extent)
 
 
-def _extents(
+def extents_of(
     at: int, begin: int, itemsize: int, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[Extent]:
     """Where a part of a tensor stands.

@@ -346,7 +346,7 @@ def test_a_bad_byte_is_found(s3_root: str, file: str) -> None:
 
 
 @pytest.mark.parametrize("tiers", [False, True])
-@pytest.mark.parametrize("name", [".parts-0/a", "deep/.parts-0", "deep/asyncckpt.json", "deep/a\nb", "\udcff"])
+@pytest.mark.parametrize("name", [".parts-0/a", "deep/a.parts-0", "deep/asyncckpt.json", "deep/a\nb", "\udcff"])
 def test_names_that_are_not_for_stores(s3_root: str, tmp_path: Path, name: str, tiers: bool) -> None:
     files = make(1)
     files.add_bytes(name, b"")

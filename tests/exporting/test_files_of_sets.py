@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.states import same
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.exporting import copying
 from asyncckpt.exporting.export import export
 from asyncckpt.planning.file_set import FileSet
@@ -134,3 +137,46 @@ def test_retention_leaves_it_alone(saved: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("asyncckpt.exporting.export.write", write)
     export((tmp_path if name == "link.pt" else saved) / name, tmp_path / "out")
     assert answers == [False] and storage_for(str(saved)).remove_checkpoint(str(saved))
+
+
+def test_a_link_in_the_place_of_a_file_is_damage(state: dict[str, Any], saved: Path, tmp_path: Path) -> None:
+    save_file({name: torch.zeros_like(each) for name, each in state.items()}, tmp_path / "other.safetensors")
+    (saved / FILES[0]).unlink()
+    (saved / FILES[0]).symlink_to(tmp_path / "other.safetensors")
+    with pytest.raises(DamagedCheckpointError):
+        export(saved / FILES[0], tmp_path / "out")
+
+
+@pytest.mark.parametrize("what", [b"{}", b'{"attempt": 1}', b"[]", b"no JSON"])
+def test_a_file_of_others_above_is_none_of_ours(state: dict[str, Any], tmp_path: Path, what: bytes) -> None:
+    (tmp_path / "deep" / "in").mkdir(parents=True)
+    (tmp_path / "asyncckpt.json").write_bytes(what)
+    save_file(state, tmp_path / "deep" / "in" / "model.safetensors")
+    export(tmp_path / "deep" / "in" / "model.safetensors", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == state.keys() and all(same(found[each], state[each]) for each in state)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_file_that_changes_meanwhile(
+    state: dict[str, Any], tmp_path: Path, name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    real = copying.write
+
+    def change(*args: Any) -> int:
+        if in_place:
+            with open(path, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\1")
+        else:
+            shutil.copy(path, tmp_path / "new")
+            os.replace(tmp_path / "new", path)
+        return real(*args)
+
+    monkeypatch.setattr("asyncckpt.exporting.export.write", change)
+    save_file(state, path) if name.endswith("s") else torch.save(state, path)
+    with pytest.raises(StorageError, match="changed or replaced"):
+        export(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

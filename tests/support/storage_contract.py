@@ -123,27 +123,6 @@ class StorageContract(ABC):
         second.release()
         assert storage.read(f"{final}/__1_0.distcp") == b"second" and storage.names_in(root) == ["final"]
 
-    @pytest.mark.parametrize("large", [False, True])
-    def test_ranks_write_ranges_of_one_file(self, storage: Storage, final: str, large: bool) -> None:
-        ranks = [storage.begin_checkpoint(final, "a-1", 0) for _ in range(2)]
-        if not storage.has_locks:  # an object store: what is there cannot be changed
-            with pytest.raises(StorageError, match="several ranks"):
-                ranks[0].create_joint("joint", 2 * PAGE, large=large)
-        else:
-            pages = huge_buffer(2 * PAGE)
-            pages[:] = os.urandom(len(pages))
-            files = [rank.create_joint("joint", 2 * PAGE - 1, large=large) for rank in ranks]
-            assert storage.size(f"{ranks[0].path}/joint") == 2 * PAGE - 1
-            files[1].write(pages[:PAGE], 0)
-            edge = ranks[0].create_joint("joint", 2 * PAGE - 1, large=False)
-            edge.write_runs(pages[PAGE:-1], PAGE, 999, 999)
-            for file in (*files, edge):
-                file.sync()
-                file.close()
-            assert storage.read(f"{ranks[0].path}/joint") == bytes(pages[:-1])
-        for rank in ranks:
-            rank.discard()
-
     def test_a_rank_discards_its_own_files(self, storage: Storage, root: str, final: str) -> None:
         first, second = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
         put(first, DATA, b"first")

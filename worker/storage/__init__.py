@@ -69,7 +69,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 def may_be_key(name: str) -> bool:
     """Whether a file of a set can have that name on an object store: some are ours there, and some no store takes."""
     parts = name.split("/")
-    is_ours = parts[-1] == MANIFEST_NAME or any(part.startswith((PARTS, PROBE)) for part in parts)
+    is_ours = parts[-1] == MANIFEST_NAME or PARTS in name or any(part.startswith(PROBE) for part in parts)
     return not is_ours and not _NO_KEY.search(name)
 
 

@@ -31,8 +31,9 @@ Stamps: TypeAlias = Mapping[str, FileStamp | None]
 
 # Manifests whose facts are kept, so that each is read once by a process.
 _KEPT = 4096
-# By the root, on an object store.
-_last_created: dict[str, float] = {}
+# By the root, on an object store: the last time of creation, and when all there were looked at.
+_last_created: dict[str, tuple[float, float]] = {}
+_LOOK_EVERY_S = 300.0
 
 
 class StoredStep(NamedTuple):
@@ -149,14 +150,17 @@ def time_of_creation(root: str, since: float = 0.0) -> float:
     """Now, in seconds since the epoch, and later than ``since``, and than what any checkpoint under ``root`` says of
     itself: the clocks of hosts differ. Raises ``StorageError``.
 
-    An object store is looked at once: what comes later this process creates.
+    An object store is looked at once in a while: what comes there meanwhile, this process creates, as a rule.
     """
-    known = [_last_created[root]] if root in _last_created else []
-    if not known:
-        known = [each.created for each in history(root, strict=False) if each.created is not None]
+    now = time.monotonic()
+    created, looked = _last_created.get(root, (0.0, -math.inf))
+    known = [created]
+    if now - looked > _LOOK_EVERY_S:
+        known += [each.created for each in history(root, strict=False) if each.created is not None]
+        looked = now
     created = max(time.time(), math.nextafter(max((since, *known)), math.inf))
     if is_address(root):
-        _last_created[root] = created
+        _last_created[root] = created, looked
     return created
 
 
@@ -221,6 +225,8 @@ def _look_closely(root: str, step: int, known: Stamps | None) -> StoredStep | No
             return _read(path, step, stamp)._replace(roots=(root,))
         except (DamagedCheckpointError, StorageError) as error:
             logger.info("its place among others is not known: %s", error)
+    elif is_address(root):
+        return None  # there the record makes a checkpoint of it
     stamps = [storage.stamp(os.path.join(folder, name)) for name in storage.names_in(folder)]
     modified = max((each.modified for each in stamps if each is not None), default=None)
     return None if modified is None else StoredStep(step, None, True, modified, (root,))

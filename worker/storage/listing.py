@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from asyncckpt.worker.storage.objects import Found, Objects
 from asyncckpt.worker.storage.record import PARTS, is_finalized
 
 PROBE = ".asyncckpt-probe-"
+# As ``part_key`` makes them: the folder, the digest of the attempt, how deep that folder is, the file.
+_PART = re.compile(rf"((?:.*?/)?){re.escape(PARTS)}([0-9a-f]{{32}})(?:-(\d{{1,4}}))?/(.*)", re.DOTALL)
 
 
 @dataclass
@@ -34,14 +37,12 @@ class Listing:
         """The files of the attempt with that digest at the key itself."""
         return self.parts.get(PARTS + its, {})
 
-    def add_part(self, folder: str, rest: str, found: Found) -> None:
-        """A file of an attempt, ``rest`` of its name: in a ``folder`` that is as deep below the place as that says. One
-        of a place above the key is left out.
+    def add_part(self, folder: str, its: str, depth: int, file: str, found: Found) -> None:
+        """A ``file`` of the attempt with that digest, in a ``folder`` that is so deep below the place. One of a place
+        above the key is left out.
         """
-        attempt, _, file = rest.partition("/")
-        its, _, depth = attempt.partition("-")
         folders = folder.split("/")[:-1]
-        above = len(folders) - (int(depth) if depth.isdecimal() else 0)
+        above = len(folders) - depth
         if above >= 0:
             parts = "/".join([*folders[:above], PARTS + its])
             self.parts[parts]["/".join([*folders[above:], file])] = found
@@ -52,9 +53,8 @@ def list_below(objects: Objects, key: str) -> Listing:
     listing = Listing()
     for found in objects.list(key):
         name = found.key.removeprefix(f"{key}/" if key else "")
-        before, marked, rest = name.partition(PARTS)
-        if marked and (not before or before.endswith("/")):
-            listing.add_part(before, rest, found)
+        if part := _PART.match(name):
+            listing.add_part(part[1], part[2], int(part[3] or 0), part[4], found)
             continue
         folder, base = posixpath.split(name)
         if base == MANIFEST_NAME:

@@ -80,8 +80,10 @@ class ObjectAttempt(OpenAttempt):
         there, self._listing = self._listing or list_below(self._objects, self._place), None
         is_strange = existing in ("refuse", "replace") and not may_replace(self._objects, self._place, there, existing)
         aside: dict[str, str] = {}  # by where its files are, the record of what is set aside
+        before = PlaceRecord()  # what this takes the place of, also where the answer to that is lost
 
         def decide(record: PlaceRecord) -> PlaceRecord | None:
+            nonlocal before
             if record.is_of(self._digest):
                 return None  # it was done, and the answer lost
             if self._digest in record.revoked:
@@ -90,22 +92,21 @@ class ObjectAttempt(OpenAttempt):
                 raise exists_error(final, existing)
             if existing == "set aside" and record.is_finalized and record.parts not in aside:
                 aside[record.parts] = keep_aside(self._objects, self._place, record, "abandoned")
+            before = record
             return PlaceRecord(manifest, PARTS + self._digest, record.revoked)
 
         try:
-            before = change_record(self._objects, self._place, decide, is_new=there.own_record is None)
+            change_record(self._objects, self._place, decide, is_new=there.own_record is None)
         except StorageError as error:
             if not self._was_decided(error):
                 self._objects.delete([*aside.values()])
                 raise
-            before = PlaceRecord()
         # It is decided: what fails from here on, a later save makes good.
         try:
             files = shown(there.of_attempt(self._digest))
-            if not before.is_of(self._digest):
-                hide(self._objects, self._place, in_the_way(shown(there.parts.get(before.parts, {})), files))
+            hide(self._objects, self._place, in_the_way(shown(there.parts.get(before.parts, {})), files))
             show(self._objects, self._place, self._digest, files, metadata)
-            if existing in ("replace", "join") and not before.is_of(self._digest):
+            if existing in ("replace", "join"):
                 remove_parts(self._objects, self._place, before)
         except StorageError as error:
             logger.warning("%s is complete for asyncckpt, and not yet for stock readers: %s", final, error)
@@ -309,15 +310,21 @@ def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:
     Raises ``StorageError``.
     """
     parts = posixpath.normpath(f"{place}/{record.parts}")
-    if not record.parts or PARTS not in parts:
-        return
+    if record.parts and PARTS in parts and not is_named(objects, parts, but=place):
+        remove_attempt(objects, posixpath.dirname(parts), posixpath.basename(parts).removeprefix(PARTS))
+
+
+def is_named(objects: Objects, parts: str, but: str = "") -> bool:
+    """Whether a checkpoint, ``but`` the one at that place, consists of the files at ``parts``: it was set aside, or is
+    the one there. Raises ``StorageError``.
+    """
     owner = posixpath.dirname(parts)
     others = [each for each in objects.folders(posixpath.dirname(owner)) if each.startswith(f"{owner}.")]
-    for other in {owner, *others} - {place}:
+    for other in {owner, *others} - {but}:
         its, _ = read_record(objects, other)
         if its.is_finalized and posixpath.normpath(f"{other}/{its.parts}") == parts:
-            return
-    remove_attempt(objects, owner, posixpath.basename(parts).removeprefix(PARTS))
+            return True
+    return False
 
 
 def remove_attempt(objects: Objects, place: str, its: str) -> None:

@@ -40,7 +40,7 @@ from asyncckpt.worker.storage.record import (
     read_record,
     record_key,
 )
-from asyncckpt.worker.storage.stock_names import has_copies, hide, show, shown
+from asyncckpt.worker.storage.stock_names import has_copies, hide, is_under_way, show, shown
 from asyncckpt.worker.storage.storage import FileStamp, InputFile, Resolution, Storage
 
 _MOST_REMEMBERED = 256
@@ -171,6 +171,8 @@ class ObjectStorage(Storage):
 
     def remove_checkpoint(self, path: str) -> bool:
         place = self._key(path)
+        if is_under_way(self._objects, place):
+            return False  # else what is just being copied there would be left over
         found = self._finalized(path)
         self._hide(place, found)
         self._unname(place, found)
@@ -249,7 +251,7 @@ class ObjectStorage(Storage):
 
     def _remember(self, place: str, found: PlaceRecord) -> str:
         if len(self._parts) >= _MOST_REMEMBERED:
-            self._parts.clear()
+            self._parts.pop(next(iter(self._parts)))
         self._parts[place] = parts = posixpath.normpath(f"{place}/{found.parts}")
         return parts
 

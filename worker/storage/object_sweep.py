@@ -17,10 +17,10 @@ from datetime import datetime, timedelta
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage.listing import PROBE, Listing, list_below
-from asyncckpt.worker.storage.object_attempt import remove_attempt, revoke_attempt
+from asyncckpt.worker.storage.object_attempt import is_named, remove_attempt, revoke_attempt
 from asyncckpt.worker.storage.objects import Found, Objects
 from asyncckpt.worker.storage.record import PARTS, is_finalized, read_record
-from asyncckpt.worker.storage.stock_names import behind, is_under_way, show, shown
+from asyncckpt.worker.storage.stock_names import behind, hide, is_under_way, show, shown
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,16 @@ class _Sweep:
     def remove(self) -> None:
         """Remove what is old. Raises ``StorageError``."""
         for name, found in self._records.items():
-            self._look(name, found)
+            try:
+                self._look(name, found)
+            except StorageError as error:
+                self._unsettled.add(name)
+                logger.warning("what stock readers are owed of %s/%s has to wait: %s", self._root, name, error)
         for place, attempts in self._attempts.items():
             for parts in attempts if place not in self._unsettled else ():
                 newest = max(each.modified for each in self._listing.parts[parts].values())
                 if parts not in self._in_use and newest <= self._orphan:
+                    self._hide_names(place, parts)
                     _remove_orphan(self._objects, posixpath.join(self._root, parts))
         for name, found in self._records.items():
             if not is_finalized(found) and found.modified <= self._revoked and not self._attempts.get(name):
@@ -113,6 +118,15 @@ class _Sweep:
         there = {each: seen[path] for each in files if (path := posixpath.join(name, each)) in seen}
         return behind(files, there, found.modified)
 
+    def _hide_names(self, place: str, parts: str) -> None:
+        """Take away what stock readers find of an attempt that has made way for the one that is finalized there."""
+        current = [self._listing.parts[each] for each in self._attempts[place] if each in self._in_use]
+        if current:
+            kept = {name for files in current for name in shown(files)}
+            left = [name for name in shown(self._listing.parts[parts]) if name not in kept]
+            there = [name for name in left if posixpath.join(place, name) in self._listing.seen]
+            hide(self._objects, posixpath.join(self._root, place), there)
+
     def _forget(self, name: str, found: Found) -> None:
         """Remove a record that only says what was revoked long ago."""
         if (now := self._objects.head(found.key)) is not None and now.e_tag == found.e_tag:
@@ -121,7 +135,7 @@ class _Sweep:
 
 def _remove_orphan(objects: Objects, parts: str) -> None:
     place, its = posixpath.dirname(parts), posixpath.basename(parts).removeprefix(PARTS)
-    if not revoke_attempt(objects, place, its):
+    if not is_named(objects, parts) and not revoke_attempt(objects, place, its):
         logger.warning("removing %s/%s, which a worker left that was killed", objects.base, parts)
         remove_attempt(objects, place, its)
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
 
+from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_data, is_index
 from asyncckpt.worker.storage.listing import list_below
 from asyncckpt.worker.storage.objects import Found, Objects
@@ -49,10 +50,16 @@ def has_copies(names: Iterable[str]) -> bool:
 
 
 def behind(files: Mapping[str, Found], there: Mapping[str, Found], since: datetime) -> dict[str, Found]:
-    """Those ``files`` to be shown that are not ``there``, or, as far as is known, are another attempt's: they were not
-    written after ``since``.
+    """Those ``files`` to be shown that are not ``there``, or, as far as is known, are another attempt's: they were
+    written before ``since``, or have another size.
     """
-    return {name: part for name, part in files.items() if name not in there or there[name].modified <= since}
+
+    def is_late(name: str, part: Found) -> bool:
+        if name not in there or there[name].modified < since:
+            return True
+        return not _is_metadata(name) and there[name].nbytes != part.nbytes
+
+    return {name: part for name, part in files.items() if is_late(name, part)}
 
 
 def in_the_way(before: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -93,14 +100,16 @@ def is_under_way(objects: Objects, place: str) -> bool:
 def _show(objects: Objects, place: str, its: str, files: Mapping[str, Found], metadata: Mapping[str, bytes]) -> None:
     put: set[str] = set()
     while True:
-        copies = [name for name in files if not _is_metadata(name)]
-        with ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="asyncckpt-names") as pool:
-            list(pool.map(partial(_copy, objects, place), copies, [files[name] for name in copies]))
-        for name in filter(_is_metadata, files):
-            _put_metadata(objects, place, its, name, metadata.get(name))
         put.update(files)
+        failure: StorageError | None = None
+        try:
+            _put(objects, place, its, files, metadata)
+        except StorageError as error:
+            failure = error
         record, _ = read_record(objects, place)
         if record.is_of(its):
+            if failure is not None:
+                raise failure
             return
         # This took so long that another has taken its place, or nothing has.
         its, metadata, files = posixpath.basename(record.parts).removeprefix(PARTS), {}, {}
@@ -109,6 +118,14 @@ def _show(objects: Objects, place: str, its: str, files: Mapping[str, Found], me
         hide(objects, place, in_the_way(put, files))
         if not files:
             return
+
+
+def _put(objects: Objects, place: str, its: str, files: Mapping[str, Found], metadata: Mapping[str, bytes]) -> None:
+    copies = [name for name in files if not _is_metadata(name)]
+    with ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="asyncckpt-names") as pool:
+        list(pool.map(partial(_copy, objects, place), copies, [files[name] for name in copies]))
+    for name in filter(_is_metadata, files):
+        _put_metadata(objects, place, its, name, metadata.get(name))
 
 
 def hide(objects: Objects, place: str, names: Iterable[str]) -> None:

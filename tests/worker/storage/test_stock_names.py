@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from obstore.store import MemoryStore
@@ -13,7 +14,7 @@ from support.storage_contract import put
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
 from asyncckpt.worker.messages import Existing
-from asyncckpt.worker.storage import object_attempt, object_sweep, objects
+from asyncckpt.worker.storage import object_attempt, object_store, object_sweep, objects
 from asyncckpt.worker.storage.listing import list_below
 from asyncckpt.worker.storage.object_store import ObjectStorage
 from asyncckpt.worker.storage.objects import Objects, objects_at, split_address
@@ -178,14 +179,21 @@ def test_a_worker_that_is_only_slow_to_copy(
     assert all(data.endswith(b"a-2") for data in found.values())
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_worker_that_is_slow_to_copy_what_was_removed(
-    storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+    storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
+    """By another worker: this one leaves alone what it is just copying."""
     real = Objects.copy
 
     def slow(self: Objects, key: str, to: str, nbytes: int) -> None:
         if to.endswith("b.json"):
-            storage.remove_checkpoint(FINAL)
+            assert not storage.remove_checkpoint(FINAL)
+            with monkeypatch.context() as patch:
+                patch.setattr(object_store, "is_under_way", lambda *_: False)
+                assert storage.remove_checkpoint(FINAL)
+            if fails:
+                raise StorageError("as the test wants", path=to)
         real(self, key, to, nbytes)
 
     monkeypatch.setattr(Objects, "copy", slow)
@@ -214,6 +222,47 @@ def test_a_worker_that_dies_as_it_takes_the_place_of_another(
     assert all(data.endswith(b"a-2") for data in found.values())
     sweep(storage)
     assert is_all_of(storage, "a-2")
+
+
+@pytest.mark.parametrize("how", ["answer lost", "killed"])
+def test_the_names_of_what_it_took_the_place_of_go(
+    storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Also where the answer to the decision is lost, or the worker dies just after it."""
+    begun(storage, "a-1", more="old.json").finalize("refuse")
+    opened, real = begun(storage, "a-2"), Objects.put_if
+    lost: list[str] = []
+
+    def lose(self: Objects, key: str, *args: Any) -> bool:
+        done = real(self, key, *args)
+        if not done or lost:
+            return done
+        lost.append(key)
+        return False
+
+    def die(*_: Any) -> None:
+        raise StorageError("as the test wants")
+
+    with monkeypatch.context() as patch:
+        if how == "killed":
+            patch.setattr(object_attempt, "hide", die)
+        else:
+            patch.setattr(Objects, "put_if", lose)
+        opened.finalize("replace")
+    if how == "killed":
+        object_sweep._swept.clear()
+        object_sweep.sweep(storage._objects, "run", 0.0)
+    assert is_all_of(storage, "a-2") and storage.may_put(FINAL, "replace")
+    assert (
+        len({each.key.split(".parts-")[1][:32] for each in storage._objects.list("run") if ".parts-" in each.key}) == 1
+    )
+
+
+def test_files_of_others_with_such_names_stay(storage: ObjectStorage) -> None:
+    storage._objects.put("run/notes/.parts-list/mine.txt", b"mine")
+    object_sweep._swept.clear()
+    object_sweep.sweep(storage._objects, "run", 0.0)
+    assert storage.read("memory://bucket/run/notes/.parts-list/mine.txt") == b"mine"
 
 
 def test_what_killed_workers_leave_in_folders_goes(storage: ObjectStorage) -> None:
