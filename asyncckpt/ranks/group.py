@@ -230,8 +230,7 @@ class Group:
             wait([telling], 0.0 if is_lost else _TELL_S)
         else:
             with _logged("telling the other ranks of a failure"):
-                for kind in (*KINDS, "save"):  # in whichever of them the others are waiting
-                    rounds.conclude_failed(round_name(kind, number), found)
+                self._conclude_failed(rounds, number, found)
 
     def is_committed(self, request: WriteRequest, inode: int | None) -> bool:
         """Whether a save is committed, although this rank's worker is dead; if not, it never will be. ``inode``: of a
@@ -266,14 +265,18 @@ class Group:
         return rendezvous
 
     def _tell_untold(self) -> None:
-        """The others' workers still wait to hear how those saves ended."""
+        """The others, or their workers, still wait to hear how those saves ended."""
         while self._untold and self._rounds is not None:
             number, failure = self._untold.popitem()
             with _logged("telling the other ranks how a save has ended"):
                 if failure is None:
                     self._rounds.conclude(round_name("save", number), b"")
                 else:
-                    self._rounds.conclude_failed(round_name("save", number), failure)
+                    self._conclude_failed(self._rounds, number, failure)
+
+    def _conclude_failed(self, rounds: Rounds, number: int, failure: CheckpointError) -> None:
+        for kind in (*KINDS, "save"):  # in whichever of them the others are waiting
+            rounds.conclude_failed(round_name(kind, number), failure)
 
     def _ask_first(self, rounds: Rounds, name: str, local: Callable[[], object]) -> Any:
         """Another rank: bring a value, and wait for the first rank's answer."""

@@ -23,6 +23,7 @@ from asyncckpt.planning import draft
 from asyncckpt.ranks import group
 from asyncckpt.staging import slot_copy as staging
 from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.rounds import Rounds
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -298,3 +299,39 @@ def _holds(process: psutil.Process, root: str) -> bool:
         return any(os.readlink(fd).startswith(root) for fd in Path(f"/proc/{process.pid}/fd").iterdir())
     except OSError:
         return False
+
+
+def _hear_late(root: str) -> tuple[float, str]:
+    """How long a rank waits that has not heard all of the plan when the first rank's worker dies; what it is told."""
+    if dist.get_rank() == 0:
+        faulty("create:kill")
+    else:
+        real = Rounds.outcome
+
+        def late(self: Rounds, name: str, *args: Any, **kwargs: Any) -> Any:
+            if name.startswith("memory"):
+                time.sleep(3)
+                Rounds.outcome = real  # type: ignore[method-assign]
+            return real(self, name, *args, **kwargs)
+
+        Rounds.outcome = late  # type: ignore[method-assign]
+    config = Config(timeout=LONG_S, commit_timeout=LONG_S, start_timeout=START_S)
+    with Checkpointer(root, config) as checkpointer:
+        begun, told = time.monotonic(), ""
+        try:
+            checkpointer.save(1, replicas(1)).result(LIMIT_S)
+        except CheckpointError as error:
+            told = type(error).__name__
+        took = time.monotonic() - begun
+        faulty("none:eio")
+        checkpointer.save(2, replicas(2)).result(LIMIT_S)
+        return took, told
+
+
+def test_who_is_late_hears_that_the_first_worker_has_died(tmp_path: Path) -> None:
+    """From the worker that takes its place; and the next save works."""
+    for ended in Job(2, _hear_late, str(tmp_path / "root"), folder=tmp_path).wait():
+        assert ended.error is None, ended.error
+        took, told = ended.result
+        assert told and took < LONG_S / 2, ended.result
+    assert [name for name in os.listdir(tmp_path / "root") if name.startswith("step")] == ["step-00000002"]
