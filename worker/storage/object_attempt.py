@@ -13,7 +13,7 @@ from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.listing import Listing, list_below
-from asyncckpt.worker.storage.objects import Objects
+from asyncckpt.worker.storage.objects import PART_BYTES, Objects, part_bytes_of
 from asyncckpt.worker.storage.record import (
     PARTS,
     PlaceRecord,
@@ -27,10 +27,6 @@ from asyncckpt.worker.storage.stock_names import hide, in_the_way, show, shown
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, exists_error
 
 logger = logging.getLogger(__name__)
-
-# A store takes 10,000 parts of 5 MiB to 5 GiB for an object, all but the last of one size.
-_PART_BYTES = 16 << 20
-_MOST_PARTS = 9000
 
 
 class ObjectAttempt(OpenAttempt):
@@ -50,7 +46,7 @@ class ObjectAttempt(OpenAttempt):
         self._digest = digest(attempt)
         self._parts = f"{place}/{PARTS}{self._digest}"
         self.path = f"{objects.base}/{self._parts}"
-        self._part_bytes = max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        self._part_bytes = part_bytes_of(nbytes)
         self._created: dict[str, ObjectFile] = {}
 
     def create(self, name: str, *, large: bool) -> ObjectFile:
@@ -64,10 +60,10 @@ class ObjectAttempt(OpenAttempt):
 
     def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
         key = part_key(self._parts, name)
-        if nbytes <= _PART_BYTES:
+        if nbytes <= PART_BYTES:
             self._objects.put(key, b"".join(parts()))
         else:
-            send_parts(self._objects, key, lambda: nbytes, parts, max(_PART_BYTES, -(-nbytes // _MOST_PARTS)))
+            send_parts(self._objects, key, lambda: nbytes, parts, part_bytes_of(nbytes))
 
     def names(self) -> set[str]:
         self._listing = list_below(self._objects, self._place)

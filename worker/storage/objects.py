@@ -31,10 +31,16 @@ _PAUSES_S = (0.1, 0.4, 1.6)
 # Parts of one object under way at a time.
 _PARTS_AT_ONCE = 8
 # A store takes 10,000 parts of 5 MiB to 5 GiB for an object, all but the last of one size; S3 copies up to 5 GiB.
-_LEAST_SENT, _MOST_PARTS = 16 << 20, 9000
+PART_BYTES, _MOST_PARTS = 16 << 20, 9000
 _MOST_COPIED = 5 << 30
 # Each that is sent by way of here takes memory.
 _sending = threading.Lock()
+
+
+def part_bytes_of(nbytes: int) -> int:
+    """How large the parts are in which so many bytes are sent."""
+    return max(PART_BYTES, -(-nbytes // _MOST_PARTS))
+
 
 Version: TypeAlias = dict[str, str]
 """What tells the contents of a key from those that it had before, or has later: ``e_tag`` and ``version``."""
@@ -137,9 +143,9 @@ class Objects:
                 self._ask("copying", to, lambda: self._store.copy(key, to))
                 return
             except StorageError:
-                if nbytes <= _LEAST_SENT:
+                if nbytes <= PART_BYTES:
                     raise
-        part_bytes = max(_LEAST_SENT, -(-nbytes // _MOST_PARTS))
+        part_bytes = part_bytes_of(nbytes)
         begins = range(0, nbytes, part_bytes)
 
         def read(begin: int) -> memoryview:
