@@ -188,7 +188,7 @@ def _ls(answers: _Answers, given: str, args: argparse.Namespace) -> None:
                 continue
             with answers.about(path), _still_there(path, given):
                 manifest = read_manifest(path)
-                write = f"{manifest.timings.get('write_s', 0):.2f}"
+                write = f"{max(filter(None, manifest.timings.get('write_s', ())), default=0):.2f}"
                 answers.row(headers, manifest.step, _time(manifest.created), _size(manifest.nbytes), write, path)
                 answers.add({"path": path} | _facts(manifest))
 
@@ -219,7 +219,8 @@ def _inspect(answers: _Answers, given: str, args: argparse.Namespace) -> None:
         if manifest is not None:
             if small := [f"{name} ({_size(manifest.files[name]['bytes'])})" for name in manifest.small_files()]:
                 answers.line(f"small files: {', '.join(small)}")
-            answers.line(", ".join(f"{name} {seconds:.3f}" for name, seconds in manifest.timings.items()))
+            first = {name: ranks[0] for name, ranks in manifest.timings.items()}
+            answers.line(", ".join(f"{name} {seconds:.3f}" for name, seconds in first.items() if seconds is not None))
 
 
 @contextlib.contextmanager

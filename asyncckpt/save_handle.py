@@ -131,7 +131,7 @@ class SaveState:
     def __init__(self, path: str | os.PathLike[str], step: int | None) -> None:
         self.path = os.fspath(path)
         self.step = step
-        self.begun = time.perf_counter()
+        self.begun, self.called_at = time.perf_counter(), time.time()
         self.timings: dict[str, float] = {}
         self.failure: BaseException | None = None
         """What went wrong, if it has ended badly."""
@@ -151,7 +151,8 @@ class SaveState:
     def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
         """It has ended: committed, after ``timings`` (seconds of the worker), or failed with ``error``."""
         if error is None:
-            self.timings.update(timings or {})
+            for name, seconds in (timings or {}).items():
+                self.timings.setdefault(name, seconds)
             self.timings["durable_s"] = time.perf_counter() - self.begun
         if not self.done.is_set():  # it may fail in the call and, a moment later, in the worker
             self.failure = error
@@ -317,8 +318,9 @@ class Save:
         """Seconds by phase, as far as it has come.
 
         The trainer's: ``plan_s`` (seeing that the structure is as planned, or planning), ``slot_s`` (waiting for a free
-        slot), ``copy_s``, and ``stall_s``, all that the call of ``save`` took. The worker's: ``write_s``, ``commit_s``.
-        ``durable_s`` is from the call until the trainer learned of the commit.
+        slot), ``copy_s``, and ``stall_s``, all that the call of ``save`` took. The worker's: ``write_s``, and in it
+        ``checksum_s`` and ``sync_s`` (``fsync``, say), then ``commit_s``. ``copy_from_s``, ``write_from_s`` and so on:
+        how long after the call these began. ``durable_s`` is from the call until the trainer learned of the commit.
         """
         return dict(self._state.timings)
 

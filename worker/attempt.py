@@ -49,6 +49,7 @@ from asyncckpt.worker.segment_layout import (
 from asyncckpt.worker.staged_image import ImageFile, StagedImage
 from asyncckpt.worker.storage.history import time_of_creation
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile
+from asyncckpt.worker.timings import CALLED_AT, note, of_all_ranks
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Attempt(ABC):
     """One write request being carried out: ``write``, ``seal``, then, when all ranks have, ``commit`` on the first;
     at the end ``release`` or ``discard`` on all.
 
-    ``opened`` is the attempt on storage. ``direct``: whether the page cache was bypassed; ``timings`` in seconds;
+    ``opened`` is the attempt on storage. ``direct``: whether the page cache was bypassed; ``timings``: the image's;
     ``written_at``: when it was durable, as ``time.perf_counter`` says.
     """
 
@@ -68,7 +69,7 @@ class Attempt(ABC):
         self.request = self.staged_image.request
         self._region = self.staged_image.hosted.region
         self.direct = False
-        self.timings: dict[str, float] = {}
+        self.timings = self.staged_image.timings
         self.written_at = 0.0
         self._begun: float | None = None  # where there is nothing to write, never
 
@@ -108,8 +109,8 @@ class Attempt(ABC):
         self._begun = self._begun or time.perf_counter()
         return arrived
 
-    def _end_writing(self) -> None:
-        self.timings["write_s"] = time.perf_counter() - (self._begun or time.perf_counter())
+    def _note(self, phase: str, begun: float | None) -> None:
+        note(self.timings, phase, begun or time.perf_counter(), self.request.called_at)
 
     def _complete(
         self, image: memoryview, begin: int, sizes: Region, pickle_bytes: int, file: ImageFile
@@ -161,7 +162,7 @@ class FolderAttempt(Attempt):
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The image is written as it arrives."""
-        checksums, is_direct = array("Q"), []
+        checksums = array("Q")
         if not self.layout.data_bytes:
             self.staged_image.wait_beyond(-1, 0)  # for the trainer's word
         with contextlib.ExitStack() as opened:
@@ -173,16 +174,20 @@ class FolderAttempt(Attempt):
                 output.write_rest(bounds[-1])
                 written.append((each, output, bounds))
             # Not while the trainer copies: it needs the memory and the cores for that. The disk is ten times as slow.
+            begun = time.perf_counter()
             for each, output, bounds in written:
-                its, nbytes = output.checksums(bounds), bounds[-1]
-                is_direct.append(output.finish(nbytes))
-                self._files[each.name(self.request.rank)] = self._facts(
-                    each, nbytes, self._index_name(len(self._tails))
-                )
-                self._tails.append(Index.tail(nbytes, its))
-                checksums += its
+                checksums += (its := output.checksums(bounds))
+                facts = self._facts(each, bounds[-1], self._index_name(len(self._tails)))
+                self._files[each.name(self.request.rank)] = facts
+                self._tails.append(Index.tail(bounds[-1], its))
+            self._note("checksum", begun)
+            for _, output, bounds in written:
+                output.finish(bounds[-1])
+            begun = time.perf_counter()
+            is_direct = [output.sync() for _, output, _ in written]
+            self._note("sync", begun)
         self.direct = bool(is_direct) and all(is_direct)
-        self._end_writing()
+        self._note("write", self._begun)
         return checksums
 
     def _follow(self, file: LargeFile, output: ImageFile) -> Sequence[int]:
@@ -209,12 +214,8 @@ class FolderAttempt(Attempt):
             tail = storage_meta(os.path.join(self.request.path, folder).rstrip("/"), self.request.attempt)
             self._write_small(os.path.join(folder, METADATA_NAME), self._region(region)[:-1], tail)
         call = Call.of_save(self.request.step, self.request.path)
-        report = {
-            "files": self._files,
-            "write_s": round(self.timings["write_s"], 6),
-            "plan": self.request.plan,
-            "call": call,
-        }
+        timings = {CALLED_AT: self.request.called_at, **self.timings}
+        report = {"files": self._files, "timings": timings, "plan": self.request.plan, "call": call}
         return json.dumps(report).encode()
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
@@ -222,8 +223,7 @@ class FolderAttempt(Attempt):
         check_same_call([Call(*report["call"]) for report in reports])  # with constant structure nobody has asked
         self._check_plans(reports)
         files = merged(report["files"] for report in reports)
-        slowest = {"slowest_write_s": max(each["write_s"] for each in reports)}
-        timings, path = {**self.staged_image.timings, **self.timings, **slowest}, os.path.dirname(request.path)
+        path = os.path.dirname(request.path)
         manifest = Manifest(
             attempt=request.attempt,
             step=request.step,
@@ -232,7 +232,7 @@ class FolderAttempt(Attempt):
             keep=request.keep,
             nbytes=sum(facts["bytes"] for facts in files.values()),
             files=files,
-            timings={name: round(value, 6) for name, value in timings.items()},
+            timings=of_all_ranks([report["timings"] for report in reports]),
         )
         self._write_small(MANIFEST_NAME, manifest.encode())
         self._check_complete(reports)
@@ -387,8 +387,9 @@ class FileAttempt(Attempt):
         with ImageFile(self.opened.create("", large=True), pool, image) as file:
             self.staged_image.inode = self.opened.inode
             end, _ = self._complete(image, 0, self.layout.sizes, self.request.pickle_bytes[0], file)
-            self.direct = file.finish(end)
-        self._end_writing()
+            file.finish(end)
+            self.direct = file.sync()
+        self._note("write", self._begun)
         return array("Q")
 
     def seal(self) -> bytes:

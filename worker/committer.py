@@ -23,6 +23,7 @@ from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.store_connection import Patience
+from asyncckpt.worker.timings import note
 from asyncckpt.worker.uploader import Uploader
 
 logger = logging.getLogger(__name__)
@@ -256,8 +257,8 @@ class Committer:
             self._tell(Failed(request.save_id, failure))
         elif attempt is not None:
             attempt.release()
-            timings = attempt.timings | {"commit_s": time.perf_counter() - attempt.written_at}
-            self._tell(Committed(request.save_id, request.path, timings, attempt.direct))
+            note(attempt.timings, "commit", attempt.written_at, request.called_at)
+            self._tell(Committed(request.save_id, request.path, attempt.timings, attempt.direct))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
                 self._prunable.put((os.path.dirname(request.path), request.keep_last))
         if request.rank == 0:

@@ -78,6 +78,8 @@ class Manifest:
     ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
     to ``{"bytes": int, "index": name}``, and of a joint one, which has an index for each part (see ``joint_file.py``),
     to ``{"bytes": int, "parts": [name, ...]}``.
+
+    ``timings``: by name, that of each rank (see ``timings.py``).
     """
 
     attempt: str
@@ -87,7 +89,7 @@ class Manifest:
     keep: bool
     nbytes: int
     files: Mapping[str, Mapping[str, Any]]
-    timings: Mapping[str, float]
+    timings: Mapping[str, Sequence[float | None]]
 
     def encode(self) -> bytes:
         """The file's bytes."""
@@ -106,6 +108,7 @@ class Manifest:
             manifest = cls(**{each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)})
             for name, facts in manifest.files.items():
                 _check_file(name, facts)
+            _check_timings(manifest.timings, manifest.world_size)
             if not math.isfinite(manifest.created):
                 raise ValueError("it does not say when it was created")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -275,6 +278,13 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
         is_told = is_told and len(indexes) == len({*indexes})
     if type(nbytes) is not int or nbytes < 0 or not is_told:
         raise ValueError(f"what it says of {name!r}")
+
+
+def _check_timings(timings: Mapping[str, Sequence[float | None]], nranks: int) -> None:
+    """Raises ``ValueError``, ``TypeError``, ``AttributeError`` for what are no timings of ``nranks``."""
+    for name, each in timings.items():
+        if len(each) != nranks or any(type(number) not in (int, float, type(None)) for number in each):
+            raise ValueError(f"what it says of {name!r}")
 
 
 def _check_extents(extents: Sequence[Extent], nbytes: int) -> None:

@@ -96,6 +96,7 @@ class WriteRequest:
     do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
     archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
     all created up to then. ``upload``, on the first rank: what follows when it is committed.
+    ``called_at``: when ``save`` was called, in seconds since the epoch.
     """
 
     save_id: int
@@ -116,6 +117,7 @@ class WriteRequest:
     since: float = 0.0
     plan: int = 0
     upload: Upload | None = None
+    called_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Staged:
-    """``timings``: seconds the trainer spent, by phase; they go into the manifest."""
+    """``timings``: the trainer's, see ``timings.py``."""
 
     save_id: int
     timings: dict[str, float] = field(default_factory=dict)
@@ -260,15 +262,16 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Written:
-    """``inode``: that of a single file, by which it is recognised at its final name."""
+    """``inode``: that of a single file, by which it is recognised at its final name. ``timings``: all so far."""
 
     save_id: int
     inode: int | None = None
+    timings: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Committed:
-    """``timings``: seconds the worker spent, by phase. ``direct``: whether the data bypassed the page cache."""
+    """``timings``: see ``timings.py``, and ``commit_s``. ``direct``: whether the data bypassed the page cache."""
 
     save_id: int
     path: str

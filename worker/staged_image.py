@@ -60,7 +60,7 @@ class StagedImage:
     can_succeed: Callable[[], bool]
     state: ImageState = ImageState.STAGING
     timings: dict[str, float] = field(default_factory=dict)
-    """Seconds the trainer spent, by phase; known when all is staged."""
+    """See ``timings.py``; the trainer's are known when all is staged."""
     inode: int | None = None
     """That of a single file, once it is written."""
     failure: CheckpointError | None = None
@@ -161,17 +161,17 @@ class ImageFile:
         if self._begin < end:
             self._submit(end)
 
-    def finish(self, nbytes: int) -> bool:
-        """Write what is left of the first ``nbytes`` of the image, and sync it. Raises ``StorageError``.
-
-        Returns whether the page cache was bypassed.
-        """
+    def finish(self, nbytes: int) -> None:
+        """Write what is left of the first ``nbytes`` of the image. Raises ``StorageError``."""
         self.write_rest(nbytes)
         done, _ = wait(self._pieces, return_when=FIRST_EXCEPTION)
         for piece in done:
             piece.result()
         if nbytes < round_up(nbytes):
             self._file.truncate(nbytes)
+
+    def sync(self) -> bool:
+        """Have storage keep what is written. Raises ``StorageError``. Returns whether the page cache was bypassed."""
         self._file.sync()
         return self._file.direct
 

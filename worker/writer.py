@@ -109,7 +109,7 @@ class Writer:
             self._changed.notify_all()
 
     def staged(self, save_id: int, timings: dict[str, float]) -> None:
-        """All of it is in the slot. ``timings``: seconds the trainer spent, by phase."""
+        """All of it is in the slot. ``timings``: the trainer's."""
         with self._changed:
             if (image := self._begun.pop(save_id, None)) is not None:  # else it was cancelled
                 self._take_staged(image, timings)
@@ -228,4 +228,4 @@ class Writer:
 
     def _free(self, image: StagedImage) -> None:
         image.set_slot_state(State.FREE)
-        self._send(messages.Written(image.request.save_id, image.inode))
+        self._send(messages.Written(image.request.save_id, image.inode, dict(image.timings)))

@@ -30,6 +30,7 @@ from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
 from asyncckpt.worker.messages import Committed, WriteRequest
+from asyncckpt.worker.timings import note
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +171,7 @@ class SaveOperation(SaveState):
             since=retention.since,
             plan=self.buffer.plan.number,
             upload=retention.upload() if group.rank == 0 and retention.upload is not None else None,
+            called_at=self.called_at,
         )
 
     def _begin(self) -> None:
@@ -191,11 +193,12 @@ class SaveOperation(SaveState):
             return None  # the call was interrupted, and has called it off
         try:
             buffer.copy(slot, tensors, ready, threads, self.copies_queued)
-            self.timings["copy_s"] = time.perf_counter() - begun
+            note(self.timings, "copy", begun, self.called_at)
             buffer.slots.set(slot, State.STAGED)
             buffer.client.saves.on_copied(self)
             self.is_whole = True
-            buffer.client.staged(self.number, dict(self.timings))
+            stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already
+            buffer.client.staged(self.number, {**self.timings, "stall_s": stall_s})
             self.staged.set()
         except BaseException as error:
             failure = self._call_off(error)

@@ -30,6 +30,7 @@ from asyncckpt.planning.metadata import pickle_metadata
 from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest, data_name, index_name, spans, storage_meta
 from asyncckpt.worker.storage import step_of
 from asyncckpt.worker.storage.history import time_of_creation
+from asyncckpt.worker.timings import of_all_ranks
 
 
 class CheckpointTarget:
@@ -95,7 +96,7 @@ class CheckpointTarget:
             keep=False,
             nbytes=self.plan.nbytes + sum(map(len, small.values())),
             files=files,
-            timings={"write_s": round(seconds, 6)},
+            timings=of_all_ranks([{"write_s": seconds}]),
         ).encode()
 
     def small_files(self, path: str, attempt: str) -> dict[str, bytes]:

@@ -147,7 +147,7 @@ def test_spans_cover_everything_and_begin_at_items() -> None:
 
 def test_manifest_and_index_read_what_they_wrote() -> None:
     manifest = Manifest(
-        "attempt", None, 1.5, 1, False, 7, {"a/b": {"bytes": 7, "index": "__0_0.index.json"}}, {"write_s": 0.25}
+        "attempt", None, 1.5, 1, False, 7, {"a/b": {"bytes": 7, "index": "__0_0.index.json"}}, {"write_s": [0.25]}
     )
     assert Manifest.parse(manifest.encode(), "path") == manifest
     items = [

@@ -194,4 +194,5 @@ def _save_on_one_rank(root: str) -> None:
 
 def test_a_rank_that_writes_nothing_takes_no_time(tmp_path: Path) -> None:
     run(2, _save_on_one_rank, str(tmp_path / "root"), folder=tmp_path)
-    assert read_manifest(str(tmp_path / "root/step-00000001")).timings["slowest_write_s"] < 60
+    write_s = read_manifest(str(tmp_path / "root/step-00000001")).timings["write_s"]
+    assert len(write_s) == 2 and all(seconds is not None and seconds < 60 for seconds in write_s)

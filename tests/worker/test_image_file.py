@@ -32,7 +32,9 @@ def _write(
     """The checksums, and whether the page cache was bypassed."""
     with ImageFile(file, pool, image) as output:
         output.follow(wait_beyond)
-        return output.checksums(bounds), output.finish(bounds[-1])
+        checksums = output.checksums(bounds)
+        output.finish(bounds[-1])
+        return checksums, output.sync()
 
 
 def _whole(nbytes: int, whole: int) -> int:
