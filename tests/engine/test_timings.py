@@ -50,6 +50,7 @@ def _save_on_all(root: str) -> None:
         checkpointer.save(1, {f"w{dist.get_rank()}": torch.zeros(NBYTES, dtype=torch.uint8)}).result(60)
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_a_manifest_has_those_of_all_ranks(tmp_path: Path) -> None:
     run(2, _save_on_all, str(tmp_path / "root"), folder=tmp_path)
     timings = read_manifest(str(tmp_path / "root/step-00000001")).timings
