@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
-    from asyncckpt.checkpointer import Loaded as Loaded
     from asyncckpt.config import Config as Config
     from asyncckpt.config import add_arguments as add_arguments
+    from asyncckpt.engine.loads import Loaded as Loaded
     from asyncckpt.errors import CheckpointError as CheckpointError
     from asyncckpt.errors import CheckpointExistsError as CheckpointExistsError
     from asyncckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -57,7 +57,7 @@ _MODULES = {
     "Checkpointer": "checkpointer",
     "Config": "config",
     "FileSet": "planning.file_set",
-    "Loaded": "checkpointer",
+    "Loaded": "engine.loads",
     "PerRank": "planning.per_rank",
     "Publication": "publication",
     "Save": "save_handle",

@@ -6,36 +6,33 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
+from asyncckpt.engine.loads import Loaded, Loads
 from asyncckpt.engine.retention import retention_of
 from asyncckpt.engine.save_input import check_file_set_place
 from asyncckpt.errors import (
     CheckpointError,
     ClosedError,
 )
+from asyncckpt.events import Event
 from asyncckpt.loading.load import load
-from asyncckpt.loading.memory_source import HeldImages, agreed_image, choose_in_memory, load_image
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
-from asyncckpt.ranks.collectives import check_same, from_first, is_first, on_all
+from asyncckpt.ranks.collectives import from_first, is_first, on_all
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.messages import HeldImage
 from asyncckpt.worker.root_claim import Claim
-from asyncckpt.worker.root_lock import check_job
-from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import absolute, is_address, step_folder
-from asyncckpt.worker.storage.history import Origin, newest_step
+from asyncckpt.worker.storage.history import newest_step
 from asyncckpt.worker.uploads import wait_for_uploads
 
 if TYPE_CHECKING:
@@ -43,17 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What was loaded: the checkpoint of ``step``, in ``seconds``, from ``source``: "memory", "local" (the folder in
-    ``Config.local_root``) or "storage" (the root).
-    """
-
-    step: int
-    source: Literal["memory", "local", "storage"]
-    seconds: float
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
@@ -69,6 +55,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         root: str | os.PathLike[str],
         config: Config | None = None,
         process_group: ProcessGroup | None = None,
+        *,
+        on_event: Callable[[Event], object] | None = None,
     ) -> None:
         """In a job of many ranks every rank makes one, and all make the same calls in the same order.
 
@@ -77,20 +65,22 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 on an object store, ``s3://bucket/run``, also ``gs://`` and ``az://``.
             config: What there is to choose; None: what the environment says (``Config.from_env``).
             process_group: The ranks that save together; None: the whole job.
+            on_event: Who is told what becomes of saves and loads, beside those in ``Config.on_event``.
 
         Raises:
             StorageError: The folder cannot be made, or this is an address of another kind.
             ValueError: A variable of the environment makes no sense.
         """
         config = Config.given(config)
+        if on_event is not None:
+            config = replace(config, on_event=(*config.listeners, on_event))
         self.root = absolute(root)
         self._tiers = Tiers(self.root, config.local_root)
         job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id, self._tiers.local)
         self._engine = Engine(config, process_group, job=job, claim=claim)
-        self._process_group = process_group
+        self._process_group, self._loads = process_group, Loads(self._engine, self._tiers, process_group)
         self._hooks: list[Any] = []
         self._staging: list[Save] = []  # those whose tensors may still be read
-        self._origin: Origin | None = None
         self._terminated = self._is_terminating = self._has_saved = False
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
@@ -126,13 +116,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         none but ``ClosedError``: the handle has it.)
         """
         step = whole_number(step, "step")
-        if not self._has_saved and self._origin is None and is_first(self._process_group):
+        origin = self._loads.origin
+        if not self._has_saved and origin is None and is_first(self._process_group):
             _warn_of_others(self._tiers.roots)
         self._has_saved = True
         if self._tiers.local is not None and isinstance(state_dict, FileSet):
             check_file_set_place(state_dict, self.root, "refuse", is_copy=True)
         asked = True if upload is None and self._is_terminating else upload
-        retention = retention_of(self.config, self._origin, self._tiers.roots, step, upload=asked)
+        retention = retention_of(self.config, origin, self._tiers.roots, step, upload=asked)
         path = step_folder(self._tiers.roots[0], step)
         save = self._engine.save(path, state_dict, step=step, retention=retention)
         self._staging = [*filter(_is_copying, self._staging), save]
@@ -204,47 +195,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         if self._closed:
             raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
-        begun = time.perf_counter()
-        number = self._asked_by_all(step)
         ranks, shows = self._process_group, self.config.progress
         fill = partial(load, state_dict, verify=verify, weights_only=weights_only, process_group=ranks, progress=shows)
-        found = self._load_from_memory(fill, number) if memory else None
-        source: Literal["memory", "local", "storage"] = "memory"
-        if found is None:
-            found, source = self._tiers.load(fill, number, self.config.timeout, ranks, fallback=fallback)
-        self._origin = from_first(partial(self._tiers.origin, found), ranks)
-        self.loaded = Loaded(found, source, time.perf_counter() - begun)
-        logger.info("loaded step %d from %s in %.2f s", found, source, self.loaded.seconds)
-        return found
-
-    def _asked_by_all(self, step: SupportsIndex | None) -> int | None:
-        """The step that all ranks are to load, and may."""
-        number = None if step is None else whole_number(step, "step")
-        words = "loads the newest step" if number is None else f"loads step {number}"
-        check_same(Call(words, words), self._process_group)
-        from_first(partial(check_job, self.root, self.config.job_id), self._process_group)
-        self._check_local()
-        return number
-
-    def _check_local(self) -> None:
-        if self._tiers.local is not None:
-            from_first(self._tiers.check_local, self._process_group)
-
-    def _load_from_memory(self, fill: Callable[..., None], step: int | None) -> int | None:
-        """The step that was loaded; None where memory has none, or storage a newer one."""
-        found = self._in_memory(step)
-        return found[1].request.step if found and load_image(fill, *found, self._process_group) else None
-
-    def _in_memory(self, step: int | None) -> tuple[HeldImages, HeldImage] | None:
-        """This rank's part of the checkpoint to load from memory, the same one on all ranks."""
-        return agreed_image(self._held(), partial(choose_in_memory, self._tiers.roots, step), self._process_group)
-
-    def _held(self) -> HeldImages | None:
-        try:
-            return None if self._closed else self._engine.held()
-        except CheckpointError as error:
-            logger.warning("not loaded from memory: %s", error)
-            return None
+        self.loaded = self._loads.load(fill, step, memory=memory, fallback=fallback)
+        return self.loaded.step
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, ascending."""
@@ -254,10 +208,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """The step that ``load`` would load: the newest in storage, or in the memory of a trainer that died, or None.
         The same on all ranks, which all have to ask. Waits as ``load`` does.
         """
-        self._check_local()
-        if (found := self._in_memory(None)) is not None:
-            return found[1].request.step
-        return from_first(partial(self._tiers.newest, self.config.timeout), self._process_group)
+        return self._loads.latest()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -19,9 +20,9 @@ IOClass = Literal["none", "best-effort", "idle"]
 class Config:
     """All there is to choose. Raises ``ValueError`` for what makes no sense.
 
-    Every field but ``keep`` can also be set by an environment variable, ``ASYNC_CKPT_SLOTS`` for ``slots`` and so on.
-    Three are called as Megatron-LM calls its options: ``CKPT_ASSUME_CONSTANT_STRUCTURE``, ``ASYNC_CKPT_CPU_PRIORITY``
-    (``nice``) and ``ASYNC_CKPT_IO_PRIORITY`` (``io_class``).
+    Every field but ``keep`` and ``on_event`` can also be set by an environment variable, ``ASYNC_CKPT_SLOTS`` for
+    ``slots`` and so on. Three are called as Megatron-LM calls its options: ``CKPT_ASSUME_CONSTANT_STRUCTURE``,
+    ``ASYNC_CKPT_CPU_PRIORITY`` (``nice``) and ``ASYNC_CKPT_IO_PRIORITY`` (``io_class``).
     """
 
     slots: int | None = None
@@ -111,6 +112,15 @@ class Config:
     io_class: str = "best-effort"
     """The worker's I/O scheduling class: ``none`` (as the trainer's), ``best-effort`` (its lowest level), ``idle``."""
 
+    on_event: Callable[[Any], object] | Sequence[Callable[[Any], object]] = ()
+    """Who is told what becomes of saves and loads: a function of an ``asyncckpt.events.Event``, or several; the
+    adapters of ``asyncckpt.telemetry`` are such. Each is called on a thread of its own: none can slow a save, or have
+    it fail."""
+
+    metrics_folder: str | None = None
+    """A folder in which the worker keeps a file of Prometheus metrics up to date, for node_exporter's textfile
+    collector. It stays when the trainer has died."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             kind, *others = str(field.type).split(" | ")
@@ -139,12 +149,21 @@ class Config:
             "nice": 0 <= self.nice <= 19,
             "io_class": self.io_class in get_args(IOClass),
         }
+        if not all(map(callable, self.listeners)):
+            raise TypeError(f"Config.on_event is a function of an event, or a sequence of such, not {self.on_event!r}")
+        if self.metrics_folder is not None and importlib.util.find_spec("prometheus_client") is None:
+            raise ValueError("Config.metrics_folder needs prometheus_client: pip install 'asyncckpt[prometheus]'")
         for name, good in checks.items():
             if not good:
                 about = _OPTIONS[name].help if name in _OPTIONS else ""
                 raise ValueError(
                     f"Config.{name} cannot be {getattr(self, name)!r}; it is: {about or 'see help(Config)'}"
                 )
+
+    @property
+    def listeners(self) -> tuple[Callable[[Any], object], ...]:
+        """All who are told of events."""
+        return (self.on_event,) if callable(self.on_event) else tuple(self.on_event)
 
     @classmethod
     def given(cls, config: Config | None) -> Config:
@@ -241,7 +260,7 @@ _SWITCH = _Option(
 _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("keep_every", "local_keep_last", "upload_every", "worker_restarts", "io_threads"), int),
     **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause"), float),
-    **dict.fromkeys(("job_id", "host", "local_root"), str),
+    **dict.fromkeys(("job_id", "host", "local_root", "metrics_folder"), str),
     **dict.fromkeys(("progress", "direct_io"), _truth),
 }
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import SupportsIndex, TypeAlias
 
 from asyncckpt.errors import VersionError
+from asyncckpt.events import Event
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.worker.storage import absolute, is_address
 
@@ -40,6 +41,19 @@ class Publication:
     skipped: bool
     nbytes: int = 0
     timings: Mapping[str, float] = field(default_factory=lambda: {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0})
+
+    def event(self, rank: int, path: str, step: int | None = None) -> Event:
+        """To be told of it; ``path``: of the checkpoint, or the address of the weights."""
+        return Event(
+            phase="published",
+            rank=rank,
+            path=path,
+            step=step,
+            version=self.version,
+            seconds=sum(self.timings.values()),
+            nbytes=self.nbytes,
+            timings=self.timings,
+        )
 
 
 class Versions:

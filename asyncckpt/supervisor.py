@@ -19,6 +19,7 @@ from functools import partial
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.events import Event, Listeners, Phase
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name, take_log
 from asyncckpt.worker.open_saves import longest
@@ -26,6 +27,7 @@ from asyncckpt.worker.process import WorkerOptions, detached_workers
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import take_root
 from asyncckpt.worker.takeover import Takeover
+from asyncckpt.worker.uploads import Uploaded
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class Supervisor:
         self._owner = os.getpid()
         self._deaths = 0  # of workers, since a save was committed
         self._restart_at = 0.0
+        self.listeners = Listeners(config.listeners)
+        """Who is told what becomes of all that this worker is for."""
         self.client: WorkerClient | None = None
         """The worker, once there is one; it may have died."""
         _open.add(self)
@@ -83,11 +87,14 @@ class Supervisor:
             self._record_death()
         if self.client is None:
             self._check_limit(rank)
+            begun = time.perf_counter()
             try:
                 self.client = self._start(rank)
             except WorkerDiedError:
                 self._record_death()
                 raise
+            if self._deaths:
+                self._tell("worker restarted", rank, time.perf_counter() - begun)
         return self.client
 
     def find_predecessor(self, rank: int) -> Takeover | None:
@@ -127,10 +134,15 @@ class Supervisor:
                 self.client.close(self._config.timeout)
 
     def close(self) -> None:
-        """Let go of a predecessor's memory that no worker has taken over."""
+        """Let go of a predecessor's memory that no worker has taken over, and of those who listen."""
         if self._predecessor is not None:
             self._predecessor.close()
             self._predecessor = None
+        self.listeners.close()
+
+    def _tell(self, phase: Phase, rank: int, seconds: float, nbytes: int | None = None) -> None:
+        path = "" if self._claim is None else self._claim.root
+        self.listeners.tell(Event(phase=phase, rank=rank, path=path, seconds=seconds, nbytes=nbytes))
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self.client is not None:
@@ -159,6 +171,7 @@ class Supervisor:
         self._close_forgotten()
         endpoint = None if self._job is None else endpoint_name(self._job, rank)
         predecessor = self.find_predecessor(rank)
+        begun = time.perf_counter()
         client = WorkerClient(
             WorkerOptions(
                 direct_io=config.direct_io,
@@ -170,7 +183,9 @@ class Supervisor:
                 endpoint=endpoint,
                 job=self._job,
                 rank=rank,
-            )
+                metrics_folder=config.metrics_folder,
+            ),
+            partial(self._on_uploaded, rank),
         )
         try:
             # First the memory: until this one has it, the worker before it must stay.
@@ -178,6 +193,8 @@ class Supervisor:
             if predecessor is not None:
                 predecessor.retire(config.timeout, longest(config.commit_timeout))
                 self._predecessor = None
+                nbytes = sum(segment.nbytes for segment in predecessor.segments.values())
+                self._tell("memory taken over", rank, time.perf_counter() - begun, nbytes)
             self._take_endpoint(client, endpoint)
             if rank == 0 and self._claim is not None:
                 self._take_root(client, self._claim)
@@ -188,6 +205,19 @@ class Supervisor:
                 client.close(config.timeout)
             raise
         return client
+
+    def _on_uploaded(self, rank: int, uploaded: Uploaded) -> None:
+        self.listeners.tell(
+            Event(
+                phase="uploaded" if uploaded.error is None else "upload failed",
+                rank=rank,
+                path=uploaded.to,
+                step=uploaded.step,
+                seconds=uploaded.seconds,
+                nbytes=uploaded.nbytes,
+                error=uploaded.error,
+            )
+        )
 
     def _take_root(self, client: WorkerClient, claim: Claim) -> None:
         timeout = self._config.timeout

@@ -21,7 +21,7 @@ from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
 from asyncckpt.worker.questions import Questions
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import SegmentLayout
-from asyncckpt.worker.uploads import AskUploads, UploadsUnderWay
+from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ class WorkerClient:
     A listener thread takes its messages. When it ends, expected or not, every open save fails with ``WorkerDiedError``.
     """
 
-    def __init__(self, options: WorkerOptions) -> None:
+    def __init__(self, options: WorkerOptions, on_uploaded: Callable[[Uploaded], object] = id) -> None:
         """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds."""
-        self._owner, self._process = os.getpid(), WorkerProcess(options)
+        self._owner, self._process, self._on_uploaded = os.getpid(), WorkerProcess(options), on_uploaded
         self._connection = self._process.connection
         self.saves = OpenSaves()
         self._sending = threading.Lock()
@@ -155,8 +155,6 @@ class WorkerClient:
     def release(self, segment: int) -> None:
         """Have the worker forget a segment. No save in it may be open."""
         self._send(messages.Release(segment))
-
-    # Waits, and the end.
 
     def wait_for(
         self, condition: Callable[[], bool], timeout: float, doing: str, check: Callable[[], object] = lambda: None
@@ -300,12 +298,14 @@ class WorkerClient:
             if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
                 segment = Segment.attach(recv_handle(self._connection))  # lost, where this process has no room for it
             match message:
-                case messages.Written(save_id, inode):
-                    self.saves.on_written(save_id, inode)
+                case messages.Written(save_id, inode, timings):
+                    self.saves.on_written(save_id, inode, timings)
                 case messages.Committed(save_id):
                     self.saves.on_end(save_id, message)
                 case messages.Failed(save_id, error):
                     self.saves.on_end(save_id, error)
+                case Uploaded():
+                    self._on_uploaded(message)
                 case messages.Logged(level, text):
                     with contextlib.suppress(Exception):  # of the user's own handlers
                         logger.log(level, "the worker %d: %s", self.pid, text)

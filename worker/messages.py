@@ -24,6 +24,7 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   Committed or Failed          the end of that save, the same on all ranks
     trainer  AskUploads *                 first rank: what of all that is yet to be copied to another root?
     worker   UploadsUnderWay              this, and why it is not there yet
+    worker   Uploaded                     an attempt to copy one has ended, at any time
     worker   Logged                       what it has to say, for the trainer's log, at any time
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
@@ -58,7 +59,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncckpt.errors import CheckpointError
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, SegmentLayout, WeightsLayout
-from asyncckpt.worker.uploads import AskUploads, Upload, UploadsUnderWay
+from asyncckpt.worker.uploads import AskUploads, Upload, Uploaded, UploadsUnderWay
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
@@ -383,7 +384,7 @@ class WorkerStatus:
 
 
 FromTrainer = Question | Join | Begin | Staged | Release | Close
-FromWorker = Ready | Answer | Written | Committed | Failed | Logged
+FromWorker = Ready | Answer | Written | Committed | Failed | Uploaded | Logged
 
 
 def send(connection: Connection, message: object) -> None:

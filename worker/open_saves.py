@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from asyncckpt.errors import CheckpointError
@@ -31,8 +33,10 @@ class TrackedSave(Protocol):
     is_withdrawn: bool  # it will fail, on all ranks, for a newer one
     has_ended: bool  # the worker's part has ended, well or badly
 
-    def on_written(self, inode: int | None) -> None:
-        """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name."""
+    def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
+        """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name.
+        ``timings``: all so far; ``write_s`` where it was written.
+        """
 
     def on_end(self, outcome: messages.Committed | CheckpointError, *, heard: bool = True) -> None:
         """Its end. Not ``heard``: the worker is dead, and has not said how the save ended."""
@@ -79,11 +83,13 @@ class OpenSaves:
             save.copied.set()
             self.changed.notify_all()
 
-    def on_written(self, save_id: int, inode: int | None = None) -> None:
+    def on_written(
+        self, save_id: int, inode: int | None = None, timings: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
         """The worker lets go of its slot."""
         with self.lock:
             if (save := self._open.get(save_id)) is not None:  # else the worker died meanwhile
-                save.on_written(inode)
+                save.on_written(inode, timings)
                 self._changed(save)
 
     def on_end(self, save_id: int, outcome: messages.Committed | CheckpointError) -> None:
@@ -99,7 +105,7 @@ class OpenSaves:
         with self.lock:
             saves, self._open = list(self._open.values()), {}
             for save in saves:
-                save.on_written(None)
+                save.on_written(None, {})
             self.changed.notify_all()
         return saves
 

@@ -42,6 +42,7 @@ class WorkerOptions:
     """What it is for, as its trainer says it (see ``publication.py``); for those who list workers."""
     rank: int = 0
     """The rank of its trainer."""
+    metrics_folder: str | None = None
 
 
 class WorkerProcess:

@@ -199,7 +199,7 @@ class Server:
                 else:
                     answer = Claimed(found)
         if claim.local is not None and answer.holder is None and self._committer.uploader is None:
-            self._committer.uploader = Uploader(claim.local, self._storage_for)
+            self._committer.uploader = Uploader(claim.local, self._storage_for, self._send)
         return answer
 
     def _host(self, request: messages.Host) -> messages.Hosting:

@@ -40,7 +40,7 @@ from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.storage import InputFile, OpenAttempt, Storage, exists_error
 from asyncckpt.worker.upload_notes import UploadNotes
-from asyncckpt.worker.uploads import Upload, UploadsUnderWay
+from asyncckpt.worker.uploads import Upload, Uploaded, UploadsUnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +60,20 @@ _FINAL = (CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError
 class Uploader:
     """Carries out the notes of one local folder, on a thread of its own."""
 
-    def __init__(self, local: str, storage_for: Callable[[str], Storage]) -> None:
+    def __init__(
+        self, local: str, storage_for: Callable[[str], Storage], tell: Callable[[Uploaded], object] = lambda _: None
+    ) -> None:
         """Start the thread.
 
         Args:
             local: The local folder. What is noted there already is begun at once.
             storage_for: The storage that a path is in.
+            tell: Given the end of each attempt at an upload.
 
         Raises:
             StorageError: The local folder refuses.
         """
-        self._storage_for = storage_for
+        self._storage_for, self._tell = storage_for, tell
         self._notes = UploadNotes(local)
         for each in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here
             self.conclude(each, is_committed=storage_for(local).is_finalized(each.path, each.attempt))
@@ -166,9 +169,9 @@ class Uploader:
 
     def _carry_out(self, upload: Upload) -> bool:
         """Upload it. Returns whether to go on with the next."""
-        begun = time.monotonic()
+        begun = time.time()
         try:
-            copy_checkpoint(upload, self._storage_for)
+            manifest = copy_checkpoint(upload, self._storage_for)
         except Exception as error:
             failure = located(error, path=upload.to, rank=0, step=upload.step)
             logger.error("uploading %s failed: %s", upload.path, failure)
@@ -177,10 +180,14 @@ class Uploader:
                 self._failure, self._loss = (None, failure) if is_final else (failure, self._loss)
             if is_final:
                 self._notes.remove(upload)
+            self._tell(
+                Uploaded(upload.to, upload.step, time.time() - begun, None, f"{type(failure).__name__}: {failure}")
+            )
             return is_final
         with self._changed:
             self._failure = None
-        logger.info("%s is uploaded, in %.1f s", upload.path, time.monotonic() - begun)
+        logger.info("%s is uploaded, in %.1f s", upload.path, time.time() - begun)
+        self._tell(Uploaded(upload.to, upload.step, max(0.0, time.time() - manifest.created), manifest.nbytes))
         self._notes.note_success()
         if upload.keep_last is not None and self._prunes:
             prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == upload.step)
@@ -188,10 +195,11 @@ class Uploader:
         return True
 
 
-def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> None:
+def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> Manifest:
     """Copy a checkpoint, each byte checked, to where it is complete or not there; if it is there, nothing is done.
 
-    Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``CheckpointExistsError``, ``StorageError``.
+    Returns its manifest. Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``CheckpointExistsError``,
+    ``StorageError``.
     """
     source, target = storage_for(upload.path), storage_for(upload.to)
     with source.reading(upload.path):
@@ -199,7 +207,7 @@ def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> No
         if upload.attempt not in ("", manifest.attempt):
             raise CheckpointNotFoundError("another checkpoint has taken its place", path=upload.path)
         if _is_there(target, upload.to, manifest):
-            return
+            return manifest
         existing: Existing = "set aside" if upload.sets_aside else "refuse"
         if not target.may_put(upload.to, existing):
             raise exists_error(upload.to, existing, upload.step)
@@ -216,6 +224,7 @@ def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> No
             attempt.discard()
             raise
         attempt.release()
+        return manifest
 
 
 def _copy_files(source: Storage, folder: str, manifest: Manifest, attempt: OpenAttempt) -> None:

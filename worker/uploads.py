@@ -43,6 +43,21 @@ class UploadsUnderWay:
     failure: CheckpointError | None
 
 
+@dataclass(frozen=True)
+class Uploaded:
+    """An attempt at an upload has ended.
+
+    ``seconds``: since its checkpoint was committed, or, where this failed, since it began. ``nbytes``: of the
+    checkpoint; ``error``: what went wrong.
+    """
+
+    to: str
+    step: int
+    seconds: float
+    nbytes: int | None
+    error: str | None = None
+
+
 def wait_for_uploads(ask: Callable[[], UploadsUnderWay], timeout: float) -> None:
     """Wait until there are none any more. Raises what one failed with, or ``SaveTimeoutError``.
 

@@ -76,16 +76,14 @@ class Engine(AbstractContextManager["Engine"]):
         self._new_group = partial(Group, self.config, process_group, alone=alone)
         self._group: Group | None = None
         self._memory: HeldImages | None = None
-        self._versions = Versions()
-        self._buffers = BufferPool(self.config)
+        self._versions, self._buffers = Versions(), BufferPool(self.config)
         self._supervisor = Supervisor(
             self.config, job, self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger), claim
         )
-        self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
-        self._saves = Saves(self.config)
+        self._plans, self._saves = PlanSelection(self.config, self._buffers, self._supervisor), Saves(self.config)
         self._copier = Copier(overlaps=self.config.overlap)
         self._numbers, self._questions = itertools.count(1), itertools.count(1)
-        self._closed, self._turn = False, Turn()
+        self._closed, self._turn, self.tell = False, Turn(), self._supervisor.listeners.tell
 
     @property
     def worker(self) -> WorkerClient | None:
@@ -207,7 +205,10 @@ class Engine(AbstractContextManager["Engine"]):
             is_shown = show(self._buffers.image_of(save), published, folder)
             if is_shown or not group.alone:  # other ranks may have published it, and all have to know the same
                 self._versions.note(published)
-            return Publication(published.version, published.epoch, skipped=not is_shown)
+            done = Publication(published.version, published.epoch, skipped=not is_shown)
+            if is_shown:
+                self.tell(done.event(group.rank, save.path, save.step))
+            return done
 
     def any_says(self, mine: bool) -> bool:
         """Whether any rank (``mine``: this one) has said yes by now, as the first rank sees it; no, while its worker is
@@ -302,7 +303,7 @@ class Engine(AbstractContextManager["Engine"]):
             return Save.finished(path, error, step=step)
         with lock:
             group = self._usable()
-            save = SaveOperation(path, step, group, next(self._numbers), self.config, self._on_outcome)
+            save = SaveOperation(path, step, group, next(self._numbers), self.config, self._on_outcome, self.tell)
             try:
                 self._saves.raise_failure()
                 captured = capture(save)
@@ -322,7 +323,8 @@ class Engine(AbstractContextManager["Engine"]):
                     save.end(error if isinstance(error, Exception) else CheckpointError("it was interrupted"))
                 if not _is_only_logged(error, self.config):
                     raise
-            save.timings["stall_s"] = time.perf_counter() - save.begun
+            finally:
+                save.on_return()
             return Save(save)
 
     def _on_outcome(self, failure: CheckpointError | None) -> None:

@@ -49,13 +49,14 @@ _NOTICE_S = 2.0
 class Captured(NamedTuple):
     """What is to be staged: the memory for it, and its tensors in the order of the plan, which has its objects.
 
-    ``pickle_bytes``, ``small_files``: as of ``WriteRequest``.
+    ``pickle_bytes``, ``small_files``: as of ``WriteRequest``. ``is_new``: the plan was made for this save.
     """
 
     buffer: StagingBuffer
     tensors: Sequence[torch.Tensor]
     pickle_bytes: tuple[int, ...] = ()
     small_files: tuple[tuple[str, bytes], ...] = ()
+    is_new: bool = False
 
 
 def _warn_untrusted(plan: CheckpointPlan | FileSetPlan) -> None:
@@ -128,7 +129,7 @@ class PlanSelection:
         buffer = self.buffers.make(key, plan, client)
         try:
             self.buffers.keep(key, buffer)
-            return Captured(buffer, plan.capture(contents), pickle_bytes)
+            return Captured(buffer, plan.capture(contents), pickle_bytes, is_new=True)
         except BaseException:
             buffer.close()
             raise
@@ -193,4 +194,4 @@ class PlanSelection:
             if isinstance(error, StructureChanged):
                 raise UnsavableStateError(f"the state dict changes while it is looked at: {error}") from error
             raise
-        return Captured(made[0], tensors)
+        return Captured(made[0], tensors, is_new=True)

@@ -20,7 +20,9 @@ from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ReadyEvents, ready_events
 from asyncckpt.engine.plan_selection import Captured
 from asyncckpt.engine.retention import Retention
+from asyncckpt.engine.save_events import EventsOfSave
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.events import Event
 from asyncckpt.flag import Flag
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import SaveState
@@ -96,6 +98,7 @@ class SaveOperation(SaveState):
         number: int,
         config: Config,
         on_outcome: Callable[[CheckpointError | None], object],
+        tell: Callable[[Event], object],
     ) -> None:
         """Plan nothing yet.
 
@@ -107,12 +110,14 @@ class SaveOperation(SaveState):
             config: ``timeout`` and ``commit_timeout`` are taken from it.
             on_outcome: Told, of a save that the worker was told of, what it failed with (None: it is committed),
                 before the handle is.
+            tell: Given what becomes of it. Waits for nothing, and raises nothing.
         """
         super().__init__(path, step)
         self.group, self.number = group, number
         self.copied = Flag()
         self._config = config
         self._on_outcome = on_outcome
+        self._events = EventsOfSave(tell, path=self.path, step=step, rank=group.rank)
         self._beginning = threading.Lock()
         self._may_copy = threading.Lock()
 
@@ -129,6 +134,7 @@ class SaveOperation(SaveState):
             CheckpointError: What the save fails with, unless the copy overlaps.
         """
         self.buffer = captured.buffer
+        self._events.planned(is_new=captured.is_new, nbytes=self.buffer.plan.layout.nbytes)
         self.request = self._write_request(slot, captured, retention)
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         ready = ready_events(tensors)
@@ -200,6 +206,7 @@ class SaveOperation(SaveState):
             stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already
             buffer.client.staged(self.number, {**self.timings, "stall_s": stall_s})
             self.staged.set()
+            self._events.tell("staged", self.timings, self.timings["copy_s"])
         except BaseException as error:
             failure = self._call_off(error)
             if not isinstance(error, Exception):
@@ -227,10 +234,17 @@ class SaveOperation(SaveState):
                     self.is_written = self.has_ended = True
         return failure
 
-    def on_written(self, inode: int | None) -> None:
+    def on_return(self) -> None:
+        """The call is over. Until now nobody was told anything: who listens shall not keep the caller from its core."""
+        self.timings["stall_s"] = time.perf_counter() - self.begun
+        self._events.on_return(self.timings)
+
+    def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
         """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name."""
         self.is_written = True
         self._inode = self._inode if inode is None else inode
+        if "write_s" in timings:
+            self._events.tell("written", {**timings, **self.timings}, timings["write_s"])
 
     def on_end(self, outcome: Committed | CheckpointError, *, heard: bool = True) -> None:
         """The worker's part has ended, or, not ``heard``, the worker has. First the engine learns of it, then the
@@ -245,7 +259,10 @@ class SaveOperation(SaveState):
 
     def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
         self._on_outcome = _forget  # a handle that is kept shall not keep the engine
+        has_ended = self.done.is_set()
         super().end(error, timings)
+        if not has_ended:
+            self._events.end(error, self.timings, time.perf_counter() - self.begun)
 
     def _finish(self, outcome: Committed | CheckpointError, heard: bool) -> None:
         failure = outcome if isinstance(outcome, CheckpointError) else None

@@ -40,7 +40,7 @@ def load(
     source: Source | None = None,
     progress: bool = False,
     warns: bool = True,
-) -> None:
+) -> int:
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
     Tensors are filled where they are, other values are replaced, ``Stateful`` values at any depth are given their
@@ -55,6 +55,9 @@ def load(
         process_group: The ranks that load together; None: all of the job. What goes wrong on one is raised on all.
         no_dist: This process loads alone.
         progress, warns: Show a bar on the terminal; say that values were not asked for, as of a fresh optimizer.
+
+    Returns:
+        How many bytes this rank has read; 0 of what stock DCP wrote.
 
     Raises:
         CheckpointNotFoundError, StorageError: There is no checkpoint, or it cannot be read.
@@ -78,6 +81,7 @@ def load(
             own = CheckingPlanner(path, weights_only=weights_only, warns=warns)
             load_by_dcp(states, planner=planner or own, **dcps)
     give_states(state_dict, states)
+    return bar.nbytes
 
 
 def _drafted_by_all(

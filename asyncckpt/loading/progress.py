@@ -38,6 +38,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         """
         self._lock = threading.Lock()
         self._bar: _Bar | None = None
+        self.nbytes = 0
+        """How many are done, whether that is shown or not."""
         with self._harmless():
             if shown and sys.stderr is not None and sys.stderr.isatty():
                 # miniters: it looks at the clock each time. By tqdm's guess, and with no thread to correct that, it
@@ -57,9 +59,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     def update(self, nbytes: int) -> None:
         """So many bytes more are done."""
-        if self._bar is None:
-            return
         with self._harmless():
+            self.nbytes += nbytes
             if self._bar is not None:
                 self._bar.update(nbytes)
 

@@ -78,7 +78,12 @@ def many(process_group: Any) -> bool:
 
 def is_first(process_group: Any) -> bool:
     """Whether this is the first rank, or the only one."""
-    return not many(process_group) or dist.get_rank(process_group) == 0
+    return rank_of(process_group) == 0
+
+
+def rank_of(process_group: Any) -> int:
+    """The rank of this process in the group."""
+    return dist.get_rank(process_group) if many(process_group) else 0
 
 
 def cpu_group(process_group: ProcessGroup | None, timeout: float) -> ProcessGroup | None:

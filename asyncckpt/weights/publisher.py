@@ -136,7 +136,10 @@ class WeightPublisher:
                 raise VersionError(f"the ranks do not publish the same version, but {each}")
             self._show(slot, published)
             nbytes = 0 if slot is None or self._plan is None else self._plan.places.nbytes
-            return Publication(published.version, published.epoch, slot is None, nbytes, self._timings)
+            done = Publication(published.version, published.epoch, slot is None, nbytes, self._timings)
+            if not done.skipped:
+                self._supervisor.listeners.tell(done.event(self._sharding.rank, self.address))
+            return done
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
         """Start the worker, plan, and take the memory of all slots, so that no publication has to."""

@@ -1,0 +1,128 @@
+"""The loads of a checkpointer: from the memory of a dead trainer's worker, the local folder, or the root."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import CheckpointError, ClosedError
+from asyncckpt.events import Event
+from asyncckpt.loading.memory_source import HeldImages, agreed_image, choose_in_memory, load_image
+from asyncckpt.loading.tiers import Tiers
+from asyncckpt.publication import whole_number
+from asyncckpt.ranks.collectives import check_same, from_first, rank_of
+from asyncckpt.worker.messages import HeldImage
+from asyncckpt.worker.root_lock import check_job
+from asyncckpt.worker.rounds import Call
+from asyncckpt.worker.storage.history import Origin
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: the checkpoint of ``step``, in ``seconds``, from ``source``: "memory", "local" (the folder in
+    ``Config.local_root``) or "storage" (the root). This rank has read ``nbytes``; of what stock DCP wrote that is 0.
+    """
+
+    step: int
+    source: Literal["memory", "local", "storage"]
+    seconds: float
+    nbytes: int = 0
+
+
+class Loads:
+    """Loads from where the newest is, on all ranks the same."""
+
+    def __init__(self, engine: Engine, tiers: Tiers, ranks: ProcessGroup | None) -> None:
+        """Load nothing yet.
+
+        Args:
+            engine: The one that saves; it knows what a dead trainer's worker holds, and who is told of loads.
+            tiers: Where the checkpoints are.
+            ranks: That load together; None: the whole job.
+        """
+        self._engine, self._tiers, self._ranks = engine, tiers, ranks
+        self.origin: Origin | None = None
+        """Where this run goes on; None: it has loaded nothing."""
+
+    def load(self, fill: Callable[..., int], step: SupportsIndex | None, *, memory: bool, fallback: bool) -> Loaded:
+        """Load a checkpoint.
+
+        Args:
+            fill: Loads the one in a folder, or from a ``source``. Returns the bytes that this rank has read.
+            step: Which one; None: the newest.
+            memory, fallback: As of ``Checkpointer.load``.
+
+        Raises:
+            CheckpointError: As ``Checkpointer.load``.
+        """
+        begun = time.perf_counter()
+        about: dict[str, Any] = {"rank": rank_of(self._ranks), "path": self._tiers.root}
+        try:
+            loaded = self._load(fill, self._asked_by_all(step), begun, memory=memory, fallback=fallback)
+        except CheckpointError as error:
+            why = f"{type(error).__name__}: {error}"
+            self._engine.tell(Event(phase="load failed", seconds=time.perf_counter() - begun, error=why, **about))
+            raise
+        self._engine.tell(Event(phase="loaded", **about, **vars(loaded)))
+        logger.info("loaded step %d from %s in %.2f s", loaded.step, loaded.source, loaded.seconds)
+        return loaded
+
+    def latest(self) -> int | None:
+        """The step that ``load`` would load; None: there is none."""
+        self._check_local()
+        if (found := self._in_memory(None)) is not None:
+            return found[1].request.step
+        return from_first(partial(self._tiers.newest, self._engine.config.timeout), self._ranks)
+
+    def _load(
+        self, fill: Callable[..., int], step: int | None, begun: float, *, memory: bool, fallback: bool
+    ) -> Loaded:
+        nbytes = 0
+
+        def counted(path: str, **source: Any) -> None:
+            nonlocal nbytes
+            nbytes = fill(path, **source)
+
+        source: Literal["memory", "local", "storage"] = "memory"
+        held = self._in_memory(step) if memory else None
+        found = held[1].request.step if held and load_image(counted, *held, self._ranks) else None
+        if found is None:
+            found, source = self._tiers.load(counted, step, self._engine.config.timeout, self._ranks, fallback=fallback)
+        self.origin = from_first(partial(self._tiers.origin, found), self._ranks)
+        return Loaded(found, source, time.perf_counter() - begun, nbytes)
+
+    def _asked_by_all(self, step: SupportsIndex | None) -> int | None:
+        """The step that all ranks are to load, and may."""
+        number = None if step is None else whole_number(step, "step")
+        words = "loads the newest step" if number is None else f"loads step {number}"
+        check_same(Call(words, words), self._ranks)
+        from_first(partial(check_job, self._tiers.root, self._engine.config.job_id), self._ranks)
+        self._check_local()
+        return number
+
+    def _check_local(self) -> None:
+        if self._tiers.local is not None:
+            from_first(self._tiers.check_local, self._ranks)
+
+    def _in_memory(self, step: int | None) -> tuple[HeldImages, HeldImage] | None:
+        """This rank's part of the checkpoint to load from memory, the same one on all ranks."""
+        return agreed_image(self._held(), partial(choose_in_memory, self._tiers.roots, step), self._ranks)
+
+    def _held(self) -> HeldImages | None:
+        try:
+            return self._engine.held()
+        except ClosedError:
+            return None
+        except CheckpointError as error:
+            logger.warning("not loaded from memory: %s", error)
+            return None

@@ -1,0 +1,56 @@
+"""What becomes of one save, as events, in their order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncckpt.errors import SaveDroppedError
+from asyncckpt.events import Event, Phase
+
+
+class EventsOfSave:
+    """Tells them; none before the call of ``save`` is over, as who listens would take a core from the caller.
+
+    Any thread may call.
+    """
+
+    def __init__(self, tell: Callable[[Event], object], *, path: str, step: int | None, rank: int) -> None:
+        """``tell`` is given each; the rest is as of an event."""
+        self._tell = tell
+        self._about: dict[str, Any] = {"path": path, "step": step, "rank": rank}
+        self._early: list[Event] | None = []
+        self._plan: str | None = None
+        self._lock = threading.RLock()
+
+    def planned(self, *, is_new: bool, nbytes: int) -> None:
+        """Its plan is known: one made for it, or kept; and the bytes of its image."""
+        self._plan = "new" if is_new else "kept"
+        self._about["nbytes"] = nbytes
+
+    def on_return(self, timings: Mapping[str, float]) -> None:
+        """The call is over: tell what has happened in it, and from now on all at once."""
+        with self._lock:
+            early, self._early = self._early or [], None
+            if self._plan is not None:
+                self.tell("planned", timings, timings.get("plan_s"), source=self._plan)
+            for event in early:
+                self._tell(event)
+
+    def tell(self, phase: Phase, timings: Mapping[str, float], seconds: float | None, **more: Any) -> None:
+        """It is in ``phase`` now, which took so many ``seconds``. Waits for nothing, and raises nothing."""
+        event = Event(phase=phase, seconds=seconds, timings=dict(timings), **self._about, **more)
+        with self._lock:
+            if self._early is None:
+                self._tell(event)
+            else:
+                self._early.append(event)
+
+    def end(self, failure: BaseException | None, timings: Mapping[str, float], seconds: float) -> None:
+        """It has ended, so many ``seconds`` after the call."""
+        if failure is None:
+            self.tell("committed", timings, seconds)
+        else:
+            phase: Phase = "skipped" if isinstance(failure, SaveDroppedError) else "failed"
+            self.tell(phase, timings, seconds, error=f"{type(failure).__name__}: {failure}")
