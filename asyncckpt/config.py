@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib
 import importlib.util
 import numbers
 import os
@@ -20,7 +22,7 @@ IOClass = Literal["none", "best-effort", "idle"]
 class Config:
     """All there is to choose. Raises ``ValueError`` for what makes no sense.
 
-    Every field but ``keep`` and ``on_event`` can also be set by an environment variable, ``ASYNC_CKPT_SLOTS`` for
+    Every field but ``keep`` can also be set by an environment variable, ``ASYNC_CKPT_SLOTS`` for
     ``slots`` and so on. Three are called as Megatron-LM calls its options: ``CKPT_ASSUME_CONSTANT_STRUCTURE``,
     ``ASYNC_CKPT_CPU_PRIORITY`` (``nice``) and ``ASYNC_CKPT_IO_PRIORITY`` (``io_class``).
     """
@@ -112,10 +114,11 @@ class Config:
     io_class: str = "best-effort"
     """The worker's I/O scheduling class: ``none`` (as the trainer's), ``best-effort`` (its lowest level), ``idle``."""
 
-    on_event: Callable[[Any], object] | Sequence[Callable[[Any], object]] = ()
+    on_event: Callable[[Any], object] | str | Sequence[Callable[[Any], object] | str] = ()
     """Who is told what becomes of saves and loads: a function of an ``asyncckpt.events.Event``, or several; the
     adapters of ``asyncckpt.telemetry`` are such. Each is called on a thread of its own: none can slow a save, or have
-    it fail."""
+    it fail. A text names one, as "module:function", or "module:Class" for an object of that; in the environment, some
+    such texts with commas between."""
 
     metrics_folder: str | None = None
     """A folder in which the worker keeps a file of Prometheus metrics up to date, for node_exporter's textfile
@@ -163,7 +166,8 @@ class Config:
     @property
     def listeners(self) -> tuple[Callable[[Any], object], ...]:
         """All who are told of events."""
-        return (self.on_event,) if callable(self.on_event) else tuple(self.on_event)
+        given = (self.on_event,) if callable(self.on_event) or isinstance(self.on_event, str) else self.on_event
+        return tuple(_named(each) if isinstance(each, str) else each for each in given)
 
     @classmethod
     def given(cls, config: Config | None) -> Config:
@@ -208,6 +212,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind = {"action": argparse.BooleanOptionalAction}
         with contextlib.suppress(argparse.ArgumentError):  # it is there: this is Megatron-LM's parser
             group.add_argument(option.flag, default=None, help=option.help, **kind)
+
+
+@functools.cache  # an adapter is there once, whatever number of engines tells it
+def _named(name: str) -> Any:
+    """Who listens by that name. Raises ``ValueError``."""
+    module, _, attribute = name.strip().partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"Config.on_event cannot be {name!r}, a name of the form module:function: {error}") from error
+    return found() if isinstance(found, type) else found
 
 
 def _truth(text: str) -> bool:
@@ -262,6 +277,7 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause"), float),
     **dict.fromkeys(("job_id", "host", "local_root", "metrics_folder"), str),
     **dict.fromkeys(("progress", "direct_io"), _truth),
+    "on_event": lambda names: tuple(names.split(",")),
 }
 
 # What fields of a type take, what is kept of that, and in words.

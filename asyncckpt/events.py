@@ -20,7 +20,7 @@ _MOST_WAITING = 10_000
 # What is left to be told when all is closed may take so long.
 _CLOSE_S = 5.0
 
-Phase = Literal[
+EventPhase = Literal[
     "planned",
     "staged",
     "written",
@@ -51,7 +51,7 @@ after one that died; the memory of a dead trainer's worker was ``taken over``.
 class Event:
     """Something that has happened on this rank, just now."""
 
-    phase: Phase
+    phase: EventPhase
     rank: int
     path: str = ""
     """The checkpoint, the file, or the folder that it is about."""
@@ -65,7 +65,7 @@ class Event:
     nbytes: int | None = None
     """Bytes of this rank that it is about: of the image, or those that were read."""
     source: str | None = None
-    """Where something is from, see ``Phase``."""
+    """Where something is from, see ``EventPhase``."""
     error: str | None = None
     """What went wrong."""
     timings: Mapping[str, float] = field(default_factory=dict)

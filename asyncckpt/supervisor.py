@@ -19,7 +19,7 @@ from functools import partial
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError
-from asyncckpt.events import Event, Listeners, Phase
+from asyncckpt.events import Event, EventPhase, Listeners
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name, take_log
 from asyncckpt.worker.open_saves import longest
@@ -27,7 +27,6 @@ from asyncckpt.worker.process import WorkerOptions, detached_workers
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import take_root
 from asyncckpt.worker.takeover import Takeover
-from asyncckpt.worker.uploads import Uploaded
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ class Supervisor:
             self._predecessor = None
         self.listeners.close()
 
-    def _tell(self, phase: Phase, rank: int, seconds: float, nbytes: int | None = None) -> None:
+    def _tell(self, phase: EventPhase, rank: int, seconds: float, nbytes: int | None = None) -> None:
         path = "" if self._claim is None else self._claim.root
         self.listeners.tell(Event(phase=phase, rank=rank, path=path, seconds=seconds, nbytes=nbytes))
 
@@ -170,7 +169,7 @@ class Supervisor:
         config = self._config
         self._close_forgotten()
         endpoint = None if self._job is None else endpoint_name(self._job, rank)
-        predecessor = self.find_predecessor(rank)
+        predecessor, listeners = self.find_predecessor(rank), self.listeners
         begun = time.perf_counter()
         client = WorkerClient(
             WorkerOptions(
@@ -185,7 +184,7 @@ class Supervisor:
                 rank=rank,
                 metrics_folder=config.metrics_folder,
             ),
-            partial(self._on_uploaded, rank),
+            lambda uploaded: listeners.tell(uploaded.event(rank)),  # it shall not keep this object
         )
         try:
             # First the memory: until this one has it, the worker before it must stay.
@@ -205,19 +204,6 @@ class Supervisor:
                 client.close(config.timeout)
             raise
         return client
-
-    def _on_uploaded(self, rank: int, uploaded: Uploaded) -> None:
-        self.listeners.tell(
-            Event(
-                phase="uploaded" if uploaded.error is None else "upload failed",
-                rank=rank,
-                path=uploaded.to,
-                step=uploaded.step,
-                seconds=uploaded.seconds,
-                nbytes=uploaded.nbytes,
-                error=uploaded.error,
-            )
-        )
 
     def _take_root(self, client: WorkerClient, claim: Claim) -> None:
         timeout = self._config.timeout

@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from multiprocess.connection import Connection
@@ -18,6 +19,9 @@ from asyncckpt.worker.endpoint_service import EndpointService
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.server import Server
 from asyncckpt.worker.storage import storage_for
+
+if TYPE_CHECKING:
+    from asyncckpt.worker.metrics_file import MetricsFile
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +43,8 @@ def main(argv: list[str]) -> int:
     try:
         storages = partial(storage_for, direct_io=options["direct_io"])
         connection, trainer = Connection(options["fd"]), options["trainer"]
-        server = Server(connection, storages, segment_store, endpoint_service, options["io_threads"], trainer)
+        metrics = _metrics_file(options)
+        server = Server(connection, storages, segment_store, endpoint_service, options["io_threads"], trainer, metrics)
         finished = server.run(_watch(trainer), options["linger"])
     finally:
         endpoint_service.close()
@@ -47,7 +52,17 @@ def main(argv: list[str]) -> int:
         logging.error("storage does not answer; leaving a write behind")
         os._exit(1)
     server.finish_uploads()
+    if metrics is not None:
+        metrics.close(remove=server.is_closed_in_order)
     return 0
+
+
+def _metrics_file(options: dict[str, Any]) -> MetricsFile | None:
+    if options["metrics_folder"] is None:
+        return None
+    from asyncckpt.worker.metrics_file import MetricsFile  # which needs what is only there where it is wanted
+
+    return MetricsFile(options["metrics_folder"], options["job"] or str(options["trainer"]), options["rank"])
 
 
 def _lower_priority(nice: int, io_class: str) -> None:

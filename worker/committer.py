@@ -112,8 +112,8 @@ class Committer:
     only when the other ranks have been told of the failure.
     """
 
-    def __init__(self, send: Callable[[Committed | Failed], None]) -> None:
-        """``send`` tells the trainer."""
+    def __init__(self, send: Callable[[WriteRequest, Committed | Failed], None]) -> None:
+        """``send`` tells the trainer how a save has ended."""
         self._send = send
         self.uploader: Uploader | None = None
         """First rank: copies what is committed to another root, if there is one."""
@@ -258,7 +258,8 @@ class Committer:
         elif attempt is not None:
             attempt.release()
             note(attempt.timings, "commit", attempt.written_at, request.called_at)
-            self._tell(Committed(request.save_id, request.path, attempt.timings, attempt.direct))
+            nbytes = attempt.layout.data_bytes
+            self._tell(Committed(request.save_id, request.path, attempt.timings, attempt.direct, nbytes))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
                 self._prunable.put((os.path.dirname(request.path), request.keep_last))
         if request.rank == 0:
@@ -276,8 +277,8 @@ class Committer:
 
     def _tell(self, outcome: Committed | Failed) -> None:
         with self._lock:  # before: who was told may look what is still being written
-            del self._unended[outcome.save_id]
-        self._send(outcome)
+            request = self._unended.pop(outcome.save_id)
+        self._send(request, outcome)
 
     def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:
         """First rank: finalize what all have written, and tell them."""

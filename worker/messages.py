@@ -272,12 +272,13 @@ class Written:
 
 @dataclass(frozen=True)
 class Committed:
-    """``timings``: see ``timings.py``, and ``commit_s``. ``direct``: whether the data bypassed the page cache."""
+    """``timings``: see ``timings.py``. ``direct``: whether the page cache was bypassed. ``nbytes``: of the image."""
 
     save_id: int
     path: str
     timings: dict[str, float]
     direct: bool
+    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from multiprocess.connection import Connection, wait
 from multiprocess.reduction import recv_handle, send_handle
@@ -28,8 +30,11 @@ from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store import Store
 from asyncckpt.worker.uploader import Uploader
-from asyncckpt.worker.uploads import AskUploads, UploadsUnderWay
+from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
 from asyncckpt.worker.writer import Writer
+
+if TYPE_CHECKING:
+    from asyncckpt.worker.metrics_file import MetricsFile
 
 _CLOSED = "it has closed its checkpointer"
 
@@ -45,6 +50,7 @@ class Server:
         endpoint_service: EndpointService,
         io_threads: int,
         trainer: int,
+        metrics: MetricsFile | None = None,
     ) -> None:
         """Start the threads.
 
@@ -55,7 +61,11 @@ class Server:
             endpoint_service: Answers other processes.
             io_threads: How many threads write at once.
             trainer: The process id of the trainer.
+            metrics: Told of the ends of saves and uploads.
         """
+        self._metrics = metrics
+        self.is_closed_in_order = False
+        """The trainer has not died, but closed."""
         self._connection = connection
         self._trainer = trainer
         self._root_lock: RootLock | None = None
@@ -80,6 +90,7 @@ class Server:
         try:
             self._send(messages.Ready(os.getpid()))
             why = self._serve(trainer)
+            self.is_closed_in_order = why == _CLOSED
             lingers = why != _CLOSED and linger > 0
         finally:
             if why != _CLOSED:  # who is gone listens to nothing
@@ -199,7 +210,7 @@ class Server:
                 else:
                     answer = Claimed(found)
         if claim.local is not None and answer.holder is None and self._committer.uploader is None:
-            self._committer.uploader = Uploader(claim.local, self._storage_for, self._send)
+            self._committer.uploader = Uploader(claim.local, self._storage_for, self._on_uploaded)
         return answer
 
     def _host(self, request: messages.Host) -> messages.Hosting:
@@ -217,9 +228,16 @@ class Server:
             send(self._connection, messages.Answer(asked, messages.Allocated(number)))
             send_handle(self._connection, segment.fileno(), os.getppid())
 
-    def _end(self, outcome: messages.Committed | messages.Failed) -> None:
+    def _end(self, request: messages.WriteRequest, outcome: messages.Committed | messages.Failed) -> None:
         self._segment_store.save_ended(outcome.save_id, committed=isinstance(outcome, messages.Committed))
         self._send(outcome)
+        if self._metrics is not None:
+            self._metrics.on_end(request, outcome, time.time() - request.called_at)
+
+    def _on_uploaded(self, uploaded: Uploaded) -> None:
+        self._send(uploaded)
+        if self._metrics is not None:
+            self._metrics.on_uploaded(uploaded)
 
     def _send(self, message: messages.FromWorker) -> None:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.events import Event
 
 _POLL_S = 0.05
 
@@ -56,6 +57,18 @@ class Uploaded:
     seconds: float
     nbytes: int | None
     error: str | None = None
+
+    def event(self, rank: int) -> Event:
+        """To be told of it; ``rank``: that of the worker."""
+        return Event(
+            phase="uploaded" if self.error is None else "upload failed",
+            rank=rank,
+            path=self.to,
+            step=self.step,
+            seconds=self.seconds,
+            nbytes=self.nbytes,
+            error=self.error,
+        )
 
 
 def wait_for_uploads(ask: Callable[[], UploadsUnderWay], timeout: float) -> None:

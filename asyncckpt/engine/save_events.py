@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncckpt.errors import SaveDroppedError
-from asyncckpt.events import Event, Phase
+from asyncckpt.events import Event, EventPhase
 
 
 class EventsOfSave:
@@ -21,12 +22,12 @@ class EventsOfSave:
         self._tell = tell
         self._about: dict[str, Any] = {"path": path, "step": step, "rank": rank}
         self._early: list[Event] | None = []
-        self._plan: str | None = None
+        self._plan: tuple[str, float] | None = None
         self._lock = threading.RLock()
 
     def planned(self, *, is_new: bool, nbytes: int) -> None:
         """Its plan is known: one made for it, or kept; and the bytes of its image."""
-        self._plan = "new" if is_new else "kept"
+        self._plan = "new" if is_new else "kept", time.time()
         self._about["nbytes"] = nbytes
 
     def on_return(self, timings: Mapping[str, float]) -> None:
@@ -34,11 +35,12 @@ class EventsOfSave:
         with self._lock:
             early, self._early = self._early or [], None
             if self._plan is not None:
-                self.tell("planned", timings, timings.get("plan_s"), source=self._plan)
+                source, at = self._plan
+                self.tell("planned", timings, timings.get("plan_s"), source=source, at=at)
             for event in early:
                 self._tell(event)
 
-    def tell(self, phase: Phase, timings: Mapping[str, float], seconds: float | None, **more: Any) -> None:
+    def tell(self, phase: EventPhase, timings: Mapping[str, float], seconds: float | None, **more: Any) -> None:
         """It is in ``phase`` now, which took so many ``seconds``. Waits for nothing, and raises nothing."""
         event = Event(phase=phase, seconds=seconds, timings=dict(timings), **self._about, **more)
         with self._lock:
@@ -52,5 +54,5 @@ class EventsOfSave:
         if failure is None:
             self.tell("committed", timings, seconds)
         else:
-            phase: Phase = "skipped" if isinstance(failure, SaveDroppedError) else "failed"
+            phase: EventPhase = "skipped" if isinstance(failure, SaveDroppedError) else "failed"
             self.tell(phase, timings, seconds, error=f"{type(failure).__name__}: {failure}")

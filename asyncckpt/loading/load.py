@@ -44,7 +44,7 @@ def load(
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
     Tensors are filled where they are, other values are replaced, ``Stateful`` values at any depth are given their
-    state. Keys that only the checkpoint has are left alone. Checkpoints that stock DCP wrote are read, too.
+    state. Keys that only the checkpoint has are left alone. Stock DCP's are read, too. Returns the bytes read of ours.
 
     Args:
         state_dict: What to load; its tensors have the shapes to fill.
@@ -55,9 +55,6 @@ def load(
         process_group: The ranks that load together; None: all of the job. What goes wrong on one is raised on all.
         no_dist: This process loads alone.
         progress, warns: Show a bar on the terminal; say that values were not asked for, as of a fresh optimizer.
-
-    Returns:
-        How many bytes this rank has read; 0 of what stock DCP wrote.
 
     Raises:
         CheckpointNotFoundError, StorageError: There is no checkpoint, or it cannot be read.
@@ -73,13 +70,12 @@ def load(
         source = on_all(lambda: source or _open(path, held), ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
         states = _states(state_dict, per_rank, open_reader, held, ranks)
-        direct = None if planner is not None else _drafted_by_all(states, source, path, held, ranks)
-        if direct is not None:
+        if planner is None and (direct := _drafted_by_all(states, source, path, held, ranks)) is not None:
             on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns), ranks)
         else:
             dcps = {"storage_reader": on_all(open_reader, ranks), "process_group": process_group, "no_dist": no_dist}
-            own = CheckingPlanner(path, weights_only=weights_only, warns=warns)
-            load_by_dcp(states, planner=planner or own, **dcps)
+            planner = planner or CheckingPlanner(path, weights_only=weights_only, warns=warns)
+            load_by_dcp(states, planner=planner, **dcps)
     give_states(state_dict, states)
     return bar.nbytes
 

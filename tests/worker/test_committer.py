@@ -31,7 +31,7 @@ def test_a_save_whose_end_is_told_is_no_longer_being_written(tmp_path: Path, fai
     told: SimpleQueue[tuple[type, tuple[WriteRequest, ...]]] = SimpleQueue()
     with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
         attempt = checkpoint_attempt(tmp_path, segment)
-        with closing(Committer(lambda outcome: told.put((type(outcome), committer.unended())))) as committer:
+        with closing(Committer(lambda _, outcome: told.put((type(outcome), committer.unended())))) as committer:
             committer.expect(attempt.request)
             assert committer.unended() == (attempt.request,)
             attempt.write(pool)
@@ -67,7 +67,7 @@ def test_a_store_that_answers_late_is_not_taken_for_gone(tmp_path: Path, monkeyp
     with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
         attempt = checkpoint_attempt(tmp_path, segment)
         attempt.request = replace(attempt.request, rank=1, world_size=2)
-        with closing(store), closing(Committer(told.put)) as committer:
+        with closing(store), closing(Committer(lambda _, outcome: told.put(outcome))) as committer:
             committer.join(replace(first, rank=1), 30)
             committer.expect(attempt.request)
             attempt.write(pool)
@@ -86,7 +86,7 @@ def test_who_leaves_unheard_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(Store, "_is_proved", lambda self, peer: closed.wait(30) and real_is_proved(self, peer))
     caplog.set_level(logging.INFO)
     with closing(store):
-        with closing(Committer(lambda _: None)) as committer:
+        with closing(Committer(lambda *_: None)) as committer:
             committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
         closed.set()
     (said,) = (each for each in caplog.records if "leaving" in each.getMessage())
@@ -102,7 +102,7 @@ def test_a_slow_store_hears_that_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Store, "_is_proved", lambda self, peer: may_answer.wait(30) and real_is_proved(self, peer))
     first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
     with closing(store):
-        with closing(Committer(lambda _: None)) as committer:
+        with closing(Committer(lambda *_: None)) as committer:
             committer.join(replace(first, rank=1), 30)
             threading.Timer(2.0, may_answer.set).start()
             committer.gone("its trainer has died")
@@ -119,7 +119,7 @@ def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeyp
     store = Store(b"secret")
     store.close()
     request = WriteRequest(1, 1, 0, str(tmp_path / "final"), "a-1", 1, 1, 2, "refuse", None, False, 300.0)
-    with closing(Committer(lambda _: None)) as committer:
+    with closing(Committer(lambda *_: None)) as committer:
         committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
         committer.failed(request, StorageError("as the test wants"))
         committer.gone("its trainer has died")

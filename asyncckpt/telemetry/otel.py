@@ -1,0 +1,123 @@
+"""Events as OpenTelemetry metrics and spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from opentelemetry import metrics, trace
+from opentelemetry.context import Context
+from opentelemetry.util.types import AttributeValue
+
+from asyncckpt.events import Event
+
+_NAME = "asyncckpt"
+# The timings of a save that have a histogram and a span each. There is no semantic convention for checkpoints.
+_PHASES = {"copy": "staging", "write": "write", "commit": "commit"}
+
+
+class Span(NamedTuple):
+    """What a span is called, and what it says beside what all say."""
+
+    name: str
+    attributes: Mapping[str, AttributeValue] = {}
+
+
+# What nvidia-resiliency-ext's own worker calls them, for tools that look for these. The write runs beside the training,
+# and counts for nothing in a view of goodput.
+NVRX_SPANS = {
+    "asyncckpt.save": Span("nvrx.checkpoint.save.request", {"is_goodput_span": True}),
+    "asyncckpt.save.write": Span("nvrx.checkpoint.save.write", {"is_goodput_span": False}),
+}
+
+
+class OpenTelemetry:
+    """Records metrics and spans. Give it to ``Config.on_event``.
+
+    A span ``asyncckpt.save`` begins with the call and ends with the commit, or the failure; below it are
+    ``asyncckpt.save.staging``, ``.write`` and ``.commit``. A load is ``asyncckpt.load``. Histograms of the same names
+    are in seconds, as are ``asyncckpt.save.stall`` and ``asyncckpt.upload.lag``; the counter ``asyncckpt.save.written``
+    is in bytes.
+    """
+
+    def __init__(
+        self,
+        meter_provider: metrics.MeterProvider | None = None,
+        tracer_provider: trace.TracerProvider | None = None,
+        spans: Mapping[str, Span] = {},  # noqa: B006
+    ) -> None:
+        """Make the instruments.
+
+        Args:
+            meter_provider, tracer_provider: Where to; None: those of the process.
+            spans: Other names for spans; a span that is named here is recorded by that name alone.
+        """
+        meter = metrics.get_meter(_NAME, meter_provider=meter_provider)
+        self._tracer = trace.get_tracer(_NAME, tracer_provider=tracer_provider)
+        self._spans = spans
+        self._save = meter.create_histogram("asyncckpt.save", "s", "From the call until it had ended.")
+        self._stall = meter.create_histogram("asyncckpt.save.stall", "s", "What the call has taken from the training.")
+        self._phases = {
+            phase: meter.create_histogram(f"asyncckpt.save.{name}", "s", f"The phase of {name}.")
+            for phase, name in _PHASES.items()
+        }
+        self._written = meter.create_counter("asyncckpt.save.written", "By", "Bytes of committed images.")
+        self._last_step = meter.create_gauge("asyncckpt.save.last_durable_step", "1", "Of the last committed save.")
+        self._last_time = meter.create_gauge("asyncckpt.save.last_durable_time", "s", "Since the epoch.")
+        self._load = meter.create_histogram("asyncckpt.load", "s", "From the call until all was in place.")
+        self._lag = meter.create_histogram("asyncckpt.upload.lag", "s", "From the commit until it was in the root.")
+        self._events = meter.create_counter("asyncckpt.events", "1", "All events, by their phase.")
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event."""
+        rank = {"asyncckpt.rank": event.rank}
+        self._events.add(1, {**rank, "asyncckpt.phase": event.phase})
+        match event.phase:
+            case "committed" | "failed" | "skipped":
+                self._on_end(event, rank)
+            case "uploaded":
+                self._lag.record(event.seconds or 0.0, rank)
+            case "loaded" | "load failed":
+                self._load.record(event.seconds or 0.0, {**rank, "asyncckpt.source": event.source or "failed"})
+                self._span("asyncckpt.load", event, event.at - (event.seconds or 0.0), event.at)
+
+    def _on_end(self, event: Event, rank: Mapping[str, AttributeValue]) -> None:
+        self._save.record(event.seconds or 0.0, {**rank, "asyncckpt.outcome": event.phase})
+        called_at = event.at - (event.seconds or 0.0)
+        span = self._span("asyncckpt.save", event, called_at, event.at)
+        within = trace.set_span_in_context(span)
+        for phase, histogram in self._phases.items():
+            seconds, begun = event.timings.get(f"{phase}_s"), event.timings.get(f"{phase}_from_s")
+            if seconds is None or begun is None:
+                continue
+            histogram.record(seconds, rank)
+            self._span(
+                f"asyncckpt.save.{_PHASES[phase]}", event, called_at + begun, called_at + begun + seconds, within
+            )
+        if "stall_s" in event.timings:
+            self._stall.record(event.timings["stall_s"], rank)
+        if event.phase == "committed":
+            self._written.add(event.nbytes or 0, rank)
+            self._last_time.set(event.at, rank)
+            if event.step is not None:
+                self._last_step.set(event.step, rank)
+
+    def _span(self, name: str, event: Event, begun: float, ended: float, within: Context | None = None) -> trace.Span:
+        """Record a span that is over; both times in seconds since the epoch."""
+        known = self._spans.get(name, Span(name))
+        said: dict[str, AttributeValue | None] = {
+            "asyncckpt.rank": event.rank,
+            "asyncckpt.path": event.path,
+            "asyncckpt.step": event.step,
+            "asyncckpt.bytes": event.nbytes,
+            "asyncckpt.source": event.source,
+            "asyncckpt.outcome": event.phase,
+        }
+        attributes = {key: value for key, value in said.items() if value is not None}
+        span = self._tracer.start_span(
+            known.name, within, attributes={**attributes, **known.attributes}, start_time=int(begun * 1e9)
+        )
+        if event.error is not None:
+            span.set_status(trace.StatusCode.ERROR, event.error)
+        span.end(int(ended * 1e9))
+        return span

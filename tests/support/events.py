@@ -1,0 +1,22 @@
+"""One who listens to events."""
+
+from __future__ import annotations
+
+from asyncckpt.events import Event
+
+
+class Heard:
+    """Remembers them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def phases(self, step: int | None) -> list[str]:
+        """What was told of a step."""
+        return [event.phase for event in self.events if event.step == step]
+
+
+all_heard = Heard()
