@@ -17,12 +17,11 @@ import psutil
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.demo.costs import DCP, OURS, Block, Pair
+from asyncckpt.demo.costs import DCP, MOST_PAIRS, OURS, Block, Pair
 from asyncckpt.demo.training import Training
 from asyncckpt.worker.storage import step_folder
 
 _STEPS = 3  # of a block, at least
-_MOST_PAIRS = 14
 _LONGER = 1.3  # a round may take so much longer than the longest so far
 
 Saving = Callable[[], Callable[[], bool]]
@@ -52,7 +51,7 @@ def measure(
         _block(training, clocks, save)
         before = _block(training, clocks)
     longest = 0.0
-    for number in range(1, _MOST_PAIRS + 1):
+    for number in range(1, MOST_PAIRS + 1):
         begun = time.monotonic()
         for name, save in contestants.items():
             saving, after = _block(training, clocks, save), _block(training, clocks)
@@ -62,7 +61,7 @@ def measure(
         now = time.monotonic()
         longest = max(longest, now - begun)
         more = int(max(0.0, deadline - now) / (_LONGER * longest))
-        progress(number, min(_MOST_PAIRS, number + more))
+        progress(number, min(MOST_PAIRS, number + more))
         if not more:
             break
     return pairs

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Picture
+from matplotlib.patches import Patch
 
 from asyncckpt.demo.costs import CANNOT_TELL, OURS
 
@@ -20,7 +21,7 @@ _MILLI = 1e3
 def draw(summary: Mapping[str, Any], path: str) -> None:
     """Into a PNG at ``path``."""
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        picture = Figure(figsize=(11, 4.2), layout="constrained")
+        picture = Picture(figsize=(11, 4.2), layout="constrained")
         losses, costs = picture.subplots(1, 2)
         _draw_losses(losses, summary)
         _draw_costs(costs, summary["costs"])
@@ -49,10 +50,11 @@ def _points(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
 def _draw_costs(axes: Any, costs: Mapping[str, Any]) -> None:
     """Bars for each contestant, with the bounds of the medians."""
     height = 0.8 / len(costs)
+    named: list[Patch] = []
     ends = [max(f["median"], f["high"] or 0) for each in costs.values() for key in _KEYS if (f := each[key])]
     for place, (name, each) in enumerate(costs.items()):
         colour = _OURS_COLOUR if name == OURS else _PEER_COLOUR
-        axes.barh([], [], color=colour, label=name)
+        named.append(Patch(color=colour, label=name))
         for row, key in enumerate(_KEYS):
             y = row + (place - (len(costs) - 1) / 2) * height
             if (figure := each[key]) is None:
@@ -67,5 +69,5 @@ def _draw_costs(axes: Any, costs: Mapping[str, Any]) -> None:
     axes.set_yticks(range(len(_KEYS)), _KEYS.values())
     axes.invert_yaxis()
     axes.set_xlabel("ms; lines: where the median lies with 95 % confidence")
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(handles=named, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
     axes.set_title("What one save costs", fontsize=10)

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from asyncckpt.demo.children import Child, PhaseProgress, listen_until
-from asyncckpt.demo.costs import Pair, cost_of, figure_of
+from asyncckpt.demo.costs import OURS, Pair, cost_of, figure_of
 from asyncckpt.demo.text import show_costs, show_kill, show_next, show_resume
 from asyncckpt.errors import StorageError
 from asyncckpt.loading.source import wait_for_attempts
@@ -78,7 +78,7 @@ def _demonstrate(args: argparse.Namespace, root: str, deadline: float) -> dict[s
         with PhaseProgress("measuring", "rounds", 1) as progress:
             listen_until([whole], None, lambda: progress.show(*whole.said.get("round", (0, 1))))
     pairs: dict[str, list[Pair]] = whole.said["pairs"]
-    summary["costs"] = {name: _costs(each) for name, each in pairs.items()}
+    summary["costs"] = {name: _costs(each, has_worker=name == OURS) for name, each in pairs.items()}
     return summary | {name: vars(args)[name] for name in ("size", "every")}
 
 
@@ -116,14 +116,15 @@ def _resume_summary(killed: Child, resumed: Child, whole: Child) -> dict[str, An
     }
 
 
-def _costs(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The figures of one contestant, in seconds; None: cannot be told."""
+def _costs(pairs: Sequence[Pair], *, has_worker: bool) -> dict[str, Any]:
+    """The figures of one contestant, in seconds; None: cannot be told. ``has_worker``: it saves by a worker."""
     figures = {
         "call_s": figure_of([pair.saving.call_s for pair in pairs]),
         "wall_s": cost_of([pair.wall_s for pair in pairs]),
         "cpu_s": cost_of([pair.cpu_s for pair in pairs]),
-        "worker_cpu_s": figure_of([pair.saving.worker_s for pair in pairs]),
     }
+    if has_worker:
+        figures["worker_cpu_s"] = figure_of([pair.saving.worker_s for pair in pairs])
     return {"saves": len(pairs)} | {name: figure and vars(figure) for name, figure in figures.items()}
 
 

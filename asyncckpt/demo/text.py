@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from asyncckpt.demo.costs import CANNOT_TELL
+from asyncckpt.demo.costs import CANNOT_TELL, MOST_PAIRS
 
 _MILLI = 1e3
 _SOURCES = {"memory": "the memory of the worker that the killed trainer left behind", "storage": "storage"}
@@ -25,13 +25,9 @@ _LINES = {
 
 def show_kill(step: int, facts: Mapping[str, Any]) -> None:
     """Say when the training was killed: at ``step``, and what it reported just before."""
+    writing = "was still writing" if facts["while_writing"] else "had just written"
     size = f"{facts['state_bytes'] / 1e6:.0f} MB"
-    if facts["while_writing"]:
-        print(
-            f"  It was killed at step {step}, while its worker was still writing the checkpoint of that step, {size}."
-        )
-    else:
-        print(f"  It was killed at step {step}. Its worker had already written the checkpoint of that step, {size}.")
+    print(f"  It was killed at step {step}, when its worker {writing} the checkpoint of that step, {size}.", flush=True)
 
 
 def show_resume(summary: Mapping[str, Any]) -> None:
@@ -43,8 +39,8 @@ def show_resume(summary: Mapping[str, Any]) -> None:
         loss = summary["losses"]["not killed"][last]
         print(
             f"  The losses of the {summary['steps_compared']} steps after it are, bit for bit, those of the training"
-            f" that was not killed (the last: {loss!r}),\n  and so are all {summary['parameters']:,} parameters and the"
-            f" optimizer's state at step {last}."
+            f" that was not killed\n  (the last: {loss!r}), and so are all {summary['parameters']:,} parameters and the"
+            f" optimizer's state\n  at step {last}."
         )
     for name, steps in summary["different"].items():
         print(f"  THE LOSSES DIFFER: {name}, from step {steps[0]} on, {len(steps)} steps.")
@@ -60,16 +56,20 @@ def show_costs(summary: Mapping[str, Any]) -> None:
         f"\nWhat one save costs: {summary['parameters'] / 1e6:.1f} million parameters,"
         f" {summary['state_bytes'] / 1e6:.0f} MB a checkpoint, one training thread on {summary['device']}"
     )
-    rows = [[words, *(_cell(each[key]) for each in costs.values())] for key, words in _LINES.items()]
+    rows = [
+        [words, *(_cell(each[key]) if key in each else "-" for each in costs.values())] for key, words in _LINES.items()
+    ]
     print(tabulate(rows, headers=["", *costs], disable_numparse=True))
     print(
-        f"Medians of {saves} pairs of neighbouring blocks of steps, with a save and without; in brackets where the"
-        " median\nlies with 95 % confidence. Each block with a save lasts until that is durable."
+        f"Medians of {saves} pairs of neighbouring blocks of steps, with a save and without; in brackets where the\n"
+        "median lies with 95 % confidence. Each block with a save lasts until that is durable."
     )
+    if saves < MOST_PAIRS:
+        print(f"More pairs than {saves}, of at most {MOST_PAIRS}, would have taken longer than asked for (--seconds).")
     if any(figure is None for each in costs.values() for figure in each.values()):
         print(
-            f'"{CANNOT_TELL}": the blocks differ more among themselves than by the save, or there was time for too few;'
-            "\ntry again when less runs here, or with more --seconds."
+            f'"{CANNOT_TELL}": the blocks differ more among themselves than by a save, or are too few.\n'
+            "Try again when less runs here, or with more --seconds."
         )
 
 
@@ -112,4 +112,6 @@ def _command() -> str:
     if shutil.which("asyncckpt"):
         return "asyncckpt"
     beside = os.path.join(os.path.dirname(sys.executable), "asyncckpt")
+    if not (near := os.path.relpath(beside)).startswith(os.pardir):
+        beside = near
     return shlex.quote(beside) if os.access(beside, os.X_OK) else f"{shlex.quote(sys.executable)} -m asyncckpt"
