@@ -16,9 +16,6 @@ CANNOT_TELL = "cannot be told on this machine now"
 # The contestants.
 OURS, DCP = "asyncckpt", "torch.distributed.checkpoint.save"
 
-MOST_PAIRS = 14
-"""More are not measured: the bounds would get but little closer."""
-
 _CONFIDENCE = 0.95
 
 

@@ -17,7 +17,7 @@ import psutil
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.demo.costs import DCP, MOST_PAIRS, OURS, Block, Pair
+from asyncckpt.demo.costs import DCP, OURS, Block, Pair
 from asyncckpt.demo.training import Training
 from asyncckpt.worker.storage import step_folder
 
@@ -29,7 +29,12 @@ Saving = Callable[[], Callable[[], bool]]
 
 
 def measure(
-    training: Training, checkpointer: Checkpointer, folder: str, deadline: float, progress: Callable[[int, int], None]
+    training: Training,
+    checkpointer: Checkpointer,
+    folder: str,
+    most: int,
+    deadline: float,
+    progress: Callable[[int, int], None],
 ) -> dict[str, list[Pair]]:
     """Train on, with saves by both contestants in turns.
 
@@ -37,6 +42,7 @@ def measure(
         training: What is trained.
         checkpointer: Saves for us; it is prepared.
         folder: Where DCP is to save.
+        most: Rounds, of which each gives a pair for each contestant.
         deadline: Of ``time.monotonic``: no round begins that would probably end later. There is one round in any case.
         progress: Told after each round how many are done, and how many there probably are.
 
@@ -51,7 +57,7 @@ def measure(
         _block(training, clocks, save)
         before = _block(training, clocks)
     longest = 0.0
-    for number in range(1, MOST_PAIRS + 1):
+    for number in range(1, most + 1):
         begun = time.monotonic()
         for name, save in contestants.items():
             saving, after = _block(training, clocks, save), _block(training, clocks)
@@ -61,7 +67,7 @@ def measure(
         now = time.monotonic()
         longest = max(longest, now - begun)
         more = int(max(0.0, deadline - now) / (_LONGER * longest))
-        progress(number, min(MOST_PAIRS, number + more))
+        progress(number, min(most, number + more))
         if not more:
             break
     return pairs

@@ -53,7 +53,7 @@ def _demonstrate(args: argparse.Namespace, root: str, deadline: float) -> dict[s
 
     half = args.steps // args.every // 2 * args.every
     killed_by = time.monotonic() + _KILLED_SHARE * args.seconds
-    job = trainer.Job(os.path.join(root, "killed"), args.size, args.every, half, killed_by)
+    job = trainer.Job(os.path.join(root, "killed"), args.size, args.every, half, args.pairs, killed_by)
     print("1. A training saves, and is killed (SIGKILL)", flush=True)
     with _children() as children:
         children.append(killed := Child("the first trainer", trainer.train_until_killed, job, is_killed=True))
@@ -62,9 +62,9 @@ def _demonstrate(args: argparse.Namespace, root: str, deadline: float) -> dict[s
         killed_at = max(killed.losses)
         show_kill(killed_at, killed.said["killed"])
         print("2. A new trainer resumes; beside it the same training runs, and is not killed", flush=True)
-        job = trainer.Job(job.folder, args.size, args.every, 2 * killed_at, deadline)
+        job = trainer.Job(job.folder, args.size, args.every, 2 * killed_at, args.pairs, deadline)
         children.append(resumed := Child("the trainer that resumes", trainer.resume, job))
-        job = trainer.Job(os.path.join(root, "whole"), args.size, args.every, 2 * killed_at, deadline)
+        job = trainer.Job(os.path.join(root, "whole"), args.size, args.every, 2 * killed_at, args.pairs, deadline)
         dcp_folder = os.path.join(root, "dcp")
         children.append(whole := Child("the trainer", trainer.train_and_measure, job, dcp_folder))
         with PhaseProgress("training", "steps", 3 * killed_at) as progress:
@@ -79,7 +79,7 @@ def _demonstrate(args: argparse.Namespace, root: str, deadline: float) -> dict[s
             listen_until([whole], None, lambda: progress.show(*whole.said.get("round", (0, 1))))
     pairs: dict[str, list[Pair]] = whole.said["pairs"]
     summary["costs"] = {name: _costs(each, has_worker=name == OURS) for name, each in pairs.items()}
-    return summary | {name: vars(args)[name] for name in ("size", "every")}
+    return summary | {name: vars(args)[name] for name in ("size", "every", "pairs")}
 
 
 @contextlib.contextmanager
@@ -137,13 +137,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=50.0, help="how long all may take, about (default: 50)")
     parser.add_argument("--steps", type=int, default=24, help="steps of the training, at most (default: 24)")
     parser.add_argument("--every", type=int, default=4, help="steps from save to save (default: 4)")
+    parser.add_argument("--pairs", type=int, default=14, help="saves to measure of each kind, at most (default: 14)")
     parser.add_argument("--size", choices=["small", "default"], default="default", help="of the model")
     parser.add_argument("--folder", help="where to keep the checkpoints (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print a summary as JSON; progress goes to stderr")
-    parser.add_argument("--png", metavar="FILE", help="draw the losses and the costs into this file (wants matplotlib)")
+    parser.add_argument("--png", metavar="FILE", help="draw the losses and the costs into this file; wants matplotlib")
     args = parser.parse_args(argv)
-    if args.every < 1 or args.steps < 2 * args.every:
-        parser.error("--every is 1 or more, --steps twice that or more")
+    if args.every < 1 or args.steps < 2 * args.every or args.pairs < 1:
+        parser.error("--every and --pairs are 1 or more, --steps is twice --every or more")
     if args.png is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--png wants matplotlib, which is not installed: pip install matplotlib")
     if args.png is not None and not os.path.isdir(os.path.dirname(os.path.abspath(args.png))):

@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from asyncckpt.demo.costs import CANNOT_TELL, MOST_PAIRS
+from asyncckpt.demo.costs import CANNOT_TELL
 
 _MILLI = 1e3
 _SOURCES = {"memory": "the memory of the worker that the killed trainer left behind", "storage": "storage"}
@@ -64,8 +64,8 @@ def show_costs(summary: Mapping[str, Any]) -> None:
         f"Medians of {saves} pairs of neighbouring blocks of steps, with a save and without; in brackets where the\n"
         "median lies with 95 % confidence. Each block with a save lasts until that is durable."
     )
-    if saves < MOST_PAIRS:
-        print(f"More pairs than {saves}, of at most {MOST_PAIRS}, would have taken longer than asked for (--seconds).")
+    if saves < summary["pairs"]:
+        print(f"{summary['pairs']} pairs were asked for, and would have taken longer than may be (--seconds).")
     if any(figure is None for each in costs.values() for figure in each.values()):
         print(
             f'"{CANNOT_TELL}": the blocks differ more among themselves than by a save, or are too few.\n'

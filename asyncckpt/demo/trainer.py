@@ -33,6 +33,8 @@ class Job:
     """Steps from save to save."""
     last: int
     """The step at which it ends."""
+    pairs: int
+    """How often to measure what saves cost, at most."""
     deadline: float
     """Of ``time.monotonic``: one that is to be killed is killed at the first save after it, and no costs are measured
     for longer."""
@@ -104,6 +106,6 @@ def train_and_measure(job: Job, dcp_folder: str, reports: Connection) -> None:
     def report_round(done: int, total: int) -> None:
         run.report("round", (done, total))
 
-    pairs = measure(run.training, run.checkpointer, dcp_folder, job.deadline, report_round)
+    pairs = measure(run.training, run.checkpointer, dcp_folder, job.pairs, job.deadline, report_round)
     run.report("pairs", pairs)
     run.checkpointer.close()
