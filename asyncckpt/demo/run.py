@@ -60,7 +60,7 @@ def _demonstrate(args: argparse.Namespace, root: str, deadline: float) -> dict[s
         with PhaseProgress("training", "steps", half) as progress:
             listen_until([killed], None, lambda: progress.show(len(killed.losses), half))
         killed_at = max(killed.losses)
-        show_kill(killed_at, killed.said["killed"])
+        show_kill(killed_at, half, killed.said["killed"])
         print("2. A new trainer resumes; beside it the same training runs, and is not killed", flush=True)
         job = trainer.Job(job.folder, args.size, args.every, 2 * killed_at, args.pairs, deadline)
         children.append(resumed := Child("the trainer that resumes", trainer.resume, job))

@@ -23,11 +23,13 @@ _LINES = {
 }
 
 
-def show_kill(step: int, facts: Mapping[str, Any]) -> None:
-    """Say when the training was killed: at ``step``, and what it reported just before."""
+def show_kill(step: int, planned: int, facts: Mapping[str, Any]) -> None:
+    """Say when the training was killed: at ``step`` of those ``planned``, and what it reported just before."""
     writing = "was still writing" if facts["while_writing"] else "had just written"
     size = f"{facts['state_bytes'] / 1e6:.0f} MB"
-    print(f"  It was killed at step {step}, when its worker {writing} the checkpoint of that step, {size}.", flush=True)
+    print(f"  It was killed at step {step}, when its worker {writing} the checkpoint of that step, {size}.")
+    if step < planned:
+        print(f"  There was no time for {planned} steps: this machine is slow or busy.")
 
 
 def show_resume(summary: Mapping[str, Any]) -> None:

@@ -112,8 +112,9 @@ def test_what_differs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "THE LOSSES DIFFER: resumed, from step 3" in said and "THE PARAMETERS DIFFER" in said
     assert "bit for bit" not in said
-    show_kill(2, {"state_bytes": 1e6, "while_writing": False})
-    assert "had just written" in capsys.readouterr().out
+    show_kill(2, 4, {"state_bytes": 1e6, "while_writing": False})
+    said = capsys.readouterr().out
+    assert "had just written" in said and "no time for 4 steps" in said
 
 
 def test_the_commands_to_try_name_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
