@@ -21,7 +21,7 @@ from asyncckpt.demo.costs import DCP, OURS, Block, Pair
 from asyncckpt.demo.training import Training
 from asyncckpt.worker.storage import step_folder
 
-_STEPS = 3  # of a block, at least
+_STEPS = 2  # of a block, at least
 _LONGER = 1.3  # a round may take so much longer than the longest so far
 
 Saving = Callable[[], Callable[[], bool]]

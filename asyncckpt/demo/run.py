@@ -137,7 +137,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=50.0, help="how long all may take, about (default: 50)")
     parser.add_argument("--steps", type=int, default=24, help="steps of the training, at most (default: 24)")
     parser.add_argument("--every", type=int, default=4, help="steps from save to save (default: 4)")
-    parser.add_argument("--pairs", type=int, default=14, help="saves to measure of each kind, at most (default: 14)")
+    parser.add_argument("--pairs", type=int, default=20, help="saves to measure of each kind, at most (default: 20)")
     parser.add_argument("--size", choices=["small", "default"], default="default", help="of the model")
     parser.add_argument("--folder", help="where to keep the checkpoints (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print a summary as JSON; progress goes to stderr")

@@ -21,7 +21,7 @@ _TEXT_BYTES = 4_000_000
 _SEED = 1234
 
 # Width, layers and heads of the model; a batch is so many pieces of text of so many bytes.
-_SIZES = {"small": (64, 2, 2, 4, 64), "default": (256, 4, 4, 4, 64)}
+_SIZES = {"small": (64, 2, 2, 4, 64), "default": (256, 4, 4, 2, 64)}
 
 
 class _Transformer(nn.Module):
