@@ -8,7 +8,7 @@ VENV=${VENV:-$ROOT/.venv}
 TORCH=${TORCH:-torch==2.13.0}
 
 asyncckpt_venv() {
-    local wanted stamp="$VENV/asyncckpt.stamp"
+    local wanted stamp="$VENV/asyncckpt.stamp" pip=("$VENV/bin/python" -m pip install --disable-pip-version-check)
     # The extras already there stay: scripts with other needs share the environment.
     EXTRAS=$(printf '%s\n' "${EXTRAS:-}" "$(sed -n 's/^extras //p' "$stamp" 2>/dev/null)" | tr ',' '\n' | sed '/^$/d' | sort -u | paste -sd, -)
     wanted=$(printf 'torch %s\nextras %s\nroot %s\n%s\n' "$TORCH" "$EXTRAS" "$ROOT" "$(cksum "$ROOT/setup.cfg")")
@@ -21,8 +21,10 @@ asyncckpt_venv() {
         return 1
     fi
     echo "Installing $TORCH and asyncckpt${EXTRAS:+[$EXTRAS]} into $VENV" >&2
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$TORCH"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$ROOT${EXTRAS:+[$EXTRAS]}"
+    # Who watches sees how far it is; a log needs no progress.
+    [ -t 2 ] || pip+=(--quiet)
+    "${pip[@]}" "$TORCH" >&2
+    "${pip[@]}" --editable "$ROOT${EXTRAS:+[$EXTRAS]}" >&2
     printf '%s\n' "$wanted" >"$stamp"
 }
 asyncckpt_venv

@@ -13,13 +13,13 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]  # nothing is iterated over
+class Bar(tqdm):  # type: ignore[type-arg]  # nothing is iterated over
     """tqdm's, but that it leaves neither a thread of its own in the training process nor a lock of multiprocessing."""
 
     monitor_interval = 0
 
 
-_Bar.set_lock(threading.RLock())
+Bar.set_lock(threading.RLock())
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -37,14 +37,14 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             shown: False: there is no bar at all.
         """
         self._lock = threading.Lock()
-        self._bar: _Bar | None = None
+        self._bar: Bar | None = None
         self.nbytes = 0
         """How many are done, whether that is shown or not."""
         with self._harmless():
             if shown and sys.stderr is not None and sys.stderr.isatty():
                 # miniters: it looks at the clock each time. By tqdm's guess, and with no thread to correct that, it
                 # would stand still where storage becomes slow.
-                self._bar = _Bar(total=0, unit="B", unit_scale=True, desc=what, leave=False, delay=delay, miniters=1)
+                self._bar = Bar(total=0, unit="B", unit_scale=True, desc=what, leave=False, delay=delay, miniters=1)
 
     @property
     def shown(self) -> bool:
@@ -81,4 +81,4 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
                 if self._bar is not None:
                     self._bar.disable = True  # or it tries again when it is collected
                     self._bar = None
-                _Bar.set_lock(threading.RLock())  # after an error tqdm still holds the one it had
+                Bar.set_lock(threading.RLock())  # after an error tqdm still holds the one it had

@@ -48,7 +48,7 @@ Endpoints = list[tuple[float, float | None]]
 @pytest.fixture(autouse=True)
 def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And each time: these loads are short."""
-    monkeypatch.setattr(progress._Bar, "__init__", partialmethod(progress._Bar.__init__, mininterval=0))
+    monkeypatch.setattr(progress.Bar, "__init__", partialmethod(progress.Bar.__init__, mininterval=0))
     monkeypatch.setattr(reader, "_LONG_S", NO_DELAY)
     monkeypatch.setattr(cli, "Progress", partial(progress.Progress, delay=NO_DELAY))
 
@@ -57,14 +57,14 @@ def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def ends(monkeypatch: pytest.MonkeyPatch) -> Endpoints:
     """How far each bar was when it went, and of how much."""
     ends: Endpoints = []
-    real = progress._Bar.close
+    real = progress.Bar.close
 
-    def close(bar: progress._Bar) -> None:
+    def close(bar: progress.Bar) -> None:
         if not bar.disable:
             ends.append((bar.n, bar.total))
         real(bar)
 
-    monkeypatch.setattr(progress._Bar, "close", close)
+    monkeypatch.setattr(progress.Bar, "close", close)
     return ends
 
 

@@ -93,7 +93,7 @@ def _load_with_a_bar(root: str) -> tuple[bool, str]:
     terminal = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, Checkpointer(root, QUICK) as checkpointer:
         patch.setattr(reader, "_LONG_S", 1e-9)
-        patch.setattr(progress._Bar, "__init__", partialmethod(progress._Bar.__init__, mininterval=0))
+        patch.setattr(progress.Bar, "__init__", partialmethod(progress.Bar.__init__, mininterval=0))
         patch.setattr(terminal, "isatty", lambda: True)
         patch.setattr(sys, "stderr", terminal)
         checkpointer.load(into)
