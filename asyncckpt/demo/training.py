@@ -15,7 +15,8 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
-from asyncckpt.checkpointer import Checkpointer, Loaded
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.engine.loads import Loaded
 
 _TEXT_BYTES = 4_000_000
 _SEED = 1234
