@@ -66,13 +66,14 @@ class OpenTelemetry:
         self._last_time = meter.create_gauge("asyncckpt.save.last_durable_time", "s", "Since the epoch.")
         self._load = meter.create_histogram("asyncckpt.load", "s", "From the call until all was in place.")
         self._lag = meter.create_histogram("asyncckpt.upload.lag", "s", "From the commit until it was in the root.")
-        self._events = meter.create_counter("asyncckpt.events", "1", "All events, by their phase.")
+        self._events = meter.create_counter("asyncckpt.events", "1", "What else has happened, by its phase.")
 
     def __call__(self, event: Event) -> None:
         """Take note of an event."""
         rank = {"asyncckpt.rank": event.rank}
-        self._events.add(1, {**rank, "asyncckpt.phase": event.phase})
         match event.phase:
+            case "planned" | "staged" | "written":
+                pass  # the end of the save says it all
             case "committed" | "failed" | "skipped":
                 self._on_end(event, rank)
             case "uploaded":
@@ -80,6 +81,8 @@ class OpenTelemetry:
             case "loaded" | "load failed":
                 self._load.record(event.seconds or 0.0, {**rank, "asyncckpt.source": event.source or "failed"})
                 self._span("asyncckpt.load", event, event.at - (event.seconds or 0.0), event.at)
+            case _:
+                self._events.add(1, {**rank, "asyncckpt.phase": event.phase})
 
     def _on_end(self, event: Event, rank: Mapping[str, AttributeValue]) -> None:
         self._save.record(event.seconds or 0.0, {**rank, "asyncckpt.outcome": event.phase})

@@ -103,6 +103,11 @@ def _export(args: argparse.Namespace) -> Iterator[Job]:
     return (jobs.export(args.gib, tensors, pace) for tensors in args.tensors)
 
 
+def _telemetry(args: argparse.Namespace) -> Iterator[Job]:
+    pace = Pace(rounds=args.rounds, pause=args.pause, patience=3600.0)
+    yield jobs.listen(Request(name=args.state, gib=args.gib), pace)
+
+
 def _weights(args: argparse.Namespace) -> Iterator[Job]:
     pace = Pace(rounds=args.rounds, pause=args.pause)
     for tensors in args.tensors:
@@ -195,6 +200,9 @@ def _parser() -> argparse.ArgumentParser:
     exports = command("export", "a checkpoint in other forms: safetensors, torch's, DCP's", _export, [where])
     exports.add_argument("--tensors", type=int, nargs="+", default=[400], help="so many equal ones (%(default)s)")
     exports.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
+    told = command("telemetry", "saves with all adapters listening to events", _telemetry, [_where(rounds=1000)])
+    told.add_argument("--state", type=_state, default="8000x50kB", help="as of save (default: %(default)s)")
+    told.add_argument("--pause", type=float, default=0.01, help="seconds before each turn (default: %(default)s)")
     scale = command("scale", "a save against the number of tensors, and against bytes", _scale, [who])
     scale.add_argument("--tensors", type=int, nargs="+", default=jobs.SCALE_TENSORS)
     scale.add_argument("--bytes", action=argparse.BooleanOptionalAction, default=True, help="also against bytes")

@@ -20,6 +20,7 @@ from bench import (
     scale,
     simulation,
     store,
+    telemetry,
 )
 from bench.contestants import ENTRIES
 from bench.models import ARCHITECTURES
@@ -95,6 +96,13 @@ def export(gib: float, tensors: int, pace: Pace) -> Job:
         return exports.measure(Request(name=str(tensors), gib=gib), pace, folder)
 
     return Job("export", str(tensors), measure, {"rounds": pace.rounds, "pause_s": pace.pause})
+
+
+def listen(request: Request, pace: Pace) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return telemetry.measure(request, pace, folder)
+
+    return Job("telemetry", _label(request), measure, {"rounds": pace.rounds, "pause_s": pace.pause})
 
 
 def train_by_frameworks(gib: float, pace: Pace) -> Job:

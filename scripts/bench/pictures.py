@@ -206,12 +206,25 @@ def _ranks(found: Result) -> Figure:
     return figure
 
 
+def _telemetry(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 2.4), layout="constrained")
+    axes = figure.subplots()
+    for name, result in found["results"].items():
+        axes.ecdf([each * 1e3 for each in result["call_s"]], label=name)
+    axes.set_xlabel("the call, ms")
+    axes.set_ylabel("share of saves")
+    axes.legend(fontsize=7)
+    figure.suptitle(f"Saves of {_about(found)}, and who listens", fontsize=10)
+    return figure
+
+
 _DRAWN = {
     "save": _save,
     "loop": _loop,
     "load": _load,
     "store": _save,
     "export": _export,
+    "telemetry": _telemetry,
     "frameworks": _frameworks,
     "scale": _scale,
     "memory": _memory,

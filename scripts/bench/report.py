@@ -16,6 +16,7 @@ HEADINGS = {
     "load": "What a load costs",
     "store": "What an object store costs",
     "export": "What an export costs",
+    "telemetry": "What it costs to be told of events",
     "frameworks": "What a save costs in a framework's trainer",
     "scale": "How a save grows",
     "memory": "What memory it takes",
@@ -64,6 +65,11 @@ EXPLANATIONS = {
         "checkpoints, and takes checksums of those that it writes; torch's own ways are `dcp_to_torch_save`, and "
         "`consolidate_safetensors_files` with four threads, from two shards of each tensor. What comes out is compared."
     ),
+    "telemetry": (
+        "Calls of `save` with nobody listening, and with all adapters (Prometheus, OpenTelemetry, TensorBoard, Weights "
+        "& Biases offline) and the worker's file of metrics, in turns. *Longer by* is the median of the differences of "
+        "turns that follow each other."
+    ),
     "frameworks": (
         "Short trainings of a stack of linear layers by AdamW, with one save in the middle, in turns. *Blocked* is the "
         "call that saves. *Lost* is what the steps from the save on took more than as many before it, until well after "
@@ -103,9 +109,10 @@ PEERS = (
     "it is, unaligned. They come with the extra `bench`, nvrx and verl by `scripts/peers.sh`; one that is missing, or "
     "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
-COMMANDS = """    python scripts/bench all                  # all of this page, but for the store and exports
+COMMANDS = """    python scripts/bench all                  # all of this page, but for the store, exports and telemetry
     python scripts/bench store
     python scripts/bench export
+    python scripts/bench telemetry
     python scripts/bench save --state 8000x50kB --values 5000 --changing 50
     python scripts/bench --help"""
 

@@ -44,6 +44,7 @@ KINDS = (
     "load",
     "store",
     "export",
+    "telemetry",
     "frameworks",
     "scale",
     "memory",

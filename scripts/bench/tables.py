@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import sub
 from statistics import median
 from typing import Any
 
@@ -187,6 +188,21 @@ def export(found: Result) -> str:
     return _table(["", "export", "/ limit", "of its speed", "exports"], rows)
 
 
+def telemetry(found: Result) -> str:
+    calls = {name: result["call_s"] for name, result in found["results"].items()}
+    (nobody, plain), *others = calls.items()
+    rows: list[Sequence[object]] = [(nobody, seconds(median(plain)), "", "", len(plain))]
+    for name, each in others:
+        more = median(map(sub, each, plain))
+        rows.append((name, seconds(median(each)), seconds(more), f"{more / median(plain):.2%}", len(each)))
+    return _table(["", "the call", "longer by", "of the call", "saves"], rows)
+
+
+def telemetry_remark(found: Result) -> str:
+    each = ", ".join(f"{name} {value * 1e6:.0f} us" for name, value in found["adapters"].items())
+    return f"On threads of their own the adapters have computed, for a save: {each}."
+
+
 def frameworks(found: Result) -> str:
     copy = copy_limit(found)
     write = copy + median(found["limits"]["direct write"][1:])
@@ -207,6 +223,7 @@ TABLES = {
     "load": load,
     "store": store,
     "export": export,
+    "telemetry": telemetry,
     "frameworks": frameworks,
     "scale": scale,
     "memory": memory,
@@ -215,4 +232,4 @@ TABLES = {
     "publish": ways,
     "broadcast": ways,
 }
-REMARKS = {"save": save_remark, "store": store_remark}
+REMARKS = {"save": save_remark, "store": store_remark, "telemetry": telemetry_remark}

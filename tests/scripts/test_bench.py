@@ -124,6 +124,12 @@ def test_exports(tmp_path: Path) -> None:
     assert all(len(result["export_s"]) == 1 for result in found["results"].values())
 
 
+def test_telemetry(tmp_path: Path) -> None:
+    found = run(tmp_path, "telemetry --state 5 --gib 0.001 --rounds 3 --pause 0")["telemetry"]
+    assert not found["left_out"] and {len(result["call_s"]) for result in found["results"].values()} == {3}
+    assert len(found["adapters"]) == 4 and all(cpu_s > 0 for cpu_s in found["adapters"].values())
+
+
 STORE_PEERS = {"DCP save, s3fs": "s3fs", "DCP async_save, s3fs": "s3fs"}
 STORE_PEERS |= {f"DCP {name}, S3StorageWriter": "s3torchconnector" for name in ("save", "async_save")}
 

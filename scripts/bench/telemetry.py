@@ -1,0 +1,97 @@
+"""What it costs to be told of events: saves with all adapters listening, beside saves with nobody, in turns.
+
+Both save the same state, each by a checkpointer of its own. A turn ends when its save is committed, and after a pause,
+as long as a short training step, the next begins. Of each call the time is taken; of the adapters, what they compute on
+their own threads.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from asyncckpt import Checkpointer, Config
+from asyncckpt.events import Event
+from asyncckpt.telemetry.otel import OpenTelemetry
+from asyncckpt.telemetry.prometheus import PrometheusMetrics
+from asyncckpt.telemetry.scalars import TensorBoard, WandB
+from bench.states import Request, State, make
+from bench.turns import Pace, take
+
+NOBODY, ALL = "nobody listens", "all adapters"
+
+
+class _Timed:
+    """An adapter, and the seconds that it has computed."""
+
+    def __init__(self, adapter: Callable[[Event], object]) -> None:
+        self.name = type(adapter).__name__
+        self.cpu_s = 0.0
+        self._adapter = adapter
+
+    def __call__(self, event: Event) -> None:
+        begun = time.thread_time()
+        self._adapter(event)
+        self.cpu_s += time.thread_time() - begun
+
+
+def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
+    """``results``: by who listens, the seconds of each call; ``adapters``: what each has computed for a save."""
+    made = make(request)
+    with ExitStack() as opened:
+        adapters = [_Timed(each) for each in _adapters(folder, opened)]
+        os.mkdir(metrics_folder := os.path.join(folder, "metrics"))
+        configs = {
+            NOBODY: Config(linger=0, keep_last=1),
+            ALL: Config(linger=0, keep_last=1, on_event=adapters, metrics_folder=metrics_folder),
+        }
+        turns = {}
+        for number, (name, config) in enumerate(configs.items()):
+            checkpointer = opened.enter_context(Checkpointer(os.path.join(folder, str(number)), config))
+            checkpointer.prepare(made.state)
+            turns[name] = partial(_save, checkpointer, made.state, iter(range(10**9)))
+        taken = take(turns, pace, "telemetry")
+    saves = len(taken.found[ALL])
+    return {
+        "state": made.facts(),
+        "results": {name: {"call_s": calls[1:]} for name, calls in taken.found.items()},
+        "adapters": {each.name: each.cpu_s / saves for each in adapters},
+        "left_out": taken.left_out,
+    }
+
+
+def _save(checkpointer: Checkpointer, state: State, steps: Any) -> float:
+    begun = time.perf_counter()
+    save = checkpointer.save(next(steps), state)
+    call_s = time.perf_counter() - begun
+    save.result()
+    return call_s
+
+
+def _adapters(folder: str, opened: ExitStack) -> list[Callable[[Event], object]]:
+    """All there are, as a training has them: spans and metrics are exported in batches, to memory."""
+    import wandb
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from prometheus_client import CollectorRegistry
+    from torch.utils.tensorboard import SummaryWriter
+
+    tracers = TracerProvider()
+    tracers.add_span_processor(BatchSpanProcessor(InMemorySpanExporter()))
+    opened.callback(tracers.shutdown)
+    writer = opened.enter_context(SummaryWriter(os.path.join(folder, "tensorboard")))
+    run = wandb.init(project="bench", dir=folder, mode="offline", settings=wandb.Settings(silent=True))
+    opened.callback(run.finish)
+    return [
+        PrometheusMetrics(CollectorRegistry()),
+        OpenTelemetry(MeterProvider([InMemoryMetricReader()]), tracers),
+        TensorBoard(writer),
+        WandB(run),
+    ]
