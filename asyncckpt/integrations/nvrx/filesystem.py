@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,6 +21,7 @@ from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.shared import Engines
 from asyncckpt.errors import CheckpointError
+from asyncckpt.events import Event
 from asyncckpt.loading.dcp_reader import CheckpointReader
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.save_handle import Save
@@ -34,6 +37,7 @@ engines = Engines()
 """Behind all calls of nvrx's names."""
 _config: Config | None = None
 _priorities: dict[str, Any] = {}
+_listeners: list[Callable[[Event], object]] = []
 
 
 def configure(config: Config | None) -> None:
@@ -41,6 +45,7 @@ def configure(config: Config | None) -> None:
     global _config
     _config = config
     _priorities.clear()
+    _listeners.clear()
 
 
 def prioritize(cpu_priority: int | None, io_priority: int | None) -> None:
@@ -57,9 +62,28 @@ def prioritize(cpu_priority: int | None, io_priority: int | None) -> None:
         _priorities["io_class"] = ("none", "best-effort", "best-effort", "idle")[io_priority]
 
 
+def record_spans(otel_bootstrap: Mapping[str, Any] | None) -> None:
+    """Have spans recorded by the names of nvrx's worker, where OpenTelemetry is installed, and Megatron-LM says so.
+
+    They are recorded in this process, by the tracer that it has, as the worker's phases are known here.
+    ``otel_bootstrap`` is what nvrx would set a worker up by; of it only ``enabled`` counts.
+    """
+    if otel_bootstrap and otel_bootstrap.get("enabled", True) and importlib.util.find_spec("opentelemetry") is not None:
+        _listeners[:] = [_spans()]
+
+
+@functools.cache
+def _spans() -> Callable[[Event], object]:
+    from asyncckpt.telemetry.otel import NVRX_SPANS, OpenTelemetry  # which is there only where it is wanted
+
+    return OpenTelemetry(spans=NVRX_SPANS)
+
+
 def engine(process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> Engine:
     """The engine for the ranks of ``process_group`` (None: of the whole job); ``alone``: of this process."""
-    return engines.get(process_group, alone=alone, config=replace(_config or Config.from_env(), **_priorities))
+    config = _config or Config.from_env()
+    config = replace(config, on_event=(*config.listeners, *_listeners), **_priorities)
+    return engines.get(process_group, alone=alone, config=config)
 
 
 class StagedWrite:

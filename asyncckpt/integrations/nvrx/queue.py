@@ -22,7 +22,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.config import Config
 from asyncckpt.errors import RankFailedError
-from asyncckpt.integrations.nvrx.filesystem import StagedWrite, engine, engines, prioritize, write_exception
+from asyncckpt.integrations.nvrx.filesystem import (
+    StagedWrite,
+    engine,
+    engines,
+    prioritize,
+    record_spans,
+    write_exception,
+)
 from asyncckpt.integrations.nvrx.helper import Helper
 from asyncckpt.integrations.torch_file import save_by
 from asyncckpt.ranks import collectives
@@ -143,9 +150,10 @@ class AsyncCallsQueue:
                 ends with the trainer, without a signal, when it has written what is staged.
             cpu_priority, io_priority: As of ``prioritize``.
             cpu_shm_mode: Changes nothing: tensors are always staged in CPU shared memory.
-            otel_bootstrap: Changes nothing: the worker sends no telemetry.
+            otel_bootstrap: As of ``record_spans``.
         """
         prioritize(cpu_priority, io_priority)
+        record_spans(otel_bootstrap)
         self.async_calls: deque[AsyncCall] = deque()
         self.call_idx = -1
         self._helper: Helper | None = None
@@ -169,6 +177,7 @@ class AsyncCallsQueue:
             is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode, otel_bootstrap: As for a queue.
         """
         prioritize(cpu_priority, io_priority)
+        record_spans(otel_bootstrap)
         engine().start(alone=True)
 
     @classmethod

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.nvrx_saves import is_there, plan
 from support.ranks import alone, run, say
 from support.segments import mapped_segments
@@ -21,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncckpt.integrations import nvrx
+from asyncckpt.integrations.nvrx import filesystem
 from asyncckpt.loading.source import verify
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -85,6 +89,24 @@ def test_a_hint_separates(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
         names = {name for name in os.listdir(tmp_path / folder) if name.endswith(".distcp")}
         assert names == {"__0_0.distcp", *(["optimizer__0_1.distcp"] if hint else [])}
         assert is_there(state, tmp_path / folder)
+
+
+def test_spans_have_the_names_of_nvrx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, tracers = InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", tracers)  # which can be set only once in a process
+    filesystem._spans.cache_clear()
+    queue = nvrx.AsyncCallsQueue(otel_bootstrap={"enabled": True, "service_name": "training"})
+    writer = nvrx.FileSystemWriterAsync(tmp_path / "it")
+    nvrx.save_state_dict_async_plan(small_state(), writer)
+    function, _, arguments = writer.get_save_function_and_args()
+    queue.schedule_async_request(nvrx.AsyncRequest(function, arguments, []))
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    filesystem.engines.close()
+    says = {span.name: (span.attributes or {}).get("is_goodput_span") for span in exporter.get_finished_spans()}
+    assert says["nvrx.checkpoint.save.request"] is True and says["nvrx.checkpoint.save.write"] is False
+    filesystem.configure(None)
 
 
 def test_the_newest_keywords(tmp_path: Path) -> None:
