@@ -82,32 +82,46 @@ class Listener:
         self._call = call
         self._waiting: SimpleQueue[Event | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._is_warned = self._has_failed = False
 
-    def tell(self, event: Event | None) -> None:
-        """Have it told, soon; None: that was the last. Waits for nothing, and raises nothing."""
+    def tell(self, event: Event) -> None:
+        """Have it told, soon. Waits for nothing, and raises nothing."""
         if self._waiting.qsize() >= _MOST_WAITING:
             if not self._is_warned:
                 self._is_warned = True
                 logger.warning("%r does not keep up with events, and is not told all of them", self._call)
             return
         self._waiting.put(event)
-        if self._thread is None and event is not None:
-            self._thread = threading.Thread(target=self._run, name="asyncckpt-events", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # none can be started, as at the end of the process
-                logger.warning("events are not told: %s", error)
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None:
+                    self._start()
+
+    def end(self) -> threading.Thread | None:
+        """That was all. Returns the thread that still tells it, if there is one."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+        return thread
 
     def close(self, timeout: float) -> None:
         """Wait until all is told, ``timeout`` seconds at most."""
-        thread, self._thread = self._thread, None
+        thread = self.end()
         if thread is None or thread is threading.current_thread():
             return
-        self._waiting.put(None)
         thread.join(timeout)
         if thread.is_alive():
-            logger.warning("%r is still busy with an event, and is not told what came after", self._call)
+            logger.warning("%r is still busy with an event, and what came after is not waited for", self._call)
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="asyncckpt-events", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # none can be started, as at the end of the process
+            logger.warning("events are not told: %s", error)
+        else:
+            self._thread = thread
 
     def _run(self) -> None:
         while (event := self._waiting.get()) is not None:
@@ -132,6 +146,11 @@ class Listeners:
         """Have all told, soon. Waits for nothing, and raises nothing."""
         for each in self._listeners:
             each.tell(event)
+
+    def end(self) -> None:
+        """That was all; wait for nothing."""
+        for each in self._listeners:
+            each.end()
 
     def close(self) -> None:
         """Wait until all is told, but not for those who keep it waiting. Safe to call twice."""

@@ -146,6 +146,7 @@ class Supervisor:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self.client is not None:
             self.client.abandon()
+            self.listeners.end()
             warnings.warn("what saves or publishes was not closed", ResourceWarning, stacklevel=2, source=self)
 
     def _check_limit(self, rank: int) -> None:
