@@ -158,6 +158,7 @@ class CheckpointMetadataCache:
         self.cached_global_metadata: Metadata | None = None
 
     def set_cached_global_metadata(self, cached_global_metadata: Metadata | None) -> None:
+        """Keep it, for code that asks for it."""
         self.cached_global_metadata = cached_global_metadata
 
 
