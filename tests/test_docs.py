@@ -132,6 +132,24 @@ def test_the_first_steps_run_and_resume(page: Path, tmp_path: Path) -> None:
     assert run(code + code, str(page), tmp_path, PYTHONPATH=str(HERE)) == "[0, 100, 200] 0\n[0, 100, 200] 201\n"
 
 
+def test_what_troubleshooting_quotes_is_said() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)
+    assert len(quoted) > 90 and len(quoted) == len(set(quoted)) == text.count("\n| `")
+    said = "\n".join(_texts())
+    parts = [part.strip() for each in quoted for part in each.split("…")]
+    assert [part for part in parts if part not in said] == []
+
+
+def _texts() -> Iterator[str]:
+    """All that stands between quotes in the sources, as Python joins it."""
+    for folder in ("asyncckpt", "worker", "shm"):
+        for file in (HERE / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
 def test_the_site_is_built_of_what_needs_no_torch() -> None:
     shown = subprocess.run([HERE / "scripts/docs", "--help"], capture_output=True, text=True, check=True, timeout=60)
     assert "scripts/docs serve" in shown.stdout
