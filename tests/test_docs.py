@@ -12,7 +12,7 @@ from pathlib import Path
 
 import griffe
 import pytest
-from support.pages import DOCS, HERE, Block, blocks, first_steps, pages, run, script
+from support.pages import DOCS, HERE, TRAINING, Block, blocks, first_steps, pages, run, script
 
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 _ENTRY = re.compile(r"^::: (\S+)$", re.MULTILINE)
@@ -130,6 +130,14 @@ def test_the_examples_of_the_reference_run(page: Path, tmp_path: Path) -> None:
 def test_the_first_steps_run_and_resume(page: Path, tmp_path: Path) -> None:
     code = first_steps(page) + "\nprint(ckpt.steps(), first)\n"
     assert run(code + code, str(page), tmp_path, PYTHONPATH=str(HERE)) == "[0, 100, 200] 0\n[0, 100, 200] 201\n"
+
+
+def test_what_to_change_runs(tmp_path: Path) -> None:
+    page = DOCS / "coming-from.md"
+    prelude = TRAINING.splitlines()
+    code = "\n".join([*prelude, *script(page).splitlines()[len(prelude) :]])  # before the first block, so lines stay
+    run(code, str(page), tmp_path, PYTHONPATH=str(HERE))
+    assert sorted(path.name for path in (tmp_path / "run-2").glob("step-*")) == ["step-00000002", "step-00000003"]
 
 
 def test_what_troubleshooting_quotes_is_said() -> None:
