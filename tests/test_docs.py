@@ -91,17 +91,30 @@ def test_every_entry_has_an_example() -> None:
             assert re.search(rf"\b{last}\b", code) or last == "Exported", f"{page.name}: {name} has no example"
 
 
+def _methods(found: griffe.Object | griffe.Alias) -> list[griffe.Object | griffe.Alias]:
+    """The public methods and properties of a class, unless it takes the place of a framework's, which tells of them."""
+    own = found.members.values() if found.is_class and _own_bases(found) else []
+    called = [each for each in own if each.is_function or (each.is_attribute and "property" in each.labels)]
+    return [each for each in called if not each.name.startswith("_")]
+
+
 def test_every_public_name_and_method_has_a_docstring() -> None:
-    bare = []
-    for name, found in _public().items():
-        bare += [] if found.has_docstring else [name]
-        # A method that takes the place of a framework's has that one's.
-        members = found.members.values() if found.is_class and _own_bases(found) else []
-        for member in members:
-            is_property = member.is_attribute and "property" in member.labels
-            if not member.name.startswith("_") and (member.is_function or is_property) and not member.has_docstring:
-                bare.append(member.path)
+    bare = [each.path for found in _public().values() for each in (found, *_methods(found)) if not each.has_docstring]
     assert not bare
+
+
+def test_every_argument_is_told_of() -> None:
+    untold = []
+    for found in _public().values():
+        for each in [each for each in (found, *_methods(found)) if each.is_function]:
+            parameters = getattr(each, "parameters", [])
+            names = [one.name for one in parameters if one.name not in ("self", "cls") and "var" not in one.kind.value]
+            text = each.docstring.value if each.docstring else ""
+            untold += [
+                f"{each.path}({name})" for name in names if name[0] != "_" and not re.search(rf"\b{name}\b", text)
+            ]
+    # DCP's ``Stateful`` has these.
+    assert [each for each in untold if ".load_state_dict(" not in each] == []
 
 
 def _own_bases(found: griffe.Object | griffe.Alias) -> bool:

@@ -18,8 +18,8 @@ def test_a_python_that_is_not_here_is_said_not_to_be() -> None:
     done = _run("--no-notes", "2.0:none", "2.1:2.6.0")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first.split() == "2.0:none what needs no torch not run: no python2.0 here".split()
-    assert second.split() == "2.1:2.6.0 all tests not run: no python2.1 here".split()
+    assert first.split() == ["2.0:none", "what", "needs", "no", "torch", "not", "run:", "no", "python2.0", "here"]
+    assert second.split() == ["2.1:2.6.0", "all", "tests", "not", "run:", "no", "python2.1", "here"]
     assert NOTES.read_text() == before
 
 
