@@ -93,8 +93,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         return self._engine.config
 
     def prepare(self, state_dict: StateDict | FileSet) -> None:
-        """Do now what the first save would have to: start the worker, plan, take and touch the memory. Best called
-        before the first training step. Raises as ``save`` does.
+        """Do now what the first save of ``state_dict`` would have to: start the worker, plan, take and touch the
+        memory. Best called before the first training step. Raises as ``save`` does.
         """
         self._engine.prepare(state_dict)
 
@@ -211,7 +211,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         return self._loads.latest()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all saves have ended. Raises the first failure nobody was told of, or ``SaveTimeoutError``."""
+        """Wait for all saves. Raises the first failure nobody was told of, ``SaveTimeoutError`` after ``timeout`` s."""
         self._engine.wait(timeout)
 
     def wait_uploads(self, timeout: float | None = None) -> None:

@@ -142,7 +142,9 @@ class WeightPublisher:
             return done
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
-        """Start the worker, plan, and take the memory of all slots, so that no publication has to."""
+        """Start the worker, plan for ``weights`` in ``dtype``, and take the memory of all slots, so that no publication
+        has to. Raises as ``publish`` does.
+        """
         with self._lock:
             self._running_client()  # which may go on after a publisher before this one
             plan, _ = self._planned(self._sharding.own(weights), dtype)

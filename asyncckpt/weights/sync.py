@@ -68,14 +68,16 @@ class SyncMetrics:
             setattr(self, name, before + time.perf_counter() - began)
 
     def count(self, publication: Publication) -> None:
-        """Add what a ``publish`` measured of itself."""
+        """Add what a ``publish`` measured of itself, which its ``publication`` has."""
         for name, seconds in publication.timings.items():
             setattr(self, name, getattr(self, name) + seconds)
         self.bytes_staged += publication.nbytes
         self.version = publication.version
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
-        """All numbers, for a logger: ``as_dict("timing_s/")`` has ``"timing_s/load_s"``. No version if it has none."""
+        """All numbers, for a logger, by their names with ``prefix`` before them: ``as_dict("timing_s/")`` has
+        ``"timing_s/load_s"``. No version if it has none.
+        """
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "result"}
         return {prefix + name: value for name, value in values.items() if value is not None}
 

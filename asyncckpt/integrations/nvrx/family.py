@@ -57,7 +57,7 @@ class Family:
             self.AsyncCallsQueue.warmup_persistent_caller(rank, **options, **self._switch(_QUEUE_PARAMETER))
 
     def writer(self, path: Any, **options: Any) -> Any:
-        """A ``FileSystemWriterAsync``."""
+        """A ``FileSystemWriterAsync`` for ``path``."""
         return self.FileSystemWriterAsync(path, **options, **self._switch(_WRITER_PARAMETER))
 
     def _switch(self, parameter: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Family:
 
 
 def family(use_cpu_shm: bool | None = True) -> Family:
-    """The implementation that serves ``--async-ckpt-use-cpu-shm``.
+    """The implementation that serves ``--async-ckpt-use-cpu-shm``, as ``use_cpu_shm`` says.
 
     True: the installed nvrx's own with the staging switched on, where it has it; else ours, with one warning. None: the
     same without a warning, for code in which nobody has asked for it. False: the installed nvrx as it is; raises

@@ -182,6 +182,7 @@ class CheckpointMetadataCache:
         self.cached_global_metadata: Metadata | None = None
 
     def set_cached_global_metadata(self, cached_global_metadata: Metadata | None) -> None:
+        """Keep ``cached_global_metadata``, for code that asks for it."""
         self.cached_global_metadata = cached_global_metadata
 
 
@@ -287,7 +288,7 @@ def write_exception(errors: Mapping[int, BaseException]) -> CheckpointException:
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> None:
-    """There is none, and so no process that would serve it: workers report to each other."""
+    """There is none, whatever ``mp_mode``, and so no process that serves it: workers report to each other."""
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):

@@ -80,7 +80,9 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Call the finalize functions. Returns ``call_idx``, which the queue has compared between the ranks."""
+        """Call the finalize functions. Returns ``call_idx``, which the queue has compared between the ranks, whatever
+        ``validate_matching_call_idx`` says.
+        """
         for finalize in self.finalize_fns:
             finalize()
         return self.call_idx
@@ -306,7 +308,7 @@ class TorchAsyncCheckpoint:
             self.close()
 
     def close(self, abort: bool = False) -> None:
-        """As ``AsyncCallsQueue.close``, but no other rank is asked."""
+        """As ``AsyncCallsQueue.close``, with ``abort`` as there, but no other rank is asked."""
         if not abort:
             self._queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
         self._queue.close(abort=abort)

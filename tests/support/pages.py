@@ -1,0 +1,89 @@
+"""The pages of the documentation: their blocks of code, and those that run as scripts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parents[2]
+DOCS = HERE / "docs"
+NOT_RUN = re.compile(r"<!-- not run: .+ -->")
+_FENCE = re.compile(r"( *)```(\w*)")
+
+# What the examples of a training loop take for granted.
+TRAINING = """\
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+def train(model, optimizer):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page, as it stands there from ``line`` on, counted from 1."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    runs: bool
+
+
+def pages() -> list[Path]:
+    """All pages, those at the top of the checkout with them."""
+    return sorted([*DOCS.rglob("*.md"), *HERE.glob("*.md")])
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page."""
+    lines = page.read_text().splitlines()
+    begin, language, indent, marked = 0, "", "", False
+    for number, line in enumerate(lines, 1):
+        fence = _FENCE.fullmatch(line)
+        if fence and not begin:
+            begin, indent, language = number + 1, fence[1], fence[2]
+        elif fence:
+            text = "\n".join(each.removeprefix(indent) for each in lines[begin - 1 : number - 1])
+            yield Block(page, begin, language, text, runs=not marked)
+            begin, marked = 0, False
+        elif line and not begin:
+            marked = bool(NOT_RUN.fullmatch(line))
+
+
+def script(page: Path) -> str:
+    """The blocks of Python of a page that run, each at the line at which it stands there."""
+    lines: list[str] = []
+    for block in blocks(page):
+        if block.language == "python" and block.runs:
+            lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
+    return "\n".join(lines)
+
+
+def first_steps(page: Path) -> str:
+    """The training of a page, by a small model and of fewer steps; ``ckpt`` and ``first`` are its own names."""
+    loop = next(block.text for block in blocks(page) if "first, steps = 0, 10_000" in block.text)
+    return TRAINING + loop.replace("10_000", "201")
+
+
+def run(code: str, name: str, folder: Path, python: str = sys.executable, **environment: str) -> str:
+    """What ``code`` prints, run as a script in ``folder``; its errors name the lines of the page ``name``."""
+    start = f"import sys; exec(compile(sys.stdin.read(), {name!r}, 'exec', dont_inherit=True))"
+    done = subprocess.run(
+        [python, "-c", start],
+        input=code,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

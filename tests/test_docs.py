@@ -1,0 +1,176 @@
+"""The documentation: every public name has its entry, examples run, and what is imported or quoted is there."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+import pytest
+from support.pages import DOCS, HERE, TRAINING, Block, blocks, first_steps, pages, run, script
+
+REFERENCE = sorted((DOCS / "reference").glob("*.md"))
+_ENTRY = re.compile(r"^::: (\S+)$", re.MULTILINE)
+_INTEGRATIONS = "asyncckpt.integrations"
+
+
+@functools.cache
+def _package() -> griffe.Object | griffe.Alias:
+    """asyncckpt, from its sources; nothing is imported, so what is not installed can be looked at, too."""
+    return griffe.load("asyncckpt", search_paths=[HERE], resolve_aliases=True)
+
+
+def _found(name: str) -> griffe.Object | griffe.Alias:
+    """What ``name`` is. Raises ``KeyError`` where there is no such thing."""
+    found = _package()
+    for part in name.split(".")[1:]:
+        found = found[part]
+    found = found.final_target if isinstance(found, griffe.Alias) else found
+    # griffe gives the module where a package has a name of its own for what stands in a module of that name.
+    return found[part] if found.is_module and name.count(".") == 3 and part in found.members else found
+
+
+def _exported(package: griffe.Object | griffe.Alias) -> Iterator[str]:
+    """What a package has in ``__all__``, or imports by the same name, as in ``import X as X``."""
+    tree = ast.parse(Path(str(package.filepath)).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{package.path}.{each.name}" for each in node.names if each.asname == each.name)
+        elif isinstance(node, ast.Assign) and ast.unparse(node).startswith("__all__ = ["):
+            yield from (f"{package.path}.{name}" for name in ast.literal_eval(node.value))
+
+
+def _imported(block: Block) -> Iterator[str]:
+    """What of ours a block of Python imports."""
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "asyncckpt":
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name.split(".")[0] == "asyncckpt")
+
+
+@functools.cache
+def _public() -> dict[str, griffe.Object | griffe.Alias]:
+    """All that is public, by where it is defined."""
+    packages = [_package(), _found("asyncckpt.weights"), *_found(_INTEGRATIONS).modules.values()]
+    names = {name for package in packages for name in _exported(package)}
+    names |= {each.path for each in _found("asyncckpt.errors").classes.values()}
+    # And what a page tells users to import.
+    names |= {name for page in pages() for block in _python(page) for name in _imported(block)}
+    found = [_found(name) for name in names]
+    return {each.path: each for each in found if each.is_class or each.is_function}
+
+
+def _python(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.language == "python"]
+
+
+def test_much_is_public() -> None:
+    expected = ("checkpointer.Checkpointer", "errors.ClosedError", "weights.weights.Weights", "integrations.dcp.load")
+    assert {f"asyncckpt.{name}" for name in expected} <= set(_public()) and len(_public()) > 60
+
+
+def test_every_public_name_has_its_entry() -> None:
+    entries = {_found(name).path for page in REFERENCE for name in _ENTRY.findall(page.read_text())}
+    assert set(_public()) - entries == set()
+    unknown = entries - set(_public())
+    # What is returned, or is made by a framework, and imported by nobody.
+    assert {name.rpartition(".")[2] for name in unknown} == {"Exported", "AsyncckptFSDPManager"}
+
+
+def test_every_entry_has_an_example() -> None:
+    for page in REFERENCE:
+        code = "\n".join(block.text for block in blocks(page))
+        for name in _ENTRY.findall(page.read_text()):
+            last = name.rpartition(".")[2]
+            assert re.search(rf"\b{last}\b", code) or last == "Exported", f"{page.name}: {name} has no example"
+
+
+def _methods(found: griffe.Object | griffe.Alias) -> list[griffe.Object | griffe.Alias]:
+    """The public methods and properties of a class, unless it takes the place of a framework's, which tells of them."""
+    own = found.members.values() if found.is_class and _own_bases(found) else []
+    called = [each for each in own if each.is_function or (each.is_attribute and "property" in each.labels)]
+    return [each for each in called if not each.name.startswith("_")]
+
+
+def test_every_public_name_and_method_has_a_docstring() -> None:
+    bare = [each.path for found in _public().values() for each in (found, *_methods(found)) if not each.has_docstring]
+    assert not bare
+
+
+def test_every_argument_is_told_of() -> None:
+    untold = []
+    for found in _public().values():
+        for each in [each for each in (found, *_methods(found)) if each.is_function]:
+            parameters = getattr(each, "parameters", [])
+            names = [one.name for one in parameters if one.name not in ("self", "cls") and "var" not in one.kind.value]
+            text = each.docstring.value if each.docstring else ""
+            untold += [
+                f"{each.path}({name})" for name in names if name[0] != "_" and not re.search(rf"\b{name}\b", text)
+            ]
+    # DCP's ``Stateful`` has these.
+    assert [each for each in untold if ".load_state_dict(" not in each] == []
+
+
+def _own_bases(found: griffe.Object | griffe.Alias) -> bool:
+    """Whether a class derives from ours and those of Python alone, as far as its module says where they are from."""
+    bases = [str(getattr(base, "canonical_path", base)) for base in getattr(found, "bases", [])]
+    tops = {base.split(".")[0] for base in bases if "." in base}
+    return tops <= {"asyncckpt", *sys.stdlib_module_names}
+
+
+def test_what_pages_import_is_there() -> None:
+    for block in [block for page in pages() for block in _python(page)]:
+        compile(block.text, f"{block.page}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for name in _imported(block):
+            _found(name)
+
+
+@pytest.mark.parametrize("page", [page for page in REFERENCE if script(page)], ids=lambda page: page.stem)
+def test_the_examples_of_the_reference_run(page: Path, tmp_path: Path) -> None:
+    printed = run(script(page), str(page), tmp_path, PYTHONPATH=str(HERE))
+    if page.stem == "errors":
+        shown = re.findall(r"except (\w+) as error:[^\n]*\n +print\(repr\(error\)\)", script(page))
+        assert len(shown) > 12 and re.findall(r"^(\w+)\(", printed, re.MULTILINE) == shown
+
+
+@pytest.mark.parametrize("page", [HERE / "README.md", DOCS / "quickstart.md"], ids=lambda page: page.stem)
+def test_the_first_steps_run_and_resume(page: Path, tmp_path: Path) -> None:
+    code = first_steps(page) + "\nprint(ckpt.steps(), first)\n"
+    assert run(code + code, str(page), tmp_path, PYTHONPATH=str(HERE)) == "[0, 100, 200] 0\n[0, 100, 200] 201\n"
+
+
+def test_what_to_change_runs(tmp_path: Path) -> None:
+    page = DOCS / "coming-from.md"
+    prelude = TRAINING.splitlines()
+    code = "\n".join([*prelude, *script(page).splitlines()[len(prelude) :]])  # before the first block, so lines stay
+    run(code, str(page), tmp_path, PYTHONPATH=str(HERE))
+    assert sorted(path.name for path in (tmp_path / "run-2").glob("step-*")) == ["step-00000002", "step-00000003"]
+
+
+def test_what_troubleshooting_quotes_is_said() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)
+    assert len(quoted) > 90 and len(quoted) == len(set(quoted)) == text.count("\n| `")
+    said = "\n".join(_texts())
+    parts = [part.strip() for each in quoted for part in each.split("…")]
+    assert [part for part in parts if part not in said] == []
+
+
+def _texts() -> Iterator[str]:
+    """All that stands between quotes in the sources, as Python joins it."""
+    for folder in ("asyncckpt", "worker", "shm"):
+        for file in (HERE / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_the_site_is_built_of_what_needs_no_torch() -> None:
+    shown = subprocess.run([HERE / "scripts/docs", "--help"], capture_output=True, text=True, check=True, timeout=60)
+    assert "scripts/docs serve" in shown.stdout
