@@ -43,7 +43,13 @@ class Publication:
     timings: Mapping[str, float] = field(default_factory=lambda: {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0})
 
     def event(self, rank: int, path: str, step: int | None = None) -> Event:
-        """To be told of it; ``path``: of the checkpoint, or the address of the weights."""
+        """What those are told who listen to events.
+
+        Args:
+            rank: That of this process.
+            path: Of the checkpoint, or the address of the weights.
+            step: Of the checkpoint.
+        """
         return Event(
             phase="published",
             rank=rank,
