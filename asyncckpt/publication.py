@@ -56,9 +56,9 @@ class Publication:
             path=path,
             step=step,
             version=self.version,
-            seconds=sum(self.timings.values()),
-            nbytes=self.nbytes,
-            timings=self.timings,
+            seconds=sum(self.timings.values()) if self.nbytes else None,
+            nbytes=self.nbytes or None,
+            timings=self.timings if self.nbytes else {},
         )
 
 

@@ -92,8 +92,8 @@ class Supervisor:
             except WorkerDiedError:
                 self._record_death()
                 raise
-            if self._deaths:
-                self._tell("worker restarted", rank, time.perf_counter() - begun)
+            phase: EventPhase = "worker restarted" if self._deaths else "worker started"
+            self._tell(phase, rank, time.perf_counter() - begun)
         return self.client
 
     def find_predecessor(self, rank: int) -> Takeover | None:
@@ -146,7 +146,6 @@ class Supervisor:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self.client is not None:
             self.client.abandon()
-            self.listeners.end()
             warnings.warn("what saves or publishes was not closed", ResourceWarning, stacklevel=2, source=self)
 
     def _check_limit(self, rank: int) -> None:
@@ -183,7 +182,7 @@ class Supervisor:
                 endpoint=endpoint,
                 job=self._job,
                 rank=rank,
-                metrics_folder=config.metrics_folder,
+                metrics_folder=config.metrics_folder and os.path.abspath(config.metrics_folder),
             ),
             lambda uploaded: listeners.tell(uploaded.event(rank)),  # it shall not keep this object
         )

@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
     _lower_priority(options["nice"], options["io_class"])
     segment_store = SegmentStore()
     endpoint_service = EndpointService(options["endpoint"], options["trainer"], segment_store)
+    metrics, server = None, None
     try:
         storages = partial(storage_for, direct_io=options["direct_io"])
         connection, trainer = Connection(options["fd"]), options["trainer"]
@@ -47,13 +48,13 @@ def main(argv: list[str]) -> int:
         server = Server(connection, storages, segment_store, endpoint_service, options["io_threads"], trainer, metrics)
         finished = server.run(_watch(trainer), options["linger"])
     finally:
+        if metrics is not None:  # while no other worker of this job can be there, which would write the same file
+            metrics.close(in_order=server is not None and server.is_closed_in_order)
         endpoint_service.close()
     if not finished:
         logging.error("storage does not answer; leaving a write behind")
         os._exit(1)
     server.finish_uploads()
-    if metrics is not None:
-        metrics.close(remove=server.is_closed_in_order)
     return 0
 
 
@@ -62,7 +63,8 @@ def _metrics_file(options: dict[str, Any]) -> MetricsFile | None:
         return None
     from asyncckpt.worker.metrics_file import MetricsFile  # which needs what is only there where it is wanted
 
-    return MetricsFile(options["metrics_folder"], options["job"] or str(options["trainer"]), options["rank"])
+    training = options["job"] and options["job"].replace("\n", " ").strip()  # its folder, and its id if it has one
+    return MetricsFile(options["metrics_folder"], training, options["rank"])
 
 
 def _lower_priority(nice: int, io_class: str) -> None:

@@ -109,9 +109,6 @@ class Attempt(ABC):
         self._begun = self._begun or time.perf_counter()
         return arrived
 
-    def _note(self, phase: str, begun: float | None) -> None:
-        note(self.timings, phase, begun or time.perf_counter(), self.request.called_at)
-
     def _complete(
         self, image: memoryview, begin: int, sizes: Region, pickle_bytes: int, file: ImageFile
     ) -> tuple[int, list[int]]:
@@ -180,14 +177,14 @@ class FolderAttempt(Attempt):
                 facts = self._facts(each, bounds[-1], self._index_name(len(self._tails)))
                 self._files[each.name(self.request.rank)] = facts
                 self._tails.append(Index.tail(bounds[-1], its))
-            self._note("checksum", begun)
+            note(self.timings, "checksum", begun, self.request.called_at)
             for _, output, bounds in written:
                 output.finish(bounds[-1])
             begun = time.perf_counter()
             is_direct = [output.sync() for _, output, _ in written]
-            self._note("sync", begun)
+            note(self.timings, "sync", begun, self.request.called_at)
         self.direct = bool(is_direct) and all(is_direct)
-        self._note("write", self._begun)
+        note(self.timings, "write", self._begun or time.perf_counter(), self.request.called_at)
         return checksums
 
     def _follow(self, file: LargeFile, output: ImageFile) -> Sequence[int]:
@@ -388,8 +385,10 @@ class FileAttempt(Attempt):
             self.staged_image.inode = self.opened.inode
             end, _ = self._complete(image, 0, self.layout.sizes, self.request.pickle_bytes[0], file)
             file.finish(end)
+            begun = time.perf_counter()
             self.direct = file.sync()
-        self._note("write", self._begun)
+            note(self.timings, "sync", begun, self.request.called_at)
+        note(self.timings, "write", self._begun or time.perf_counter(), self.request.called_at)
         return array("Q")
 
     def seal(self) -> bytes:

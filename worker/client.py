@@ -36,7 +36,7 @@ class WorkerClient:
     A listener thread takes its messages. When it ends, expected or not, every open save fails with ``WorkerDiedError``.
     """
 
-    def __init__(self, options: WorkerOptions, on_uploaded: Callable[[Uploaded], object] = id) -> None:
+    def __init__(self, options: WorkerOptions, on_uploaded: Callable[[Uploaded], object] = lambda _: None) -> None:
         """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds."""
         self._owner, self._process, self._on_uploaded = os.getpid(), WorkerProcess(options), on_uploaded
         self._connection = self._process.connection

@@ -89,6 +89,8 @@ class Server:
         logging.getLogger().addHandler(to_trainer)
         try:
             self._send(messages.Ready(os.getpid()))
+            if self._metrics is not None:
+                self._metrics.begin()
             why = self._serve(trainer)
             self.is_closed_in_order = why == _CLOSED
             lingers = why != _CLOSED and linger > 0

@@ -187,7 +187,8 @@ class Uploader:
         with self._changed:
             self._failure = None
         logger.info("%s is uploaded, in %.1f s", upload.path, time.time() - begun)
-        self._tell(Uploaded(upload.to, upload.step, max(0.0, time.time() - manifest.created), manifest.nbytes))
+        took = None if manifest is None else max(0.0, time.time() - manifest.created)
+        self._tell(Uploaded(upload.to, upload.step, took, None if manifest is None else manifest.nbytes))
         self._notes.note_success()
         if upload.keep_last is not None and self._prunes:
             prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == upload.step)
@@ -195,11 +196,11 @@ class Uploader:
         return True
 
 
-def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> Manifest:
+def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> Manifest | None:
     """Copy a checkpoint, each byte checked, to where it is complete or not there; if it is there, nothing is done.
 
-    Returns its manifest. Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``CheckpointExistsError``,
-    ``StorageError``.
+    Returns its manifest; None where it is there. Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``,
+    ``CheckpointExistsError``, ``StorageError``.
     """
     source, target = storage_for(upload.path), storage_for(upload.to)
     with source.reading(upload.path):
@@ -207,7 +208,7 @@ def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> Ma
         if upload.attempt not in ("", manifest.attempt):
             raise CheckpointNotFoundError("another checkpoint has taken its place", path=upload.path)
         if _is_there(target, upload.to, manifest):
-            return manifest
+            return None
         existing: Existing = "set aside" if upload.sets_aside else "refuse"
         if not target.may_put(upload.to, existing):
             raise exists_error(upload.to, existing, upload.step)

@@ -48,13 +48,13 @@ class UploadsUnderWay:
 class Uploaded:
     """An attempt at an upload has ended.
 
-    ``seconds``: since its checkpoint was committed, or, where this failed, since it began. ``nbytes``: of the
-    checkpoint; ``error``: what went wrong.
+    ``seconds``: since its checkpoint was committed, or, where this failed, since it began; None: it was there already,
+    as the worker before this one had died then. ``nbytes``: of the checkpoint; ``error``: what went wrong.
     """
 
     to: str
     step: int
-    seconds: float
+    seconds: float | None
     nbytes: int | None
     error: str | None = None
 

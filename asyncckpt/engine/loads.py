@@ -67,11 +67,12 @@ class Loads:
         """
         begun = time.perf_counter()
         about: dict[str, Any] = {"rank": rank_of(self._ranks), "path": self._tiers.root}
+        number = None if step is None else whole_number(step, "step")
         try:
-            loaded = self._load(fill, self._asked_by_all(step), begun, memory=memory, fallback=fallback)
-        except CheckpointError as error:
-            why = f"{type(error).__name__}: {error}"
-            self._engine.tell(Event(phase="load failed", seconds=time.perf_counter() - begun, error=why, **about))
+            loaded = self._load(fill, self._asked_by_all(number), begun, memory=memory, fallback=fallback)
+        except BaseException as error:
+            about |= {"step": number, "seconds": time.perf_counter() - begun}
+            self._engine.tell(Event(phase="load failed", error=f"{type(error).__name__}: {error}", **about))
             raise
         self._engine.tell(Event(phase="loaded", **about, **vars(loaded)))
         logger.info("loaded step %d from %s in %.2f s", loaded.step, loaded.source, loaded.seconds)
@@ -101,14 +102,13 @@ class Loads:
         self.origin = from_first(partial(self._tiers.origin, found), self._ranks)
         return Loaded(found, source, time.perf_counter() - begun, nbytes)
 
-    def _asked_by_all(self, step: SupportsIndex | None) -> int | None:
+    def _asked_by_all(self, step: int | None) -> int | None:
         """The step that all ranks are to load, and may."""
-        number = None if step is None else whole_number(step, "step")
-        words = "loads the newest step" if number is None else f"loads step {number}"
+        words = "loads the newest step" if step is None else f"loads step {step}"
         check_same(Call(words, words), self._ranks)
         from_first(partial(check_job, self._tiers.root, self._engine.config.job_id), self._ranks)
         self._check_local()
-        return number
+        return step
 
     def _check_local(self) -> None:
         if self._tiers.local is not None:

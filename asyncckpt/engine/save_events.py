@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from asyncckpt.errors import SaveDroppedError
-from asyncckpt.events import Event, EventPhase
+from asyncckpt.events import Event, EventPhase, end_of_save
 
 
 class EventsOfSave:
@@ -38,7 +38,7 @@ class EventsOfSave:
                 source, at = self._plan
                 self.tell("planned", timings, timings.get("plan_s"), source=source, at=at)
             for event in early:
-                self._tell(event)
+                self._tell(replace(event, timings={**event.timings, "stall_s": timings["stall_s"]}))
 
     def tell(self, phase: EventPhase, timings: Mapping[str, float], seconds: float | None, **more: Any) -> None:
         """It is in ``phase`` now, which took so many ``seconds``. Waits for nothing, and raises nothing."""
@@ -51,8 +51,5 @@ class EventsOfSave:
 
     def end(self, failure: BaseException | None, timings: Mapping[str, float], seconds: float) -> None:
         """It has ended, so many ``seconds`` after the call."""
-        if failure is None:
-            self.tell("committed", timings, seconds)
-        else:
-            phase: EventPhase = "skipped" if isinstance(failure, SaveDroppedError) else "failed"
-            self.tell(phase, timings, seconds, error=f"{type(failure).__name__}: {failure}")
+        error = None if failure is None else f"{type(failure).__name__}: {failure}"
+        self.tell(end_of_save(failure), timings, seconds, error=error)

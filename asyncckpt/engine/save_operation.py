@@ -204,9 +204,9 @@ class SaveOperation(SaveState):
             buffer.client.saves.on_copied(self)
             self.is_whole = True
             stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already
+            self._events.tell("staged", self.timings, self.timings["copy_s"])  # before the worker can say more
             buffer.client.staged(self.number, {**self.timings, "stall_s": stall_s})
             self.staged.set()
-            self._events.tell("staged", self.timings, self.timings["copy_s"])
         except BaseException as error:
             failure = self._call_off(error)
             if not isinstance(error, Exception):
@@ -243,8 +243,10 @@ class SaveOperation(SaveState):
         """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name."""
         self.is_written = True
         self._inode = self._inode if inode is None else inode
-        if "write_s" in timings:
-            self._events.tell("written", {**timings, **self.timings}, timings["write_s"])
+        for name, seconds in timings.items():
+            self.timings.setdefault(name, seconds)
+        if "write_s" in timings and not self.has_ended:  # another rank may have failed it meanwhile
+            self._events.tell("written", self.timings, timings["write_s"])
 
     def on_end(self, outcome: Committed | CheckpointError, *, heard: bool = True) -> None:
         """The worker's part has ended, or, not ``heard``, the worker has. First the engine learns of it, then the

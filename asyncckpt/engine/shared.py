@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -50,8 +51,11 @@ class Engines:
         if key not in self._engines:
             self._engines[key] = Engine(config, process_group, alone=alone, job=job)
         engine = self._engines[key]
-        if config is not None and config not in (engine.config, *self._unused):
-            self._unused.append(config)
+        # A function that is written in the call is another one each time.
+        if config in (None, engine.config):
+            return engine
+        if config is not None and (bare := replace(config, on_event=())) not in self._unused:
+            self._unused.append(bare)
             differing = {name for name, value in vars(config).items() if value != getattr(engine.config, name)}
             logger.warning(
                 "these ranks save by a configuration of an earlier call, which stays; of a later one is not used: %s",

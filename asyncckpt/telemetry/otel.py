@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from opentelemetry import metrics, trace
@@ -14,6 +14,10 @@ from asyncckpt.events import Event
 _NAME = "asyncckpt"
 # The timings of a save that have a histogram and a span each. There is no semantic convention for checkpoints.
 _PHASES = {"copy": "staging", "write": "write", "commit": "commit"}
+# Bounds for histograms, in seconds: of a stop of the training, and of what goes on beside it. OpenTelemetry's own are
+# for milliseconds.
+_STALL_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+_BACKGROUND_S = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 
 
 class Span(NamedTuple):
@@ -37,7 +41,7 @@ class OpenTelemetry:
     A span ``asyncckpt.save`` begins with the call and ends with the commit, or the failure; below it are
     ``asyncckpt.save.staging``, ``.write`` and ``.commit``. A load is ``asyncckpt.load``. Histograms of the same names
     are in seconds, as are ``asyncckpt.save.stall`` and ``asyncckpt.upload.lag``; the counter ``asyncckpt.save.written``
-    is in bytes.
+    is in bytes. Spans are not linked to others that the training may have. Any thread may call.
     """
 
     def __init__(
@@ -55,17 +59,21 @@ class OpenTelemetry:
         meter = metrics.get_meter(_NAME, meter_provider=meter_provider)
         self._tracer = trace.get_tracer(_NAME, tracer_provider=tracer_provider)
         self._spans = spans
-        self._save = meter.create_histogram("asyncckpt.save", "s", "From the call until it had ended.")
-        self._stall = meter.create_histogram("asyncckpt.save.stall", "s", "What the call has taken from the training.")
+
+        def histogram(name: str, about: str, bounds: Sequence[float] = _BACKGROUND_S) -> metrics.Histogram:
+            return meter.create_histogram(f"asyncckpt.{name}", "s", about, explicit_bucket_boundaries_advisory=bounds)
+
+        self._save = histogram("save", "From the call until it had ended.")
+        self._stall = histogram("save.stall", "What the call has taken from the training.", _STALL_S)
         self._phases = {
-            phase: meter.create_histogram(f"asyncckpt.save.{name}", "s", f"The phase of {name}.")
+            phase: histogram(f"save.{name}", f"The phase of {name}.", _STALL_S if phase == "copy" else _BACKGROUND_S)
             for phase, name in _PHASES.items()
         }
         self._written = meter.create_counter("asyncckpt.save.written", "By", "Bytes of committed images.")
         self._last_step = meter.create_gauge("asyncckpt.save.last_durable_step", "1", "Of the last committed save.")
         self._last_time = meter.create_gauge("asyncckpt.save.last_durable_time", "s", "Since the epoch.")
-        self._load = meter.create_histogram("asyncckpt.load", "s", "From the call until all was in place.")
-        self._lag = meter.create_histogram("asyncckpt.upload.lag", "s", "From the commit until it was in the root.")
+        self._load = histogram("load", "From the call until all was in place.")
+        self._lag = histogram("upload.lag", "From the commit until it was in the root.")
         self._events = meter.create_counter("asyncckpt.events", "1", "What else has happened, by its phase.")
 
     def __call__(self, event: Event) -> None:
@@ -77,7 +85,8 @@ class OpenTelemetry:
             case "committed" | "failed" | "skipped":
                 self._on_end(event, rank)
             case "uploaded":
-                self._lag.record(event.seconds or 0.0, rank)
+                if event.seconds is not None:
+                    self._lag.record(event.seconds, rank)
             case "loaded" | "load failed":
                 self._load.record(event.seconds or 0.0, {**rank, "asyncckpt.source": event.source or "failed"})
                 self._span("asyncckpt.load", event, event.at - (event.seconds or 0.0), event.at)
@@ -120,7 +129,7 @@ class OpenTelemetry:
         span = self._tracer.start_span(
             known.name, within, attributes={**attributes, **known.attributes}, start_time=int(begun * 1e9)
         )
-        if event.error is not None:
+        if event.error is not None and event.phase != "skipped" and within is None:
             span.set_status(trace.StatusCode.ERROR, event.error)
         span.end(int(ended * 1e9))
         return span

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter as Count
 from functools import partial
 
@@ -12,7 +13,7 @@ from asyncckpt.events import Event
 # Of a stop of the training, and of what goes on beside it.
 _STALL_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _BACKGROUND_S = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
-# The timings of a committed save that have a histogram each.
+# The timings of a save that have a histogram each.
 _PHASES = {
     "stall_s": ("save_stall_seconds", "What the call of save has taken from the training.", _STALL_S),
     "copy_s": ("staging_seconds", "Copying the tensors into shared memory.", _STALL_S),
@@ -24,21 +25,23 @@ _PHASES = {
 class PrometheusMetrics:
     """Keeps metrics up to date. Give it to ``Config.on_event``, and expose the registry as you do for all metrics.
 
-    All have the label ``rank``; times are in seconds, sizes in bytes.
+    All have the labels ``training`` and ``rank``; times are in seconds, sizes in bytes. Any thread may call.
     """
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY, training: str = "") -> None:
         """Make the metrics.
 
         Args:
             registry: Where to; it must not have them yet.
+            training: The value of that label, which tells this training from others.
 
         Raises:
             ValueError: It has them.
         """
-        histogram = partial(Histogram, labelnames=["rank"], namespace="asyncckpt", registry=registry)
+        names = ["training", "rank"]
+        histogram = partial(Histogram, labelnames=names, namespace="asyncckpt", registry=registry)
         counter = partial(Counter, namespace="asyncckpt", registry=registry)
-        gauge = partial(Gauge, labelnames=["rank"], namespace="asyncckpt", registry=registry)
+        gauge = partial(Gauge, labelnames=names, namespace="asyncckpt", registry=registry)
         self._phases = {
             timing: histogram(name, about, buckets=buckets) for timing, (name, about, buckets) in _PHASES.items()
         }
@@ -47,66 +50,88 @@ class PrometheusMetrics:
             "From the call of save until the checkpoint was durable on all ranks.",
             buckets=_BACKGROUND_S,
         )
-        self._written = counter("written_bytes", "Of committed images.", ["rank"])
+        self._written = counter("written_bytes", "Of committed images.", names)
         self._speed = gauge("write_bytes_per_second", "Of the last committed save.")
-        self._saves = counter("saves", "Saves that have ended: committed, failed, skipped.", ["rank", "outcome"])
-        self._busy = gauge("slots_busy", "Saves that have been planned, and have not ended.")
+        self._saves = counter("saves", "Saves that have ended: committed, failed, skipped.", [*names, "outcome"])
+        self._busy = gauge("slots_busy", "Saves that have a slot, and have not ended.")
         self._last_step = gauge("last_durable_step", "The step of the last committed save.")
         self._last_time = gauge("last_durable_timestamp_seconds", "When the last save was committed.")
         self._replicated_lag = gauge("replicated_lag_seconds", "From a commit until it was uploaded, of the last one.")
-        self._uploads = counter("uploads", "Attempts at uploads: done, failed.", ["rank", "outcome"])
-        self._restarts = counter("worker_restarts", "Workers started after one that died.", ["rank"])
-        self._takeovers = counter("memory_takeovers", "Takeovers of a dead trainer's memory.", ["rank"])
+        self._uploads = counter("uploads", "Attempts at uploads: done, failed.", [*names, "outcome"])
+        self._restarts = counter("worker_restarts", "Workers started after one that died.", names)
+        self._takeovers = counter("memory_takeovers", "Takeovers of a dead trainer's memory.", names)
         self._loads = Histogram(
             "load_seconds",
             "Loads, by where from: memory, local, storage; or failed.",
-            labelnames=["rank", "source"],
+            labelnames=[*names, "source"],
             namespace="asyncckpt",
             buckets=_BACKGROUND_S,
             registry=registry,
         )
-        self._under_way: Count[tuple[str, str]] = Count()
+        self._training = training
+        self._lock = threading.Lock()
+        self._begun: set[int] = set()
+        self._under_way: Count[tuple[int, str]] = Count()
+
+    def begin(self, rank: int) -> None:
+        """There is a trainer of that rank: what is counted begins at 0, or an increase would not show the first one."""
+        if rank not in self._begun:
+            self._begun.add(rank)
+            for outcome in ("committed", "failed", "skipped"):
+                self._saves.labels(self._training, rank, outcome)
+            for each in (self._written, self._restarts, self._takeovers):
+                each.labels(self._training, rank)
+
+    def note_durable(self, rank: int, step: int | None, at: float) -> None:
+        """The newest save that is durable is of that ``step``, ``at`` seconds since the epoch."""
+        self._last_time.labels(self._training, rank).set(at)
+        if step is not None:
+            self._last_step.labels(self._training, rank).set(step)
 
     def __call__(self, event: Event) -> None:
         """Take note of an event."""
-        rank, seconds = str(event.rank), event.seconds or 0.0
+        labels = self._training, event.rank
+        self.begin(event.rank)
         match event.phase:
             case "planned":
-                self._count(rank, event.path, 1)
+                self._count(event, 1)
             case "committed" | "failed" | "skipped":
-                self._saves.labels(rank, event.phase).inc()
-                self._count(rank, event.path, -1)
-                if event.phase == "committed":
-                    self._on_commit(event, rank, seconds)
+                self._saves.labels(*labels, event.phase).inc()
+                if event.nbytes is not None:  # else it never was planned
+                    self._count(event, -1)
+                self._on_end(event, labels)
             case "uploaded":
-                self._uploads.labels(rank, "done").inc()
-                self._replicated_lag.labels(rank).set(seconds)
+                self._uploads.labels(*labels, "done").inc()
+                if event.seconds is not None:
+                    self._replicated_lag.labels(*labels).set(event.seconds)
             case "upload failed":
-                self._uploads.labels(rank, "failed").inc()
+                self._uploads.labels(*labels, "failed").inc()
             case "loaded" | "load failed":
-                self._loads.labels(rank, event.source or "failed").observe(seconds)
+                self._loads.labels(*labels, event.source or "failed").observe(event.seconds or 0.0)
             case "worker restarted":
-                self._restarts.labels(rank).inc()
+                self._restarts.labels(*labels).inc()
             case "memory taken over":
-                self._takeovers.labels(rank).inc()
+                self._takeovers.labels(*labels).inc()
 
-    def _on_commit(self, event: Event, rank: str, seconds: float) -> None:
+    def _on_end(self, event: Event, labels: tuple[str, int]) -> None:
         for timing, histogram in self._phases.items():
             if timing in event.timings:
-                histogram.labels(rank).observe(event.timings[timing])
-        self._durable_lag.labels(rank).observe(seconds)
-        self._last_time.labels(rank).set(event.at)
-        if event.step is not None:
-            self._last_step.labels(rank).set(event.step)
+                histogram.labels(*labels).observe(event.timings[timing])
+        if event.phase != "committed":
+            return
+        self._durable_lag.labels(*labels).observe(event.seconds or 0.0)
+        self.note_durable(event.rank, event.step, event.at)
         if event.nbytes is not None:
-            self._written.labels(rank).inc(event.nbytes)
+            self._written.labels(*labels).inc(event.nbytes)
             if (write_s := event.timings.get("write_s", 0.0)) > 0:
-                self._speed.labels(rank).set(event.nbytes / write_s)
+                self._speed.labels(*labels).set(event.nbytes / write_s)
 
-    def _count(self, rank: str, path: str, change: int) -> None:
-        """A save to ``path`` has been planned, or has ended; of one that never was planned nothing was said before."""
-        if change > 0 or self._under_way[rank, path]:
-            self._under_way[rank, path] += change
-            if not self._under_way[rank, path]:
-                del self._under_way[rank, path]
-            self._busy.labels(rank).set(sum(count for (of, _), count in self._under_way.items() if of == rank))
+    def _count(self, event: Event, change: int) -> None:
+        """A save has been planned, or has ended; in the worker none is planned."""
+        key = event.rank, event.path
+        with self._lock:
+            if change > 0 or self._under_way[key]:
+                self._under_way[key] += change
+                self._under_way += Count()  # those that are 0 go
+                count = sum(count for (rank, _), count in self._under_way.items() if rank == event.rank)
+                self._busy.labels(self._training, event.rank).set(count)

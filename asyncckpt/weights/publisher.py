@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -71,7 +72,7 @@ class WeightPublisher:
         self.address = address
         self._slots = slots
         self._when_busy = when_busy
-        self._config = Config.given(config)
+        self._config = replace(Config.given(config), metrics_folder=None)  # which is about what is written
         self._sharding = Sharding(process_group)
         self._supervisor = Supervisor(
             self._config,

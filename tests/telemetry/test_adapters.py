@@ -30,7 +30,7 @@ from asyncckpt.telemetry.prometheus import PrometheusMetrics
 from asyncckpt.telemetry.scalars import TensorBoard
 
 STATE = {"w": torch.arange(100_000)}
-RANK = {"rank": "0"}
+RANK = {"training": "", "rank": "0"}
 
 
 def train(root: Path, *listeners: Any) -> None:
@@ -60,7 +60,8 @@ def test_prometheus(tmp_path: Path) -> None:
     assert value("asyncckpt_load_seconds_count", {**RANK, "source": "storage"}) == 1
     assert value("asyncckpt_load_seconds_count", {**RANK, "source": "failed"}) == 1
     for name in ("save_stall", "staging", "write", "commit", "durable_lag"):
-        assert value(f"asyncckpt_{name}_seconds_count", RANK) == 3, name
+        # A call that was refused has stopped the training, too.
+        assert value(f"asyncckpt_{name}_seconds_count", RANK) == (4 if name == "save_stall" else 3), name
         assert (value(f"asyncckpt_{name}_seconds_sum", RANK) or 0) > 0, name
     assert (value("asyncckpt_written_bytes_total", RANK) or 0) > 3 * STATE["w"].nbytes
     assert (value("asyncckpt_write_bytes_per_second", RANK) or 0) > 0
@@ -72,10 +73,13 @@ def test_prometheus_counts_saves_under_way() -> None:
     registry = CollectorRegistry()
     metrics = PrometheusMetrics(registry)
     busy = []
-    for phase, path in (("planned", "a"), ("planned", "b"), ("committed", "a"), ("failed", "c"), ("failed", "b")):
-        metrics(Event(phase=phase, rank=0, path=path))  # type: ignore[arg-type]
+    for phase, path, nbytes in (
+        *(("planned", "a", 1), ("planned", "b", 1), ("failed", "b", None)),  # refused: b is under way
+        *(("committed", "a", 1), ("failed", "c", None), ("failed", "b", 1)),
+    ):
+        metrics(Event(phase=phase, rank=0, path=path, nbytes=nbytes))  # type: ignore[arg-type]
         busy.append(registry.get_sample_value("asyncckpt_slots_busy", RANK))
-    assert busy == [1, 2, 1, 1, 0]
+    assert busy == [1, 2, 2, 1, 1, 0]
 
 
 def test_opentelemetry(tmp_path: Path) -> None:
@@ -219,10 +223,36 @@ def test_the_file_outlives_a_trainer_that_dies(tmp_path: Path, folder: Path) -> 
     assert not [*folder.iterdir()]
 
 
-def test_a_folder_that_is_not_there_fails_no_save(tmp_path: Path) -> None:
+def test_what_was_durable_is_known_where_the_next_worker_commits_nothing(tmp_path: Path, folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path / "root"), str(folder)], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    with Checkpointer(tmp_path / "root", Config(linger=0, metrics_folder=str(folder))) as checkpointer:
+        checkpointer.load({"w": torch.zeros(100_000, dtype=torch.int64)})
+        (tmp_path / "root").joinpath("step-00000006").touch()  # appears while the save is under way
+        with pytest.raises(CheckpointExistsError):
+            checkpointer.save(6, STATE).result(60)
+        checkpointer.prepare(STATE)
+        wait_for(lambda: samples(folder).get("asyncckpt_save_stall_seconds_count") is None)
+        found = samples(folder)
+        assert found["asyncckpt_last_durable_step"] == 5 and found["asyncckpt_started_timestamp_seconds"] > 0
+        assert found["asyncckpt_saves_total failed"] == found["asyncckpt_saves_total committed"] == 0
+
+
+def test_two_trainings_have_files_and_labels_of_their_own(tmp_path: Path, folder: Path) -> None:
+    config = Config(linger=0, metrics_folder=str(folder))
+    with Checkpointer(tmp_path / "a", config) as one, Checkpointer(tmp_path / "b", config) as other:
+        for checkpointer in (one, other):
+            checkpointer.save(1, STATE).result(60)
+        wait_for(lambda: len([*folder.glob("*.prom")]) == 2)
+        text = "".join(file.read_text() for file in folder.glob("*.prom"))
+    assert all(f'training="{tmp_path / name}"' in text for name in "ab")
+
+
+def test_a_folder_that_is_not_there_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(tmp_path, Config(linger=0, metrics_folder=str(tmp_path / "none"))) as checkpointer:
         checkpointer.save(1, STATE).result(60)
         checkpointer.save(2, STATE).result(60)
+    assert caplog.text.count("No such file") == 1
 
 
 def test_without_the_library_the_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def record_spans(otel_bootstrap: Mapping[str, Any] | None) -> None:
     They are recorded in this process, by the tracer that it has, as the worker's phases are known here.
     ``otel_bootstrap`` is what nvrx would set a worker up by; of it only ``enabled`` counts.
     """
-    if otel_bootstrap and otel_bootstrap.get("enabled", True) and importlib.util.find_spec("opentelemetry") is not None:
+    if otel_bootstrap is not None and importlib.util.find_spec("opentelemetry") is not None:
         _listeners[:] = [_spans()]
 
 
