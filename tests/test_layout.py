@@ -26,7 +26,7 @@ LINE = (
     ("planning",),
     ("staging", "loading"),
     ("engine", "weights", "exporting"),
-    ("checkpointer",),
+    ("checkpointer", "report"),
     ("integrations",),
     ("__init__",),
     ("demo",),
