@@ -13,10 +13,12 @@ from typing import Any
 import asyncckpt
 from asyncckpt.demo import run as demo
 from asyncckpt.exporting import command as exporting
+from asyncckpt.report.advice import advise
 from asyncckpt.report.answers import UNUSABLE, Answers
 from asyncckpt.report.exports import show_export
 from asyncckpt.report.inspection import inspect_checkpoint
 from asyncckpt.report.listing import list_checkpoints
+from asyncckpt.report.timeline import show_timeline
 from asyncckpt.report.verification import verify_checkpoints
 from asyncckpt.report.workers import show_workers
 
@@ -80,9 +82,28 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--shards", action="store_true", help="show the shards of each tensor, and where they are")
     command("verify", verify_checkpoints, "check every byte of checkpoints, and name what files and tensors are bad")
     exporting.add_to(commands).set_defaults(run=show_export)
+    _add_timeline(commands)
+    advice = command("advise", advise, "say how often to save, from what the saves of a run have cost")
+    advice.add_argument("--mtbf", metavar="TIME", required=True, help="mean time between failures, as 4h")
+    advice.add_argument("--restart", metavar="TIME", help="how long a restart takes, as 2m; left out where not given")
     _add_workers(commands)
     commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")
     return parser
+
+
+def _add_timeline(commands: Any) -> None:
+    text = "show when each rank did what for each save, as a trace for Perfetto"
+    added = commands.add_parser(
+        "timeline",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]} (ui.perfetto.dev, chrome://tracing), from the manifests alone. Exits"
+        " as ls does.",
+        epilog="examples: asyncckpt timeline checkpoints -o trace.json; asyncckpt timeline checkpoints --png saves.png",
+    )
+    added.add_argument("places", metavar="PATH", nargs="+", help="a folder of checkpoints, or a checkpoint")
+    added.add_argument("-o", "--out", metavar="FILE", help="the trace; without this and --png it goes to stdout")
+    added.add_argument("--png", metavar="FILE", help="draw the last saves into this file; wants matplotlib")
+    added.set_defaults(run=show_timeline, paths=[None], json=False)
 
 
 def _add_workers(commands: Any) -> None:

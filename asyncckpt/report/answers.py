@@ -30,6 +30,10 @@ class Answers:
         if not self.is_json:
             print(text)
 
+    def say(self, text: str) -> None:
+        """Say on stderr what is wrong, or is left out."""
+        print(f"asyncckpt: {text}", file=sys.stderr)
+
     def add(self, facts: dict[str, Any]) -> None:
         """For JSON."""
         self._facts.append(facts)

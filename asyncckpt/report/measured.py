@@ -42,7 +42,7 @@ class Measured:
 
 def _write_s(timings: Mapping[str, Sequence[float | None]]) -> float | None:
     rows = zip(*(timings.get(name, ()) for name in (CALLED_AT, "write_from_s", "write_s")), strict=False)
-    spans = [
+    spans: list[tuple[float, float]] = [
         (at + begin, at + begin + nseconds)
         for at, begin, nseconds in rows
         if at is not None and begin is not None and nseconds is not None
