@@ -57,6 +57,13 @@ class Advice:
     saves: int
     restart_s: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for times that cannot be."""
+        if not (0 < self.mtbf_s < math.inf):
+            raise ValueError(f"the mean time between failures is a number of seconds above 0, not {self.mtbf_s!r}")
+        if self.restart_s is not None and not (0 <= self.restart_s < math.inf):
+            raise ValueError(f"a restart takes a number of seconds, not {self.restart_s!r}")
+
     @property
     def young_s(self) -> float:
         """Young's interval: sqrt(2 C M), of a cost C and a mean time M between failures."""

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Picture
 from matplotlib.patches import Patch
 
 from asyncckpt.report.formats import number
-from asyncckpt.report.timeline import RankOfSave, lanes_of
+from asyncckpt.report.trace import LaneSpan, RankOfSave, lanes_of
 
 _DPI = 110
 _MOST_RANKS, _MOST_SAVES = 8, 8
@@ -26,7 +26,8 @@ _COLOURS = {
     "checksum": "#c9a227",
     "commit": "#7fb27f",
 }
-_ROW, _BAR = 0.24, 0.8
+# Of a row, of a bar in it, and between ranks.
+_ROW_INCHES, _BAR, _GAP = 0.24, 0.8, 0.6
 
 
 def draw(saves: Sequence[Sequence[RankOfSave]], path: str) -> None:
@@ -41,7 +42,9 @@ def draw(saves: Sequence[Sequence[RankOfSave]], path: str) -> None:
         )
     ]
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        picture = Picture(figsize=(11, 1.5 + _ROW * len(rows)), layout="constrained")
+        picture = Picture(
+            figsize=(11, 1.5 + _ROW_INCHES * (len(rows) + _GAP * min(len(ranks), _MOST_RANKS))), layout="constrained"
+        )
         axes = picture.subplots()
         _draw_rows(axes, rows, min(span.begin for save in shown for each in save for span in each.spans))
         axes.set_title(_title(saves, shown, ranks), fontsize=10)
@@ -77,21 +80,20 @@ def _title(saves: Sequence[Any], shown: Sequence[Any], ranks: Sequence[int]) -> 
     return f"{title} of {number(len(ranks), 'rank')}"
 
 
-def _draw_rows(axes: Any, rows: Sequence[tuple[int, str, Sequence[Any]]], first: float) -> None:
-    for row, (_, lane, spans) in enumerate(rows):
+def _draw_rows(axes: Any, rows: Sequence[tuple[int, str, Sequence[LaneSpan]]], first: float) -> None:
+    heights = [row + _GAP * sum(rows[at][0] != rows[at - 1][0] for at in range(1, row + 1)) for row in range(len(rows))]
+    for y, (rank, lane, spans) in zip(heights, rows, strict=True):
         for span in spans:
             begin, width = span.begin - first, span.end - span.begin
-            if span.within and lane.startswith("trainer"):  # the call, around what it is made of
-                axes.barh(row, width, _BAR, begin, facecolor="none", edgecolor="#1f6fb4", linewidth=0.8)
-                axes.annotate(f" {span.name}", (begin, row - _BAR / 2), va="bottom", fontsize=7, annotation_clip=False)
-            else:
-                axes.barh(row, width, _BAR, begin, color=_COLOURS.get(span.name, "#1f6fb4"))
+            if span.name in _COLOURS:
+                axes.barh(y, width, _BAR, begin, color=_COLOURS[span.name])
+            else:  # the call, around what it is made of
+                axes.barh(y, width, _BAR, begin, facecolor="none", edgecolor=_COLOURS["copy"], linewidth=0.8)
+                if rank == rows[0][0] and lane == rows[0][1]:
+                    axes.annotate(span.name, (begin, y - _BAR / 2 - 0.1), va="bottom", fontsize=7)
             for part in span.within:
-                axes.barh(row, part.end - part.begin, _BAR, part.begin - first, color=_COLOURS[part.name])
-    axes.set_yticks(range(len(rows)), [f"rank {rank}  {lane}" for rank, lane, _ in rows], fontsize=8)
-    for row in range(1, len(rows)):
-        if rows[row][0] != rows[row - 1][0]:
-            axes.axhline(row - 0.5, color="#d0d0d0", linewidth=0.8)
-    axes.set_ylim(len(rows) - 0.4, -1.2)
+                axes.barh(y, part.end - part.begin, _BAR, part.begin - first, color=_COLOURS[part.name])
+    axes.set_yticks(heights, [f"rank {rank}  {lane}" for rank, lane, _ in rows], fontsize=8)
+    axes.set_ylim(heights[-1] + 0.6, -1.2)
     axes.set_xlim(left=0)
     axes.set_xlabel("s since the first call")
