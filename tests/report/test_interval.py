@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,9 +54,9 @@ def test_failures_that_come_faster_than_saves() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"mtbf_s": 0.0}, {"mtbf_s": -1.0}, {"mtbf_s": math.inf}, {"restart_s": -1.0}])
-def test_times_that_cannot_be(wrong: dict[str, float]) -> None:
+def test_times_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="number of seconds"):
-        Advice(**{"stall_s": 1.0, "durable_s": 1.0, "mtbf_s": 1.0, "saves": 1, **wrong})
+        Advice(1.0, 1.0, saves=1, **({"mtbf_s": 1.0} | wrong))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def _check(found: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
         assert type(event["ts"]) is type(event["dur"]) is int and event["ts"] >= 0 and event["dur"] >= 0
         assert {"step", "rank", "bytes", "path"} <= event["args"].keys()
     assert min(event["ts"] for event in spans) == 0
-    place = lambda event: (event["pid"], event["tid"])  # noqa: E731
+    place = itemgetter("pid", "tid")
     for _, lane in groupby(sorted(spans, key=place), place):
         _check_lane([(event["ts"], event["ts"] + event["dur"]) for event in lane])
     return spans
@@ -96,8 +98,8 @@ def test_a_set_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert {"save", "write", "sync", "commit"} <= {event["name"] for event in spans}
 
 
-def _manifest(created: float = 20.0, **timings: list[float | None]) -> Manifest:
-    ranks = len(next(iter(timings.values()), [None]))
+def _manifest(timings: Mapping[str, list[float | None]], created: float = 20.0) -> Manifest:
+    ranks = len(timings["called_at"])
     files = {"__0_0.distcp": {"bytes": 7, "index": "__0_0.index.json"}}
     return Manifest("a-1", 5, created, ranks, False, 7, files, timings)
 
@@ -127,7 +129,7 @@ def test_what_a_dead_trainer_did_not_say_is_left_out() -> None:
         name: [*each, None if name in ("plan_s", "slot_s", "copy_s", "stall_s") else each[0]]
         for name, each in WHOLE.items()
     }
-    whole, other = ranks_of("there", _manifest(**dead))
+    whole, other = ranks_of("there", _manifest(dead))
     names = _names(list(other.spans))
     assert names == {"write: write": ["sync"], "checksum: checksum": [], "commit: commit": []}
     assert _names(list(whole.spans)) == {"trainer: save 5": ["plan", "wait for a slot", "copy"], **names}
@@ -137,14 +139,14 @@ def test_what_a_dead_trainer_did_not_say_is_left_out() -> None:
 
 
 def test_a_copy_that_outlasts_the_call_has_a_lane() -> None:
-    (rank,) = ranks_of("there", _manifest(**{**WHOLE, "stall_s": [0.35]}))
+    (rank,) = ranks_of("there", _manifest(WHOLE | {"stall_s": [0.35]}))
     names = _names(list(rank.spans))
     assert names["trainer: save 5"] == ["plan", "wait for a slot"] and names["copy: copy"] == []
 
 
 def test_no_two_of_a_lane_overlap() -> None:
     """Two jobs may have saved at a time, and clocks may differ by a little."""
-    saves = [_manifest(**{**WHOLE, "called_at": [at], "sync_s": [0.50003]}) for at in (10.0, 10.6, 10.7, 30.0)]
+    saves = [_manifest(WHOLE | {"called_at": [at], "sync_s": [0.50003]}) for at in (10.0, 10.6, 10.7, 30.0)]
     found = trace(rank for manifest in saves for rank in ranks_of("there", manifest))
     spans = _check(found, ranks=1)
     names = {event["args"]["name"] for event in found["traceEvents"] if event["name"] == "thread_name"}
