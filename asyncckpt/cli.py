@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_timeline(commands)
     advice = command("advise", advise, "say how often to save, from what the saves of a run have cost")
     advice.add_argument("--mtbf", metavar="TIME", required=True, help="mean time between failures, as 4h")
+    advice.epilog = "example: asyncckpt advise checkpoints --mtbf 4h --restart 2m"
     advice.add_argument("--restart", metavar="TIME", help="how long a restart takes, as 2m; left out where not given")
     _add_workers(commands)
     commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")

@@ -125,7 +125,7 @@ def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_shows_examples() -> None:
-    for command in ("ls", "inspect", "verify", "workers", "demo"):
+    for command in ("ls", "inspect", "verify", "timeline", "advise", "workers", "demo"):
         done = subprocess.run(
             [sys.executable, "-m", "asyncckpt", command, "--help"], capture_output=True, text=True, check=True
         )

@@ -10,7 +10,7 @@ from asyncckpt.loading.contents import Value, contents
 from asyncckpt.loading.source import read_manifest
 from asyncckpt.report.answers import Answers
 from asyncckpt.report.archives import records
-from asyncckpt.report.formats import number, shape_of, size_of, time_of
+from asyncckpt.report.formats import duration, number, shape_of, size_of, time_of
 from asyncckpt.report.listing import facts_of
 from asyncckpt.report.others import values_in
 from asyncckpt.report.places import OthersKind, found_at, is_legacy, kind_of_others, kind_of_ours
@@ -47,8 +47,14 @@ def inspect_checkpoint(answers: Answers, given: str, args: argparse.Namespace) -
 def _show_the_rest(answers: Answers, manifest: Manifest) -> None:
     if small := [f"{name} ({size_of(manifest.files[name]['bytes'])})" for name in manifest.small_files()]:
         answers.line(f"small files: {', '.join(small)}")
-    first = {name: ranks[0] for name, ranks in manifest.timings.items()}
-    answers.line(", ".join(f"{name} {seconds:.3f}" for name, seconds in first.items() if seconds is not None))
+    phases = {name.removesuffix("_s"): ranks[0] for name, ranks in manifest.timings.items() if name.endswith("_s")}
+    first = [
+        f"{name} {duration(seconds)}"
+        for name, seconds in phases.items()
+        if seconds is not None and not name.endswith("_from")
+    ]
+    if first:
+        answers.line(f"rank 0: {', '.join(first)}")
 
 
 def _inspect_others(answers: Answers, path: str, kind: OthersKind, args: argparse.Namespace) -> None:

@@ -137,7 +137,7 @@ def _verify_dcp(verified: Verified, progress: Callable[[int], object]) -> None:
     for name, its in sorted(places.items()):
         others += _verify_entries(verified, os.path.join(path, name), sorted(its), found, progress)
     verified.checked.append(
-        f"{METADATA_NAME}, that {number(len(places), 'file')} are there, and that each entry is within its file"
+        f"{METADATA_NAME}, and that all it names stands in {number(len(places), 'file')} that are long enough"
     )
     verified.take_records(found)
     if others:

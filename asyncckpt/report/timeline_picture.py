@@ -75,9 +75,10 @@ def _bounds(save: Sequence[RankOfSave]) -> tuple[float, float]:
 
 def _title(saves: Sequence[Any], shown: Sequence[Any], ranks: Sequence[int]) -> str:
     title = number(len(saves), "save") if len(shown) == len(saves) else f"The last {len(shown)} of {len(saves):,} saves"
-    if left_out := len(ranks) - _MOST_RANKS if len(ranks) > _MOST_RANKS else 0:
-        return f"{title}; the first {_MOST_RANKS} ranks, {left_out:,} are left out"
-    return f"{title} of {number(len(ranks), 'rank')}"
+    title += f" of {number(len(ranks), 'rank')}"
+    if left_out := ranks[_MOST_RANKS:]:
+        title += f", of which {left_out[0]} to {left_out[-1]} are left out"
+    return title
 
 
 def _draw_rows(axes: Any, rows: Sequence[tuple[int, str, Sequence[LaneSpan]]], first: float) -> None:
