@@ -100,4 +100,5 @@ class Advice:
         durable one is older than that by the durable lag.
         """
         lost = interval_s / 2 + self.durable_s + (self.restart_s or 0.0)
-        return Loss(interval_s, lost, self.stall_s / interval_s, lost / self.mtbf_s)
+        save_part = self.stall_s / interval_s if self.stall_s else 0.0
+        return Loss(interval_s, lost, save_part, lost / self.mtbf_s)

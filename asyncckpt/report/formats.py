@@ -19,7 +19,10 @@ def shape_of(shape: tuple[int, ...]) -> str:
 
 def time_of(seconds: float) -> str:
     """A moment, from seconds since the epoch."""
-    return datetime.datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
+    try:
+        return datetime.datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
+    except (ValueError, OverflowError, OSError):  # no year that there is
+        return f"{seconds:g}"
 
 
 def size_of(nbytes: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,11 @@ def test_a_root_of_which_nothing_is_known(root: Path, capsys: pytest.CaptureFixt
     assert cli.main(["advise", str(root), "--mtbf", "4h"]) == 2
     assert "none of these checkpoints says how long it took" in capsys.readouterr().err
     assert cli.main(["advise", str(root / "none"), "--mtbf", "4h"]) == 2
+
+
+def test_numbers_that_no_save_has(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever wrote a manifest may not have meant well."""
+    _write(root, _manifest(1, 1, 1000.0, stall_s=0.0, lag_s=0.0), replace(_manifest(2, 2, 9.0), created=1e300))
+    for command in (["ls"], ["inspect"], ["timeline"], ["advise", "--mtbf", "4h"]):
+        assert cli.main([command[0], str(root), *command[1:]]) == 0
+    assert "1e+300" in capsys.readouterr().out
