@@ -95,6 +95,12 @@ def test_advice_by_hand(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not given (--restart 2m), and left out" in out
 
 
+def test_the_pause_between_two_runs_is_no_interval(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(root, _manifest(100, 1, 1000.0), _manifest(200, 2, 1200.0), _manifest(300, 1, 9000.0))
+    facts = _advice(capsys, root)
+    assert (facts["now"]["interval_s"], facts["step_s"], facts["saves_left_out"]) == (200.0, 2.0, 2)
+
+
 def test_where_storage_decides(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write(root, _manifest(1, 5, 1000.0, lag_s=600.0))
     facts = _advice(capsys, root)

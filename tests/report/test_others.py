@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,20 @@ def test_a_checkpoint_of_dcp(stored: Path, capsys: pytest.CaptureFixture[str]) -
     whole = metadata.read_bytes()
     metadata.write_bytes(whole[: len(whole) // 2])
     assert _facts(capsys, "verify", stored)[0] == 1
+    found = pickle.loads(whole)
+    removed = next(index for index in found.storage_data if index.fqn == "w")
+    del found.storage_data[removed]
+    metadata.write_bytes(pickle.dumps(found))
+    status, facts = _facts(capsys, "verify", stored)
+    assert status == 1 and facts["damages"] == [{"file": str(metadata), "what": "it does not say where 'w' is stored"}]
     metadata.write_bytes(whole)
+    data.write_bytes((bytes_of := data.read_bytes())[:100])
+    status, facts = _facts(capsys, "verify", stored)
+    assert status == 1 and {damage["what"].split(" and ")[1] for damage in facts["damages"]} == {
+        "the file has 100 bytes"
+    }
+    data.write_bytes(bytes_of)
+    assert _facts(capsys, "verify", stored)[0] == 0
     data.unlink()
     status, facts = _facts(capsys, "verify", stored)
     assert status == 1 and facts["damages"] == [{"file": str(data), "what": "a file of this checkpoint is missing"}]
