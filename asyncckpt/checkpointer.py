@@ -16,6 +16,7 @@ from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.loads import Loaded, Loads
+from asyncckpt.engine.recent_saves import RecentSaves
 from asyncckpt.engine.retention import retention_of
 from asyncckpt.engine.save_input import check_file_set_place
 from asyncckpt.errors import (
@@ -23,6 +24,7 @@ from asyncckpt.errors import (
     ClosedError,
 )
 from asyncckpt.events import Event
+from asyncckpt.interval import Advice
 from asyncckpt.loading.load import load
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
@@ -80,6 +82,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._engine = Engine(config, process_group, job=job, claim=claim)
         self._process_group, self._loads = process_group, Loads(self._engine, self._tiers, process_group)
         self._hooks: list[Any] = []
+        self._recent = RecentSaves()
         self._staging: list[Save] = []  # those whose tensors may still be read
         self._terminated = self._is_terminating = self._has_saved = False
         self._had_sigterm: Any = None
@@ -127,6 +130,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         path = step_folder(self._tiers.roots[0], step)
         save = self._engine.save(path, state_dict, step=step, retention=retention)
         self._staging = [*filter(_is_copying, self._staging), save]
+        self._recent.add(save)
         return save
 
     def publish(
@@ -237,6 +241,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """How many saves have failed so far."""
         return self._engine.failures
 
+    def suggested_interval(self, mtbf: float, *, restart: float | None = None) -> Advice:
+        """How often to save, from what the last saves of this process have cost this rank, and no other.
+
+        ``mtbf``: mean time between failures, in seconds. ``restart``: seconds that a restart takes; None: left out.
+
+        Raises ``NothingMeasuredError`` where no save has been committed yet, ``ValueError`` for no such times.
+        """
+        return self._recent.advice(mtbf, restart)
+
     def watch_sigterm(self) -> None:
         """From now on SIGTERM does not end this process, but makes ``terminating`` true; for the main thread.
 
@@ -290,7 +303,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._staging = [], []
-        self._engine.close(linger=linger)
+        try:
+            self._engine.close(linger=linger)
+        finally:
+            self._recent.settle()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

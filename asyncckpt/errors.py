@@ -110,6 +110,10 @@ class SaveDroppedError(CheckpointError):
     """The save was given up because all slots were busy, as ``when_busy`` says: skipped, or replaced by a newer."""
 
 
+class NothingMeasuredError(CheckpointError):
+    """Advice was asked for before any save had been committed: nothing is known of what one costs."""
+
+
 class VersionError(CheckpointError):
     """Weights of an older version than there were before, and nobody said that this is meant."""
 

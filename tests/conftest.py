@@ -29,7 +29,7 @@ has_obstore = importlib.util.find_spec("obstore") is not None
 _FOR_STORES = (
     *("engine/test_object_stores.py", "engine/test_sets_on_stores.py"),
     *("worker/storage/test_object_store.py", "worker/storage/test_stock_names.py"),
-    "exporting/test_stored_there.py",
+    *("exporting/test_stored_there.py", "report/test_on_stores.py"),
 )
 collect_ignore = [] if has_obstore else list(_FOR_STORES)
 

@@ -35,6 +35,7 @@ METADATA_NAME = ".metadata"
 SPAN_BYTES = 8 << 20
 _DATA_NAME = re.compile(r".*__\d+_\d+\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
+_LONGEST_S = 1e12  # also of moments, in seconds since the epoch
 # Fields that have another name in the file.
 _KEYS = {"nbytes": "bytes"}
 
@@ -283,8 +284,13 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
 def _check_timings(timings: Mapping[str, Sequence[float | None]], nranks: int) -> None:
     """Raises ``ValueError``, ``TypeError``, ``AttributeError`` for what are no timings of ``nranks``."""
     for name, each in timings.items():
-        if len(each) != nranks or any(type(number) not in (int, float, type(None)) for number in each):
+        if len(each) != nranks or not all(number is None or _is_timing(number) for number in each):
             raise ValueError(f"what it says of {name!r}")
+
+
+def _is_timing(number: object) -> bool:
+    """Whether it can be computed with: no text, no NaN, and not so large that a sum would be infinite."""
+    return type(number) in (int, float) and 0 <= number < _LONGEST_S  # type: ignore[operator]
 
 
 def _check_extents(extents: Sequence[Extent], nbytes: int) -> None:

@@ -11,19 +11,14 @@ from contextlib import ExitStack, closing
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.exporting.open_files import OpenFiles, changed_error
 from asyncckpt.exporting.stored import fetch
-from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile, StoredFile, read_pool
+from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile, StoredFile, read_plain, read_pool
 from asyncckpt.loading.source import StorageSource
-from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import address_of
-from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Item
 from asyncckpt.worker.storage import is_address, storage_for
 from asyncckpt.worker.storage.storage import FileStamp, InputFile
 
 logger = logging.getLogger(__name__)
-
-# What a thread keeps memory for, to read it as it is.
-_KEPT_BYTES = 2 << 20
 
 
 class SourceFiles:
@@ -172,15 +167,6 @@ class SourceFiles:
             return None  # its checksums are of bytes that do not stand side by side
         data = source.read(its)  # it is small, has one checksum, and is not read again
         return MemoryFile(os.path.join(source.path, its), Index(name, len(data), [], ()), memoryview(bytearray(data)))
-
-
-def read_plain(file: InputFile, begin: int, end: int) -> bytes:
-    """The bytes from ``begin`` to ``end`` of a file as it is, or as many as there are. Raises ``StorageError``."""
-    first = begin // PAGE * PAGE
-    nbytes = round_up(end) - first
-    buffer = own_buffer(_KEPT_BYTES)[:nbytes] if nbytes <= _KEPT_BYTES else huge_buffer(nbytes)
-    done = file.read([buffer], first)
-    return bytes(buffer[:done][begin - first : end - first])
 
 
 def check(file: ChecksummedFile, ranges: Sequence[tuple[int, int]]) -> None:

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
 from asyncckpt.exporting.checkpoint_source import nesting, whole
-from asyncckpt.exporting.source_files import SourceFiles, read_plain
+from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stored import Box, StoredObject, StoredState
-from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.loading.data_file import ChecksummedFile, read_plain, read_pool
 from asyncckpt.loading.dcp_reader import read_stock_metadata
 from asyncckpt.worker.archive import LOCAL_BYTES, LOCAL_MAGIC, record_at
 from asyncckpt.worker.storage.storage import InputFile

@@ -15,7 +15,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.shm.huge import own_buffer
+from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import Destinations
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.joint_file import JointInput
@@ -34,6 +34,9 @@ _AHEAD = 4 * READ_THREADS
 
 # Of each thread: what is read at once, and the rest of the blocks at its ends.
 _BUFFER_BYTES = RUN_BYTES + 2 * PAGE
+
+# What a thread keeps memory for, to read a file as it is.
+_KEPT_BYTES = 2 << 20
 
 _NOWHERE = Destinations([], [], [])
 
@@ -292,6 +295,15 @@ def read_pool(path: str) -> ThreadPoolExecutor:
     """The threads that read the checkpoint ``path``."""
     threads = _REQUESTS if is_address(path) else READ_THREADS
     return ThreadPoolExecutor(threads, thread_name_prefix="asyncckpt-read")
+
+
+def read_plain(file: InputFile, begin: int, end: int) -> bytes:
+    """The bytes from ``begin`` to ``end`` of a file as it is, or as many as there are. Raises ``StorageError``."""
+    first = begin // PAGE * PAGE
+    nbytes = round_up(end) - first
+    buffer = own_buffer(_KEPT_BYTES)[:nbytes] if nbytes <= _KEPT_BYTES else huge_buffer(nbytes)
+    done = file.read([buffer], first)
+    return bytes(buffer[:done][begin - first : end - first])
 
 
 def _buffer(nbytes: int) -> memoryview:

@@ -20,6 +20,7 @@ from asyncckpt.worker.timings import of_all_ranks
 # In the order in which these begin: none begins before one that stands before it.
 BEGINS = ("copy_from_s", "checksum_from_s", "sync_from_s", "commit_from_s")
 NBYTES = 32 << 20
+IMPOSSIBLE = [{"write_s": [number, None]} for number in (float("nan"), float("inf"), -1.0, 1e300, 10**400, True)]
 
 
 def _check(timings: dict[str, float]) -> None:
@@ -65,7 +66,9 @@ def test_a_rank_whose_trainer_died_lacks_what_only_that_knew() -> None:
     }
 
 
-@pytest.mark.parametrize("timings", [{"write_s": [1.0]}, {"write_s": 1.0}, {"write_s": ["1", "2"]}, ["write_s"]])
+@pytest.mark.parametrize(
+    "timings", [{"write_s": [1.0]}, {"write_s": 1.0}, {"write_s": ["1", "2"]}, ["write_s"], *IMPOSSIBLE]
+)
 def test_timings_that_cannot_be_are_refused(timings: object) -> None:
     manifest = Manifest("attempt", 1, 1.5, 2, False, 0, {}, {"write_s": [0.5, None]})
     assert Manifest.parse(manifest.encode(), "it") == manifest

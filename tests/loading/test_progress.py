@@ -19,6 +19,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.loading import load as reader
 from asyncckpt.loading import progress, read_requests
+from asyncckpt.report import verification
 
 
 class Terminal(io.StringIO):
@@ -50,7 +51,7 @@ def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And each time: these loads are short."""
     monkeypatch.setattr(progress.Bar, "__init__", partialmethod(progress.Bar.__init__, mininterval=0))
     monkeypatch.setattr(reader, "_LONG_S", NO_DELAY)
-    monkeypatch.setattr(cli, "Progress", partial(progress.Progress, delay=NO_DELAY))
+    monkeypatch.setattr(verification, "Progress", partial(progress.Progress, delay=NO_DELAY))
 
 
 @pytest.fixture

@@ -1,0 +1,4 @@
+"""What the command line shows: of checkpoints, of what others have stored, and of workers.
+
+What we have written is looked at without torch, and without reading a pickle.
+"""

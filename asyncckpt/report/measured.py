@@ -1,0 +1,54 @@
+"""What a manifest tells of its save in a few numbers, of all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncckpt.worker.manifest import Manifest
+from asyncckpt.worker.timings import CALLED_AT
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one save; None is what its manifest does not say.
+
+    ``called_at``: when the first rank called ``save``, in seconds since the epoch. ``stall_s``: how long that kept the
+    slowest rank. ``durable_after_s``: from the first call until all ranks had written and the manifest was made.
+    ``write_s``: from when the first rank began to write until the last had written; ``bytes_per_s``: in that time.
+    """
+
+    called_at: float | None
+    stall_s: float | None
+    durable_after_s: float | None
+    write_s: float | None
+    bytes_per_s: float | None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Measured:
+        """From a manifest."""
+        timings = manifest.timings
+        called = [each for each in timings.get(CALLED_AT, ()) if each is not None]
+        stalls = [each for each in timings.get("stall_s", ()) if each is not None]
+        write_s = _write_s(timings)
+        return cls(
+            called_at=min(called, default=None),
+            stall_s=max(stalls, default=None),
+            durable_after_s=max(0.0, manifest.created - min(called)) if called else None,
+            write_s=write_s,
+            bytes_per_s=manifest.nbytes / write_s if write_s else None,
+        )
+
+
+def _write_s(timings: Mapping[str, Sequence[float | None]]) -> float | None:
+    rows = zip(*(timings.get(name, ()) for name in (CALLED_AT, "write_from_s", "write_s")), strict=False)
+    spans: list[tuple[float, float]] = [
+        (at + begin, at + begin + nseconds)
+        for at, begin, nseconds in rows
+        if at is not None and begin is not None and nseconds is not None
+    ]
+    if spans:
+        return max(end for _, end in spans) - min(begin for begin, _ in spans)
+    # An export, say, has one rank, and says no more.
+    took: list[float] = [each for each in timings.get("write_s", ()) if each is not None]
+    return max(took, default=None)

@@ -1,0 +1,94 @@
+"""What there is at a path that somebody has named: checkpoints of ours, or what others have stored."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Literal
+
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
+from asyncckpt.loading.contents import checkpoints_at
+from asyncckpt.loading.data_file import read_plain
+from asyncckpt.loading.source import is_stock, read_manifest
+from asyncckpt.report.answers import Answers
+from asyncckpt.worker.manifest import METADATA_NAME, Manifest
+from asyncckpt.worker.storage import is_address, storage_for
+
+OursKind = Literal["asyncckpt", "file set"]
+OthersKind = Literal["dcp", "torch.save", "safetensors"]
+Kind = OursKind | OthersKind
+
+ARCHIVE_BEGIN, _ARCHIVE_END, _END_BYTES = b"PK\3\4", b"PK\5\6", 22
+# What torch.save wrote before torch 1.6, and still does where it is asked to: a pickle of a magic number comes first.
+_LEGACY_BEGIN = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_SAFETENSORS_PREFIX_BYTES = 8
+
+
+def found_at(path: str) -> list[str]:
+    """The checkpoints that ``path`` stands for, as ``checkpoints_at`` finds them; or a file of another kind.
+
+    Raises ``CheckpointNotFoundError`` where there is neither; ``StorageError``.
+    """
+    try:
+        return checkpoints_at(path)
+    except CheckpointNotFoundError:
+        if _kind_of_file(path) is None:
+            raise
+        return [path]
+
+
+def kind_of_others(path: str) -> OthersKind | None:
+    """What others have stored at ``path``; None: it is ours, or is not there. Raises ``StorageError``."""
+    return "dcp" if is_stock(path) else _kind_of_file(path)
+
+
+def kind_of_ours(manifest: Manifest) -> OursKind:
+    """What a manifest is of."""
+    return "asyncckpt" if METADATA_NAME in manifest.files else "file set"
+
+
+def is_archive(head: bytes, tail: bytes) -> bool:
+    """Whether what begins and ends so is a ZIP archive; one of both may be damaged."""
+    return head.startswith(ARCHIVE_BEGIN) or _ARCHIVE_END in tail[-_END_BYTES:]
+
+
+def is_legacy(path: str) -> bool:
+    """Whether the file of ``torch.save`` at ``path`` is no archive: it has no checksums, and no table of tensors."""
+    with closing(storage_for(path).open(path)) as file:
+        return read_plain(file, 0, len(_LEGACY_BEGIN)) == _LEGACY_BEGIN
+
+
+def _kind_of_file(path: str) -> Literal["torch.save", "safetensors"] | None:
+    storage = storage_for(path)
+    if not (is_address(path) or os.path.isfile(path)) or not (size := storage.size(path)):
+        return None
+    with closing(storage.open(path)) as file:
+        head, tail = read_plain(file, 0, 64), read_plain(file, max(0, size - _END_BYTES), size)
+    if path.endswith(".safetensors") or head[_SAFETENSORS_PREFIX_BYTES:].startswith(b'{"'):
+        return "safetensors"
+    return "torch.save" if is_archive(head, tail) or head.startswith(_LEGACY_BEGIN) else None
+
+
+def manifests_at(answers: Answers, given: str) -> Iterator[tuple[str, Manifest]]:
+    """The paths and manifests of the checkpoints at ``given``; what cannot be read of them is said."""
+    with answers.about(given):
+        paths = found_at(given)
+        if paths == [given] and (kind := kind_of_others(given)) is not None:
+            raise CheckpointNotFoundError(
+                f"this is of the kind {kind}: only what asyncckpt has written says how long it took", path=given
+            )
+        for path in paths:
+            with answers.about(path), still_there(path, given):
+                yield path, read_manifest(path)
+
+
+@contextlib.contextmanager
+def still_there(path: str, given: str) -> Iterator[None]:
+    """Pass over a checkpoint that was listed and is gone since, as by retention; not one that was ``given``."""
+    try:
+        yield
+    except CheckpointError:
+        if path == given or storage_for(path).exists(path):
+            raise
