@@ -29,7 +29,7 @@ import xxhash
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.worker.extent import Extent
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
 SPAN_BYTES = 8 << 20

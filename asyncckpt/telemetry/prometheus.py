@@ -83,7 +83,7 @@ class PrometheusMetrics:
                 each.labels(self._training, rank)
 
     def note_durable(self, rank: int, step: int | None, at: float) -> None:
-        """The newest save that is durable is of that ``step``, ``at`` seconds since the epoch."""
+        """The newest save that is durable on a ``rank`` is of that ``step``, ``at`` seconds since the epoch."""
         self._last_time.labels(self._training, rank).set(at)
         if step is not None:
             self._last_step.labels(self._training, rank).set(step)
