@@ -18,9 +18,10 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)")
 def parse_duration(text: str) -> float:
     """Seconds, from "90s", "30m", "4h", "2d", or a plain number of seconds. Raises ``ValueError``."""
     match = _DURATION.fullmatch(text.strip().lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+    seconds = math.inf if match is None else float(match[1]) * _UNITS.get(match[2], math.inf)
+    if not math.isfinite(seconds):  # 0 of what is no unit is no number
         raise ValueError(f"{text!r} is no duration: write 90s, 30m, 4h or 2d")
-    return float(match[1]) * _UNITS[match[2]]
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Loss:
 
     @property
     def part(self) -> float:
-        """Of all time, how much is lost; 0.01 is one percent."""
+        """Of all time, how much is lost; 0.01 is one percent, and from 1 on the training gets nowhere."""
         return self.save_part + self.failure_part
 
 
@@ -47,8 +48,8 @@ class Advice:
     """How often to save, and from what that follows. All are seconds, from call to call, but ``saves``, a number.
 
     ``stall_s`` and ``durable_s`` are the medians of that many ``saves``: how long a call keeps the training, and how
-    long after it the checkpoint is durable. ``mtbf_s``: the mean time between failures. ``restart_s``: how long a
-    restart takes; None: not known, and left out.
+    long after it the checkpoint is durable, both without waiting for a free slot. ``mtbf_s``: the mean time between
+    failures. ``restart_s``: how long a restart takes; None: not known, and left out.
     """
 
     stall_s: float
@@ -84,7 +85,8 @@ class Advice:
     def interval_s(self) -> float:
         """What is suggested: Daly's, but no less than a save takes to be durable.
 
-        Who saves more often than storage takes it waits for a free slot, sooner or later.
+        Who saves more often than storage takes it waits for a free slot, sooner or later; with two slots that is a
+        little more often than this.
         """
         return max(self.daly_s, self.durable_s)
 

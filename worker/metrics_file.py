@@ -41,14 +41,14 @@ class MetricsFile:
         training = training or f"worker {os.getpid()} of {os.uname().nodename}"
         name = xxh3_64_hexdigest(os.fsencode(training))[:12]
         self.path = os.path.join(folder, f"asyncckpt-{name}-{rank}.prom")
-        self._registry = CollectorRegistry()
-        self._metrics = PrometheusMetrics(self._registry, training)
+        self.registry = CollectorRegistry()
+        self._metrics = PrometheusMetrics(self.registry, training)
         self._metrics.begin(rank)
         started = Gauge(
             "asyncckpt_started_timestamp_seconds",
             "When the worker was started.",
             ["training", "rank"],
-            registry=self._registry,
+            registry=self.registry,
         )
         started.labels(training, rank).set_to_current_time()
         self._has_committed = False
@@ -79,17 +79,16 @@ class MetricsFile:
 
     def _carry_over(self) -> None:
         """Go on with what was durable before: the alert has to see that, also where this worker commits nothing."""
-        found: dict[str, float] = {}
-        with contextlib.suppress(OSError, ValueError), open(self.path) as file:
-            for family in text_string_to_metric_families(file.read()):
-                found |= {sample.name: sample.value for sample in family.samples}
-        if _LAST_TIME in found:
-            step = found.get(_LAST_STEP)
-            self._metrics.note_durable(self._rank, None if step is None else int(step), found[_LAST_TIME])
+        with contextlib.suppress(OSError, ValueError, OverflowError), open(self.path) as file:
+            families = text_string_to_metric_families(file.read())
+            found = {sample.name: sample.value for family in families for sample in family.samples}
+            if _LAST_TIME in found:
+                step = int(found[_LAST_STEP]) if _LAST_STEP in found else None
+                self._metrics.note_durable(self._rank, step, found[_LAST_TIME])
 
     def _note(self, event: Event) -> None:
         self._has_committed |= event.phase == "committed"
         if not self._has_committed:  # each time: the worker of a dead trainer may just have written its last
             self._carry_over()
         self._metrics(event)
-        write_to_textfile(self.path, self._registry)  # under another name first
+        write_to_textfile(self.path, self.registry)  # under another name first

@@ -66,9 +66,11 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
     classes += [getattr(sharded_metadata, name) for name in _OLD_CLASSES if hasattr(sharded_metadata, name)]
     before = [dict(vars(each)) for each in classes]
     try:
-        found = unpickler.load()
-        if weights_only:
-            _restore(classes, before)
+        try:
+            found = unpickler.load()
+        finally:  # also where it has changed them, and then ends in garbage
+            if weights_only:
+                _restore(classes, before)
     except _NotAllowed as error:
         raise untrusted(".metadata", error, path) from error
     except Exception as error:  # a pickle that is none fails in many ways

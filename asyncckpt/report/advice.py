@@ -17,16 +17,20 @@ from asyncckpt.report.measured import Measured
 from asyncckpt.report.places import manifests_at
 from asyncckpt.worker.manifest import Manifest
 
+# Of these the interval is taken: older ones may have been removed, and some of them kept.
+_NEWEST = 3
+
 
 @dataclass(frozen=True)
 class SavesOfRoot:
     """What the manifests of a root say, in the order of the calls.
 
-    ``interval_s``: from call to call, the median; ``step_s``: how long a training step takes, saves included. None:
-    not known, as of one save.
+    ``costs``, ``lags``: of each save, without what it waited for a free slot: that comes of saving too often.
+    ``interval_s``: from call to call; ``step_s``: how long a training step takes, saves included. None: not known, as
+    of one save.
     """
 
-    stalls: Sequence[float]
+    costs: Sequence[float]
     lags: Sequence[float]
     left_out: int
     interval_s: float | None
@@ -36,7 +40,7 @@ class SavesOfRoot:
     def of(cls, manifests: Sequence[Manifest]) -> SavesOfRoot:
         """From manifests, in any order; those that do not say how long they took count for nothing."""
         found = [(its, manifest) for manifest in manifests if (its := Measured.of(manifest)).called_at is not None]
-        found = [each for each in found if each[0].stall_s is not None]
+        found = [each for each in found if each[0].cost_s is not None]
         found.sort(key=lambda each: each[0].called_at or 0.0)
         begins = _begins([manifest for _, manifest in found])
         kept = [its for (its, _), is_first in zip(found, begins, strict=True) if not is_first] or [
@@ -51,10 +55,10 @@ class SavesOfRoot:
             if last is not None and step is not None and step > last and after > before
         ]
         return cls(
-            stalls=[its.stall_s or 0.0 for its in kept],
-            lags=[its.durable_after_s or 0.0 for its in kept],
+            costs=[its.cost_s or 0.0 for its in kept],
+            lags=[its.lag_s or 0.0 for its in kept],
             left_out=len(found) - len(kept),
-            interval_s=median(gaps) if gaps else None,
+            interval_s=median(gaps[-_NEWEST:]) if gaps else None,
             step_s=median(paces) if paces else None,
         )
 
@@ -65,7 +69,7 @@ def _begins(manifests: Sequence[Manifest]) -> list[bool]:
     """
     ends = [manifest.attempt.rpartition("-")[2] for manifest in manifests]
     numbers = [int(end) if end.isdecimal() else 0 for end in ends]
-    return [after <= before for before, after in pairwise([max(2, *numbers[:1]), *numbers])] if numbers else []
+    return [after <= before for before, after in pairwise([2, *numbers])]
 
 
 def advise(answers: Answers, given: str, args: argparse.Namespace) -> None:
@@ -77,11 +81,14 @@ def advise(answers: Answers, given: str, args: argparse.Namespace) -> None:
                 return  # which has been said
             raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
         saves = SavesOfRoot.of(manifests)
-        if not saves.stalls:
+        if not saves.costs:
             raise CheckpointError("none of these checkpoints says how long it took", path=given)
         restart = None if args.restart is None else duration_given(args.restart)
-        costs = median(saves.stalls), median(saves.lags)
-        advice = Advice(*costs, duration_given(args.mtbf), len(saves.stalls), restart)
+        medians = median(saves.costs), median(saves.lags)
+        try:
+            advice = Advice(*medians, duration_given(args.mtbf), len(saves.costs), restart)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         answers.add({"path": given, **_facts(advice, saves)})
         for line in _lines(given, advice, saves):
             answers.line(line)
@@ -118,6 +125,7 @@ def _lines(given: str, advice: Advice, saves: SavesOfRoot) -> list[str]:
         f"{given}: from {number(advice.saves, 'save')}{left_out}",
         f"  C, what a save keeps the training for (median of the slowest ranks): {duration(advice.stall_s)}",
         f"  L, until it is durable (median): {duration(advice.durable_s)}",
+        "  (both without what a save waits for a free slot, which is no cost of it, but of saving too often)",
         f"  M, mean time between failures, as given: {duration(advice.mtbf_s)}",
         f"  R, a restart: {restart}",
         "",
@@ -126,12 +134,12 @@ def _lines(given: str, advice: Advice, saves: SavesOfRoot) -> list[str]:
     ]
     suggested = f"Suggested: a save every {_every(advice.interval_s, saves)}"
     if advice.is_bound_by_storage:
-        suggested += ", which is L: who saves more often than storage takes it waits for a free slot"
+        suggested += ", which is L: more often storage might not take them"
     lines.append(suggested)
     if saves.interval_s is None:
-        lines.append("How often it saves now cannot be told from one save.")
+        lines.append("How often it saves now cannot be told from these.")
     else:
-        lines += ["", *_arithmetic("now", advice, advice.loss(saves.interval_s), saves)]
+        lines += ["", *_arithmetic("now, by the newest saves", advice, advice.loss(saves.interval_s), saves)]
     return [*lines, "", *_arithmetic("suggested", advice, advice.loss(advice.interval_s), saves)]
 
 
@@ -140,11 +148,13 @@ def _arithmetic(name: str, advice: Advice, loss: Loss, saves: SavesOfRoot) -> li
     interval, restart = f"{loss.interval_s:.4g}", "" if advice.restart_s is None else f" + {advice.restart_s:.4g}"
     sums, failure = f"{interval} / 2 + {advice.durable_s:.3g}{restart}", duration(loss.per_failure_s)
     parts = f"{advice.stall_s:.4g} / {interval} + {loss.per_failure_s:.4g} / {advice.mtbf_s:.6g}"
+    no_progress = ["  So the training gets nowhere: more is lost than there is."] if loss.part >= 1 else []
     return [
         f"{name}, T = {_every(loss.interval_s, saves)}:",
         f"  lost by a failure: T / 2 + L{' + R' if restart else ''} = {sums} s = {failure}",
         f"  lost of all time: C / T + lost / M = {parts}"
         f" = {loss.save_part:.2%} + {loss.failure_part:.2%} = {loss.part:.2%}",
+        *no_progress,
     ]
 
 

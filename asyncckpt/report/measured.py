@@ -13,14 +13,17 @@ from asyncckpt.worker.timings import CALLED_AT
 class Measured:
     """Of one save; None is what its manifest does not say.
 
-    ``called_at``: when the first rank called ``save``, in seconds since the epoch. ``stall_s``: how long that kept the
-    slowest rank. ``durable_after_s``: from the first call until all ranks had written and the manifest was made.
-    ``write_s``: from when the first rank began to write until the last had written; ``bytes_per_s``: in that time.
+    ``called_at``: when ``save`` was called, in seconds since the epoch. ``stall_s``: how long that kept the slowest
+    rank. ``durable_after_s``: from the call until all ranks had written and the manifest was made. ``cost_s``,
+    ``lag_s``: the same two, without what ranks waited for a free slot. ``write_s``: from when the first rank began to
+    write until the last had written; ``bytes_per_s``: in that time.
     """
 
     called_at: float | None
     stall_s: float | None
     durable_after_s: float | None
+    cost_s: float | None
+    lag_s: float | None
     write_s: float | None
     bytes_per_s: float | None
 
@@ -28,13 +31,20 @@ class Measured:
     def of(cls, manifest: Manifest) -> Measured:
         """From a manifest."""
         timings = manifest.timings
-        called = [each for each in timings.get(CALLED_AT, ()) if each is not None]
+        # The first rank's, if it is known: its host made the manifest, and the clocks of others may differ.
+        called_at = next((each for each in timings.get(CALLED_AT, ()) if each is not None), None)
         stalls = [each for each in timings.get("stall_s", ()) if each is not None]
+        waits = [each or 0.0 for each in timings.get("slot_s", [None] * manifest.world_size)]
+        rows = zip(timings.get("stall_s", ()), waits, strict=False)
+        costs = [max(0.0, stall - waited) for stall, waited in rows if stall is not None]
+        lag_s = None if called_at is None else manifest.created - called_at
         write_s = _write_s(timings)
         return cls(
-            called_at=min(called, default=None),
+            called_at=called_at,
             stall_s=max(stalls, default=None),
-            durable_after_s=max(0.0, manifest.created - min(called)) if called else None,
+            durable_after_s=None if lag_s is None else max(0.0, lag_s),
+            cost_s=max(costs, default=None),
+            lag_s=None if lag_s is None else max(0.0, lag_s - min(waits, default=0.0)),
             write_s=write_s,
             bytes_per_s=manifest.nbytes / write_s if write_s else None,
         )

@@ -115,7 +115,7 @@ def test_saves_and_loads(s3_root: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert loaded_by_stock(f"{s3_root}/step-00000003") == "300.0 3 150000.0 3\n"
     assert main(["ls", s3_root]) == main(["verify", s3_root]) == main(["inspect", f"{s3_root}/step-00000003"]) == 0
     shown = capsys.readouterr().out
-    assert "step-00000004: good" in shown
+    assert "step-00000004 (file set): good" in shown
     assert "model.safetensors/layer.10" in shown and "dcp/model_0/model.w" in shown and "trainer_state.json" in shown
 
 

@@ -20,7 +20,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
 from lightning.pytorch.accelerators import CPUAccelerator
 from support.states import same
-from support.workers import Faulty, wait_reached
+from support.workers import Faulty, wait_for, wait_reached
 from torch.distributed.checkpoint import state_dict_loader
 
 from asyncckpt.config import Config
@@ -169,6 +169,7 @@ def test_what_a_link_leads_to_stays_until_it_leads_elsewhere(tmp_path: Path, cap
     io.save_checkpoint(STATE, tmp_path / "b.ckpt")
     io.remove_checkpoint(tmp_path / "a.ckpt")
     io.load_checkpoint(tmp_path / "b.ckpt")
+    wait_for(lambda: "last.ckpt" in names(tmp_path))  # when a is durable, and after that
     assert names(tmp_path) == ["a.ckpt", "b.ckpt", "last.ckpt"]
     io.pending.link(str(tmp_path / "last.ckpt"), "b.ckpt")
     io.load_checkpoint(tmp_path / "last.ckpt")

@@ -94,14 +94,15 @@ def test_nor_by_names_that_sound_harmless(tmp_path: Path, by_dcp: None, name: st
         load(zeros_like(state), str(folder))
 
 
-def test_nor_does_it_change_classes(tmp_path: Path, by_dcp: None) -> None:
+@pytest.mark.parametrize("end", [b".", b"\xff"], ids=["whole", "and ends in garbage"])
+def test_nor_does_it_change_classes(tmp_path: Path, by_dcp: None, end: bytes) -> None:
     """With the opcode that sets the state of an object, on a class: so a dataclass could be made to run text."""
     folder = tmp_path / "a"
     with Engine() as engine:
         engine.save(folder, state := small_state()).result(60)
     forged = (
         b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x14BytesStorageMetadata\x93"
-        b"(N}\x8c\x04evil\x8c\x04textstb."
+        b"(N}\x8c\x04evil\x8c\x04textstb" + end
     )
     _forge_metadata(folder, forged)
     with pytest.raises(UntrustedValueError, match="changes the classes"):

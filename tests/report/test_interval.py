@@ -66,7 +66,7 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "h", "4 hours", "-4h", "0", "1e3", "4h30m", "nan"])
+@pytest.mark.parametrize("text", ["", "h", "4 hours", "-4h", "0 hours", "1e3", "4h30m", "nan", "9" * 400])
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(ValueError, match="4h"):
         parse_duration(text)
@@ -74,10 +74,10 @@ def test_what_is_no_duration(text: str) -> None:
 
 def _ended(stall_s: float, durable_s: float, failure: CheckpointError | None = None) -> Save:
     state = SaveState("there", 1)
-    state.timings["stall_s"] = stall_s
+    state.timings |= {"stall_s": stall_s + 4.0, "slot_s": 4.0}
     state.is_reported = True
     state.end(failure)
-    state.timings["durable_s"] = durable_s
+    state.timings["durable_s"] = durable_s + 4.0
     return Save(state)
 
 

@@ -28,6 +28,7 @@ from asyncckpt.events import Event
 from asyncckpt.telemetry.otel import NVRX_SPANS, OpenTelemetry
 from asyncckpt.telemetry.prometheus import PrometheusMetrics
 from asyncckpt.telemetry.scalars import TensorBoard
+from asyncckpt.worker.metrics_file import MetricsFile
 
 STATE = {"w": torch.arange(100_000)}
 RANK = {"training": "", "rank": "0"}
@@ -263,8 +264,8 @@ def test_without_the_library_the_file_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     dashboard = json.loads(Path(__file__).parents[2].joinpath("examples/grafana.json").read_text())
-    registry = CollectorRegistry()
-    PrometheusMetrics(registry)
+    file = MetricsFile("/nowhere", "training", 0)  # which has one more
+    registry = file.registry
     known = {sample for family in registry.collect() for sample in _names(family.name, family.type)}
     asked = {
         word
