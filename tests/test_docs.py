@@ -12,7 +12,7 @@ from pathlib import Path
 
 import griffe
 import pytest
-from support.pages import DOCS, HERE, TRAINING, Block, blocks, first_steps, pages, run, script
+from support.pages import DOCS, HERE, TRAINING, Block, blocks, first_steps, pages, run_forked, script
 
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 _ENTRY = re.compile(r"^::: (\S+)$", re.MULTILINE)
@@ -131,25 +131,28 @@ def test_what_pages_import_is_there() -> None:
             _found(name)
 
 
+@pytest.mark.usefixtures("forkserver")
 @pytest.mark.parametrize("page", [page for page in REFERENCE if script(page)], ids=lambda page: page.stem)
 def test_the_examples_of_the_reference_run(page: Path, tmp_path: Path) -> None:
-    printed = run(script(page), str(page), tmp_path, PYTHONPATH=str(HERE))
+    printed = run_forked(script(page), str(page), tmp_path)
     if page.stem == "errors":
         shown = re.findall(r"except (\w+) as error:[^\n]*\n +print\(repr\(error\)\)", script(page))
         assert len(shown) > 12 and re.findall(r"^(\w+)\(", printed, re.MULTILINE) == shown
 
 
+@pytest.mark.usefixtures("forkserver")
 @pytest.mark.parametrize("page", [HERE / "README.md", DOCS / "quickstart.md"], ids=lambda page: page.stem)
 def test_the_first_steps_run_and_resume(page: Path, tmp_path: Path) -> None:
     code = first_steps(page) + "\nprint(ckpt.steps(), first)\n"
-    assert run(code + code, str(page), tmp_path, PYTHONPATH=str(HERE)) == "[0, 100, 200] 0\n[0, 100, 200] 201\n"
+    assert run_forked(code + code, str(page), tmp_path) == "[0, 100, 200] 0\n[0, 100, 200] 201\n"
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_what_to_change_runs(tmp_path: Path) -> None:
     page = DOCS / "coming-from.md"
     prelude = TRAINING.splitlines()
     code = "\n".join([*prelude, *script(page).splitlines()[len(prelude) :]])  # before the first block, so lines stay
-    run(code, str(page), tmp_path, PYTHONPATH=str(HERE))
+    run_forked(code, str(page), tmp_path)
     assert sorted(path.name for path in (tmp_path / "run-2").glob("step-*")) == ["step-00000002", "step-00000003"]
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import traceback
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from support.ranks import alone
 
 HERE = Path(__file__).parents[2]
 DOCS = HERE / "docs"
@@ -71,6 +77,27 @@ def first_steps(page: Path) -> str:
     """The training of a page, by a small model and of fewer steps; ``ckpt`` and ``first`` are its own names."""
     loop = next(block.text for block in blocks(page) if "first, steps = 0, 10_000" in block.text)
     return TRAINING + loop.replace("10_000", "201")
+
+
+def run_forked(code: str, name: str, folder: Path) -> str:
+    """As ``run``, in a fork that has torch imported, which is what takes the time. It wants the forkserver."""
+    printed = folder.with_name(f"{folder.name}.out")
+    code_of_end, _ = alone(_print_to, printed, code, name, folder)
+    assert code_of_end == 0, printed.read_text()
+    return printed.read_text()
+
+
+def _print_to(printed: Path, code: str, name: str, folder: Path) -> None:
+    os.chdir(folder)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    with printed.open("w") as file, contextlib.redirect_stdout(file):
+        try:
+            exec(compile(code, name, "exec", dont_inherit=True), main.__dict__)
+        except BaseException:
+            traceback.print_exc(file=file)
+            raise
+        finally:
+            atexit._run_exitfuncs()  # as at the end of any process; a fork has none
 
 
 def run(code: str, name: str, folder: Path, python: str = sys.executable, **environment: str) -> str:
