@@ -1,8 +1,8 @@
 """What it costs to be told of events: saves with all adapters listening, beside saves with nobody, in turns.
 
 Both save the same state, each by a checkpointer of its own. A turn ends when its save is committed, and after a pause,
-as long as a short training step, the next begins. Of each call the time is taken; of the adapters, what they compute on
-their own threads.
+as long as a short training step, the next begins. Of each call the time is taken, and what the calling thread computes;
+of the adapters, what they compute on their own threads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Timed:
 
 
 def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
-    """``results``: by who listens, the seconds of each call; ``adapters``: what each has computed for a save."""
+    """``results``: by who listens, seconds of each call, and of its thread; ``adapters``: what each computes for a save."""
     made = make(request)
     with ExitStack() as opened:
         adapters = [_Timed(each) for each in _adapters(folder, opened)]
@@ -58,18 +58,22 @@ def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
     saves = len(taken.found[ALL])
     return {
         "state": made.facts(),
-        "results": {name: {"call_s": calls[1:]} for name, calls in taken.found.items()},
+        "results": {
+            name: {"call_s": [call_s for call_s, _ in calls[1:]], "cpu_s": [cpu_s for _, cpu_s in calls[1:]]}
+            for name, calls in taken.found.items()
+        },
         "adapters": {each.name: each.cpu_s / saves for each in adapters},
         "left_out": taken.left_out,
     }
 
 
-def _save(checkpointer: Checkpointer, state: State, steps: Any) -> float:
-    begun = time.perf_counter()
+def _save(checkpointer: Checkpointer, state: State, steps: Any) -> tuple[float, float]:
+    """The seconds of the call, and those that the calling thread has computed in it."""
+    begun, computed = time.perf_counter(), time.thread_time()
     save = checkpointer.save(next(steps), state)
-    call_s = time.perf_counter() - begun
+    taken = time.perf_counter() - begun, time.thread_time() - computed
     save.result()
-    return call_s
+    return taken
 
 
 def _adapters(folder: str, opened: ExitStack) -> list[Callable[[Event], object]]:
