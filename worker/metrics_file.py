@@ -42,6 +42,7 @@ class MetricsFile:
         name = xxh3_64_hexdigest(os.fsencode(training))[:12]
         self.path = os.path.join(folder, f"asyncckpt-{name}-{rank}.prom")
         self.registry = CollectorRegistry()
+        training = os.fsencode(training).decode(errors="replace")  # a path is bytes, and may be no text
         self._metrics = PrometheusMetrics(self.registry, training)
         self._metrics.begin(rank)
         started = Gauge(

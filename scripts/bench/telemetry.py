@@ -40,7 +40,7 @@ class _Timed:
 
 
 def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
-    """``results``: by who listens, seconds of each call, and of its thread; ``adapters``: what each computes for a save."""
+    """``results``: by who listens, seconds of the call and of its thread; ``adapters``: those of each for a save."""
     made = make(request)
     with ExitStack() as opened:
         adapters = [_Timed(each) for each in _adapters(folder, opened)]
