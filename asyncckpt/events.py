@@ -101,7 +101,7 @@ class Listener:
         self._begin()
 
     def _begin(self) -> None:
-        self._owner, self._starting = os.getpid(), threading.Lock()
+        self._owner, self._starting = os.getpid(), threading.RLock()  # a signal handler may come in between
         self._waiting: SimpleQueue[Event | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False
@@ -145,8 +145,8 @@ class Listener:
                 logger.warning("%r is still busy with an event, and what came after is not waited for", self._call)
 
     def _start(self) -> None:
-        told = _tell_all, (self._waiting, weakref.ref(self))
-        self._thread = threading.Thread(target=told[0], args=told[1], name="asyncckpt-events", daemon=True)
+        told = self._waiting, weakref.ref(self)
+        self._thread = threading.Thread(target=_tell_all, args=told, name="asyncckpt-events", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:  # none can be started, as at the end of the process
