@@ -18,8 +18,11 @@ _READ_BYTES, _BUFFER_BYTES = 1 << 20, 256 << 10
 
 @dataclass
 class CheckedRecords:
-    """How many records were compared with their CRC-32, how many have none, and what is damaged, in words."""
+    """How many archives there are, how many of their records were compared with their CRC-32, how many have none, and
+    what is damaged, in words.
+    """
 
+    archives: int = 0
     compared: int = 0
     without: int = 0
     damages: list[str] = field(default_factory=list)

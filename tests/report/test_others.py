@@ -194,3 +194,69 @@ def test_a_file_of_nothing_known(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for command in ("ls", "inspect", "verify"):
         assert cli.main([command, str(tmp_path / "file")]) == 2
     assert "no checkpoint here" in capsys.readouterr().err
+
+
+def _entries(folder: Path) -> list[tuple[int, int]]:
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    return sorted((place.offset, place.length) for place in found.storage_data.values())
+
+
+@pytest.mark.parametrize("stored", ["dcp"], indirect=True)
+@pytest.mark.parametrize("byte", [0, 1])
+def test_an_entry_of_dcp_that_is_no_archive(stored: Path, capsys: pytest.CaptureFixture[str], byte: int) -> None:
+    data, entries = stored / "__0_0.distcp", _entries(stored)
+    found = bytearray(data.read_bytes())
+    begin, nbytes = entries[1]
+    found[begin : begin + nbytes] = bytes([byte]) * nbytes
+    data.write_bytes(found)
+    status, facts = _facts(capsys, "verify", stored)
+    assert status == 1 and len(facts["damages"]) == 1
+    assert ("zeros" if byte == 0 else "no archive") in facts["damages"][0]["what"]
+    for begin, nbytes in entries:  # all of them: a planner may write in another form, but not zeros
+        found[begin : begin + nbytes] = bytes([byte]) * nbytes
+    data.write_bytes(found)
+    status, facts = _facts(capsys, "verify", stored)
+    assert (status, len(facts["damages"])) == ((1, 3) if byte == 0 else (0, 0))
+    assert byte == 0 or any("3 values" in each for each in facts["unchecked"])
+
+
+@pytest.mark.parametrize("stored", ["file set"], indirect=True)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "dcp/model_0"])
+def test_what_is_in_a_set_of_ours(stored: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Its manifest has checksums also of what has none of its own."""
+    status, facts = _facts(capsys, "verify", stored / name)
+    assert status == 0 and str(stored) in facts["checked"][0] and not facts["unchecked"]
+    assert 0 < facts["bytes"] < 4_000_000
+    file = stored / name / "__0_0.distcp" if name.startswith("dcp") else stored / name
+    for other in {"model.safetensors", "optimizer.pt"} - {name}:  # of which nothing is asked
+        (stored / other).write_bytes(b"other")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    status, facts = _facts(capsys, "verify", stored / name)
+    assert status == 1 and [damage["file"] for damage in facts["damages"]] == [str(file)]
+
+
+def _shard_of_dcp(path: Path, dtype: str = "F32", more: bytes = b"") -> None:
+    """A part of a tensor, as DCP's writer for safetensors stores it."""
+    its = {"saved_offsets": [4, 0]}
+    about = {"format": "pt", "DCP_SHARDING_INFO": json.dumps({"w": its}), "DCP_VERSION": "1.0"}
+    fields = {"__metadata__": about, "w": {"dtype": dtype, "shape": [4, 3], "data_offsets": [0, 48]}}
+    header = json.dumps(fields).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(48) + more)
+
+
+def test_a_part_of_a_tensor_in_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    for dtype, shown in (("F32", "float32"), ("F3_NEW", "F3_NEW")):
+        _shard_of_dcp(file, dtype)
+        assert _facts(capsys, "verify", file)[0] == 0
+        status, facts = _facts(capsys, "inspect", file)
+        (value,) = facts["values"]
+        assert status == 0 and (value["dtype"], value["bytes"]) == (shown, 48)
+        assert (value["shards"][0]["offsets"], value["shards"][0]["shape"]) == ([4, 0], [4, 3])
+    for dtype, more in (("F64", b""), ("F32", b"more")):
+        _shard_of_dcp(file, dtype, more)
+        assert _facts(capsys, "verify", file)[0] == 1
+    file.write_bytes(b"\xff" * 8 + b"{" * 5000)
+    assert _facts(capsys, "verify", file)[0] == 1
