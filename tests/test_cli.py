@@ -215,12 +215,13 @@ def test_errors_pickle_and_say_where() -> None:
     assert issubclass(SaveTimeoutError, TimeoutError) and str(StorageError("x")) == "x"
 
 
-def test_a_pipe_that_is_closed_is_no_good_end(saved: Path) -> None:
+@pytest.mark.parametrize("command", ["verify", "demo"])
+def test_a_pipe_that_is_closed_is_no_good_end(saved: Path, command: str) -> None:
     """Of ``verify | head``: whoever asks how that went (``pipefail``) must not hear that all is good."""
-    command = [sys.executable, "-m", "asyncckpt", "verify", str(saved)]
+    argv = [sys.executable, "-m", "asyncckpt", command, *([str(saved)] if command == "verify" else [])]
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert done.returncode == 141 and not done.stderr
 
