@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.loading.contents import Shard, Value, checkpoints_at, contents
 from asyncckpt.report import inspection, places
+from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.storage import storage_for
 
 
@@ -60,6 +61,18 @@ def test_inspect(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (facts,) = json.loads(_run(capsys, "inspect", saved / "step-00000002", "--json")[1])
     assert facts["step"] == 2 and "write_s" in facts["timings"]
     assert {value["name"] for value in facts["values"]} >= {"model.weight", "optimizer.lr", "step"}
+
+
+def test_the_newest_is_what_was_created_last(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After going back that is not the highest step."""
+    file = saved / "step-00000001/asyncckpt.json"
+    manifest = Manifest.parse(file.read_bytes(), "")
+    file.write_bytes(replace(manifest, created=manifest.created + 1000).encode())
+    status, out = _run(capsys, "inspect", saved)
+    assert status == 0 and "checkpoint of step 1" in out and "newest" in out
+    file.write_text("{")
+    status, out = _run(capsys, "inspect", saved)
+    assert status == 1 and "checkpoint of step 2" in out
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])

@@ -69,6 +69,8 @@ class Verified:
         self.checked.append(f"the CRC-32 of {number(found.compared, 'record')} of torch.save")
         if found.without:
             self.unchecked.append(f"the bytes of {number(found.without, 'record')} that have no CRC-32")
+        if found.packed:
+            self.unchecked.append(f"the bytes of {number(found.packed, 'record')} that are compressed")
 
 
 def verify_others(path: str, kind: OthersKind, progress: Callable[[int], object]) -> Verified:
@@ -192,8 +194,7 @@ def _verify_entries(
             elif is_archive(read_plain(file, begin, min(begin + 4, end)), _tail(file, begin, end)):
                 its = CheckedRecords()
                 check_records(file, begin, end, its, progress)
-                found.archives += 1
-                found.compared, found.without = found.compared + its.compared, found.without + its.without
+                found.add(its)
                 verified.damages += [Damage(path, f"{name!r}: {damage}") for damage in its.damages]
             else:
                 others.append(_Other(path, name, _is_zero(file, begin, end)))

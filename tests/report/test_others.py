@@ -12,11 +12,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.file_sets import make
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import asyncckpt
 from asyncckpt import cli
 from asyncckpt.engine.engine import Engine
+from asyncckpt.loading import dcp_reader
+from asyncckpt.loading.contents import contents
+from asyncckpt.report.others import verify_others
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -260,3 +271,71 @@ def test_a_part_of_a_tensor_in_safetensors(tmp_path: Path, capsys: pytest.Captur
         assert _facts(capsys, "verify", file)[0] == 1
     file.write_bytes(b"\xff" * 8 + b"{" * 5000)
     assert _facts(capsys, "verify", file)[0] == 1
+
+
+@pytest.mark.parametrize("name", ["it.whl", "it.npz", "it.docx"])
+def test_an_archive_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("package/data.py", "nothing of torch")
+    for command in ("ls", "inspect", "verify"):
+        assert cli.main([command, str(tmp_path / name)]) == 2
+    assert "no checkpoint here" in capsys.readouterr().err
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-30])
+    assert cli.main(["verify", str(tmp_path / name)]) == 2
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_file_of_torch_without_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: bool) -> None:
+    """It is known by what it begins with."""
+    state, file = {"w": torch.full((300_000,), VALUE)}, tmp_path / "w.pt"
+    if ours:
+        asyncckpt.torch_save(state, file).result(60)
+    else:
+        torch.save(state, file)
+    file.write_bytes(file.read_bytes()[:-5000])
+    status, facts = _facts(capsys, "verify", file)
+    assert status == 1 and facts["kind"] == "torch.save"
+
+
+def test_what_is_compressed_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.zeros(300_000)}, tmp_path / "w.pt")
+    with zipfile.ZipFile(tmp_path / "w.pt") as archive, zipfile.ZipFile(tmp_path / "packed.pt", "w") as packed:
+        for info in archive.infolist():
+            form = zipfile.ZIP_DEFLATED if info.filename.endswith("data/0") else zipfile.ZIP_STORED
+            packed.writestr(info.filename, archive.read(info), form)
+    read: list[int] = []
+    found = verify_others(str(tmp_path / "packed.pt"), "torch.save", read.append)
+    assert not found.damages and sum(read) < 10_000
+    assert any("1 record that" in each and "compressed" in each for each in found.unchecked)
+    assert _facts(capsys, "inspect", tmp_path / "packed.pt")[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "plain"])
+def test_a_file_of_torch_of_which_only_records_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    odd = torch.eye(3).to_sparse() if kind == "sparse" else torch.ones(3, device="meta")
+    torch.save(torch.ones(3) if kind == "plain" else {"w": torch.ones(3), "odd": odd}, tmp_path / "odd.pt")
+    status, facts = _facts(capsys, "inspect", tmp_path / "odd.pt")
+    assert status == 0 and any(each["name"].endswith("data/0") for each in facts["records"])
+    assert ("no state dict" if kind == "plain" else "'odd' is a tensor") in facts["unchecked"][0]
+    assert "export" not in facts["unchecked"][0]
+
+
+def test_the_chunks_of_a_tensor_of_dcp_are_walked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chunks(list[Any]):
+        walks = 0
+
+        def __iter__(self) -> Any:
+            self.walks += 1
+            return super().__iter__()
+
+    (tmp_path / ".metadata").touch()
+    chunks = Chunks(ChunkStorageMetadata(torch.Size((2 * n,)), torch.Size((2,))) for n in range(50))
+    about = TensorStorageMetadata(TensorProperties(), torch.Size((100,)), chunks)
+    places = {MetadataIndex("w", each.offsets): _StorageInfo("__0_0.distcp", 0, 8) for each in [*chunks]}
+    monkeypatch.setattr(dcp_reader, "read_stock_metadata", lambda *_, **__: Metadata({"w": about}, storage_data=places))
+    chunks.walks = 0
+    (value,) = contents(str(tmp_path))
+    assert value.shape == (100,) and len(value.shards) == 50 and value.nbytes == 400
+    assert chunks.walks == 1
