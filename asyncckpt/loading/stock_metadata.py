@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -30,9 +31,7 @@ def check_metadata(metadata: Metadata, path: str) -> None:
             if not (isinstance(index, MetadataIndex) and isinstance(name, str) and _is_place(place)):
                 raise ValueError(f"where it says that {name!r} is stored")
             its = metadata.state_dict_metadata.get(name)
-            if index.offset is not None and not (
-                isinstance(its, TensorStorageMetadata) and _are_sizes(index.offset, len(its.size))
-            ):
+            if isinstance(its, TensorStorageMetadata) and not _are_sizes(index.offset or its.size, len(its.size)):
                 raise ValueError(f"which part of {name!r} it says is stored")
     except Exception as error:  # attributes may be missing, or be anything, as they were unpickled
         raise DamagedCheckpointError(
@@ -56,7 +55,9 @@ def _is_place(place: Any) -> bool:
 
 
 def _are_sizes(numbers: Any, count: int) -> bool:
-    """Whether these are so many sizes or offsets, which are numbers of Python, and together no more than can be."""
-    is_right = isinstance(numbers, tuple | list) and len(numbers) == count
-    is_right = is_right and all(isinstance(number, int) and number >= 0 for number in numbers)
-    return is_right and (count == 0 or max(numbers) < _LARGEST)
+    """Whether these are so many sizes or offsets, none of them larger than can be."""
+    return isinstance(numbers, tuple | list) and len(numbers) == count and all(map(_is_size, numbers))
+
+
+def _is_size(number: Any) -> bool:
+    return isinstance(number, Integral) and 0 <= int(number) < _LARGEST
