@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -33,25 +35,53 @@ def main(argv: list[str] | None = None) -> int:
         nobody read the answer to its end.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["demo"]:  # which has options of its own, and wants torch
-        return demo.main(argv[1:])
-    args = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes, and may be no text
+        sys.stdout.reconfigure(errors=_ESCAPED)  # a path is bytes, and may be no text
     try:
-        answers = Answers(args.json)
-        for path in args.paths:
-            args.run(answers, path, args)
-        answers.show()
+        status = _run(argv)
         if sys.stdout is not None:
             sys.stdout.flush()
-        return answers.status
+        return status
     except OSError as error:  # `asyncckpt ls | head`, or a full disk
+        if argv[:1] == ["demo"] and not _is_unread():  # it is not stdout that has failed
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
             return _UNREAD
         print(f"asyncckpt: nothing can be written to stdout: {error.strerror}", file=sys.stderr)
         return UNUSABLE
+
+
+def _run(argv: list[str]) -> int:
+    """Raises ``OSError`` where nothing can be written to stdout."""
+    if argv[:1] == ["demo"]:  # which has options of its own, and wants torch
+        return demo.main(argv[1:])
+    args = _parser().parse_args(argv)
+    answers = Answers(args.json)
+    for path in args.paths:
+        with answers.about(path or "asyncckpt"):
+            args.run(answers, path, args)
+    answers.show()
+    return answers.status
+
+
+def _is_unread() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(flags & select.POLLERR for _, flags in poll.poll(0))
+
+
+def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Bytes of a path are written as they are, and what else has no bytes as Python writes it."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
+
+
+_ESCAPED = "asyncckpt_escaped"
+codecs.register_error(_ESCAPED, _escaped)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.loading.contents import Shard, Value, checkpoints_at, contents
 from asyncckpt.report import inspection, places
+from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.storage import storage_for
 
 
@@ -60,6 +61,18 @@ def test_inspect(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (facts,) = json.loads(_run(capsys, "inspect", saved / "step-00000002", "--json")[1])
     assert facts["step"] == 2 and "write_s" in facts["timings"]
     assert {value["name"] for value in facts["values"]} >= {"model.weight", "optimizer.lr", "step"}
+
+
+def test_the_newest_is_what_was_created_last(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After going back that is not the highest step."""
+    file = saved / "step-00000001/asyncckpt.json"
+    manifest = Manifest.parse(file.read_bytes(), "")
+    file.write_bytes(replace(manifest, created=manifest.created + 1000).encode())
+    status, out = _run(capsys, "inspect", saved)
+    assert status == 0 and "checkpoint of step 1" in out and "newest" in out
+    file.write_text("{")
+    status, out = _run(capsys, "inspect", saved)
+    assert status == 1 and "checkpoint of step 2" in out
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
@@ -215,12 +228,13 @@ def test_errors_pickle_and_say_where() -> None:
     assert issubclass(SaveTimeoutError, TimeoutError) and str(StorageError("x")) == "x"
 
 
-def test_a_pipe_that_is_closed_is_no_good_end(saved: Path) -> None:
+@pytest.mark.parametrize("command", ["verify", "demo"])
+def test_a_pipe_that_is_closed_is_no_good_end(saved: Path, command: str) -> None:
     """Of ``verify | head``: whoever asks how that went (``pipefail``) must not hear that all is good."""
-    command = [sys.executable, "-m", "asyncckpt", "verify", str(saved)]
+    argv = [sys.executable, "-m", "asyncckpt", command, *([str(saved)] if command == "verify" else [])]
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert done.returncode == 141 and not done.stderr
 

@@ -85,3 +85,22 @@ class Extents:
             if self._begins[number] >= end:
                 break
             yield from self._all[number].cut(begin, end)
+
+
+def check_order(extents: Sequence[Extent], nbytes: int) -> None:
+    """Check that they are in their order within a part of ``nbytes``. Raises ``ValueError``, ``TypeError``."""
+    end = 0
+    if any(type(number) is not int for extent in extents for number in extent):
+        raise ValueError("an extent that is no numbers")
+    for extent in extents:
+        if (
+            extent.at < end
+            or extent.run_bytes < 1
+            or extent.runs < 1
+            or extent.begin < 0
+            or extent.stride < extent.run_bytes
+        ):
+            raise ValueError("an extent that cannot be")
+        end = extent.at + extent.nbytes
+    if end > nbytes:
+        raise ValueError("an extent outside of the part")

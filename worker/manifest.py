@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
-from asyncckpt.worker.extent import Extent
+from asyncckpt.worker.extent import Extent, check_order
 
 FORMAT = 2
 MANIFEST_NAME = "asyncckpt.json"
@@ -36,6 +36,9 @@ SPAN_BYTES = 8 << 20
 _DATA_NAME = re.compile(r".*__\d+_\d+\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
 _LONGEST_S = 1e12  # also of moments, in seconds since the epoch
+_MOST_BYTES, _MOST_RANKS = 1 << 63, 10_000_000
+# What a text raises that is no manifest, or no index, in one of many ways.
+_NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 # Fields that have another name in the file.
 _KEYS = {"nbytes": "bytes"}
 
@@ -104,18 +107,15 @@ class Manifest:
         Raises ``DamagedCheckpointError``.
         """
         try:
-            found = json.loads(text)
+            found = _parsed(text)
             _check_format(found, path)
             manifest = cls(**{each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)})
-            for name, facts in manifest.files.items():
-                _check_file(name, facts)
-            _check_timings(manifest.timings, manifest.world_size)
-            if not math.isfinite(manifest.created):
-                raise ValueError("it does not say when it was created")
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            _check_fields(manifest)
+            encoded = manifest.encode()
+        except _NOT_AS_WRITTEN as error:
             raise DamagedCheckpointError(f"this manifest is damaged ({error})", path=path) from error
         # Byte for byte, so that not even a changed space goes unseen.
-        if manifest.encode() != text:
+        if encoded != text:
             raise DamagedCheckpointError("this manifest is damaged (its checksum does not match)", path=path)
         return manifest
 
@@ -247,11 +247,12 @@ class Index:
     def parse(cls, text: bytes, path: str) -> Index:
         """Read an index; ``path`` is for the error. Raises ``DamagedCheckpointError``."""
         try:
-            found = json.loads(text)
+            found = _parsed(text)
             _check_format(found, path)
             checksums = _little_endian(array("Q", base64.b64decode(found["checksums"], validate=True)))
             extents = list(starmap(Extent, found["extents"])) if "extents" in found else None
             index = cls(found["data"], found["bytes"], list(starmap(Item, found["items"])), checksums, extents)
+            _check_items(index)
             # Before anything is made of these numbers: there is a checksum for each span.
             starts = [item.at for item in index.items]
             if not 0 <= index.nbytes <= len(checksums) * SPAN_BYTES:
@@ -260,10 +261,53 @@ class Index:
                 raise ValueError("an item stands outside of the file")
             if len(index.bounds) != len(checksums) + 1:
                 raise ValueError("the checksums do not fit the items")
-            _check_extents(extents or (), index.nbytes)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            check_order(extents or (), index.nbytes)
+        except _NOT_AS_WRITTEN as error:
             raise DamagedCheckpointError(f"this index of a data file is damaged ({error})", path=path) from error
         return index
+
+
+def _parsed(text: bytes) -> Any:
+    """What JSON says, in which there is no NaN, and nothing infinite. Raises ``ValueError``, ``RecursionError``."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < _MOST_BYTES
+
+
+def _check_fields(manifest: Manifest) -> None:
+    """That all is of its type, and can be computed with. Raises one of ``_NOT_AS_WRITTEN``."""
+    its = manifest
+    wrong = {
+        "attempt": type(its.attempt) is not str,
+        "step": its.step is not None and type(its.step) is not int,
+        "created": type(its.created) not in (int, float) or not math.isfinite(its.created),
+        "world_size": type(its.world_size) is not int or not 1 <= its.world_size <= _MOST_RANKS,
+        "keep": type(its.keep) is not bool,
+        "bytes": not _is_size(its.nbytes),
+    }
+    if any(wrong.values()):
+        raise ValueError(f"what it says of {', '.join(name for name, is_wrong in wrong.items() if is_wrong)}")
+    for name, facts in its.files.items():
+        _check_file(name, facts)
+    _check_timings(its.timings, its.world_size)
+
+
+def _check_items(index: Index) -> None:
+    """That all is of its type. Raises ``ValueError``, ``TypeError``."""
+    if type(index.data) is not str or not _is_size(index.nbytes):
+        raise ValueError("the name or the size of the file")
+    for item in index.items:
+        name, kind, dtype, shape, offsets, *numbers = item
+        if not (type(name) is type(kind) is type(dtype) is str and type(shape) is type(offsets) is list):
+            raise ValueError("what it says of an item")
+        if len(shape) != len(offsets) or not all(map(_is_size, (*numbers, *shape, *offsets))):
+            raise ValueError(f"what it says of {name!r}")
 
 
 def _check_file(name: str, facts: Mapping[str, Any]) -> None:
@@ -277,7 +321,7 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
         is_told = digest is None and isinstance(indexes, list) and len(indexes) > 0
         is_told = is_told and all(isinstance(index, str) and is_index(index) for index in indexes)
         is_told = is_told and len(indexes) == len({*indexes})
-    if type(nbytes) is not int or nbytes < 0 or not is_told:
+    if not _is_size(nbytes) or not is_told:
         raise ValueError(f"what it says of {name!r}")
 
 
@@ -291,25 +335,6 @@ def _check_timings(timings: Mapping[str, Sequence[float | None]], nranks: int) -
 def _is_timing(number: object) -> bool:
     """Whether it can be computed with: no text, no NaN, and not so large that a sum would be infinite."""
     return type(number) in (int, float) and 0 <= number < _LONGEST_S  # type: ignore[operator]
-
-
-def _check_extents(extents: Sequence[Extent], nbytes: int) -> None:
-    """That they are in their order within a part of ``nbytes``. Raises ``ValueError``, ``TypeError``."""
-    end = 0
-    if any(type(number) is not int for extent in extents for number in extent):
-        raise ValueError("an extent that is no numbers")
-    for extent in extents:
-        if (
-            extent.at < end
-            or extent.run_bytes < 1
-            or extent.runs < 1
-            or extent.begin < 0
-            or extent.stride < extent.run_bytes
-        ):
-            raise ValueError("an extent that cannot be")
-        end = extent.at + extent.nbytes
-    if end > nbytes:
-        raise ValueError("an extent outside of the part")
 
 
 def _check_format(found: Mapping[str, Any], path: str) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.exporting.open_files import OpenFiles, changed_error
 from asyncckpt.exporting.stored import fetch
 from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile, StoredFile, read_plain, read_pool
+from asyncckpt.loading.set_of_file import SetsOfFiles
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.memcpy import address_of
-from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Item
+from asyncckpt.worker.manifest import Index, Item
 from asyncckpt.worker.storage import is_address, storage_for
 from asyncckpt.worker.storage.storage import FileStamp, InputFile
-
-logger = logging.getLogger(__name__)
 
 
 class SourceFiles:
@@ -34,7 +31,7 @@ class SourceFiles:
         self._held = held
         self._storage = storage_for(folder)
         self._files = OpenFiles()
-        self._sets: dict[str, tuple[StorageSource, str] | None] = {}  # by the folder of a file
+        self._sets = SetsOfFiles(held)
         self._stamps: dict[str, FileStamp | None] = {}  # by the path, as it was when that was first looked at
         self._checked: dict[str, ChecksummedFile | None] = {}
 
@@ -43,18 +40,11 @@ class SourceFiles:
         path = self.path(name)
         if path not in self._stamps:
             self._stamps[path] = self._storage.stamp(path)
-        # A link out of a set has taken the place of a file of it; one into a set leads to a file of that.
-        for each in (path,) if is_address(path) else (path, os.path.realpath(path)):
-            folder, base = os.path.split(each)
-            if folder not in self._sets:
-                self._sets[folder] = self._set_around(folder)
-            if (found := self._sets[folder]) is not None and (its := f"{found[1]}{base}") in found[0].manifest.files:
-                return found[0], its
-        return None
+        return self._sets.with_file(path)
 
     def names(self) -> list[str]:
         """What is in the folder: on an object store, where it is in a set, what that says."""
-        found = self._set_around(self.folder) if is_address(self.folder) else None
+        found = self._sets.around(self.folder) if is_address(self.folder) else None
         if found is None:
             return self._storage.names_in(self.folder)
         source, within = found
@@ -130,30 +120,6 @@ class SourceFiles:
         """Open the file ``name`` of a checkpoint of ours."""
         return self._held.enter_context(closing(source.open(name, self._files.open)))
 
-    def _set_around(self, folder: str) -> tuple[StorageSource, str] | None:
-        """The set that ``folder`` is in, and what the names of its files begin with there."""
-        for above in _upwards(folder):
-            if self._is_set(above, folder):
-                self._held.enter_context(self._storage.reading(above))  # retention leaves it alone
-                return StorageSource(above), folder[len(above) :].lstrip("/") + "/" * (folder != above)
-        return None
-
-    def _is_set(self, above: str, folder: str) -> bool:
-        """Whether a set stands ``above``: what else is called as its manifest is somebody else's."""
-        name = os.path.join(above, MANIFEST_NAME)
-        try:
-            if not self._storage.exists(name):
-                return False
-            found = json.loads(self._storage.read(name))
-            return isinstance(found, dict) and found.keys() >= {"attempt", "files"}
-        except ValueError:
-            return above == folder  # it is damaged, if it is one
-        except StorageError as error:  # as on a store where only some keys may be read
-            if above == folder:
-                raise
-            logger.info("whether %s is a set of files cannot be seen: %s", above, error)
-            return False
-
     def _open_checked(self, name: str) -> ChecksummedFile | None:
         if (found := self.in_set(name)) is None:
             return None
@@ -184,11 +150,3 @@ def read_bytes(file: ChecksummedFile, begin: int, end: int) -> bytes:
     with read_pool(file.path) as pool:
         fetch(file, [(begin, end, address_of(memoryview(data)))] if data else [], pool)
     return bytes(data)
-
-
-def _upwards(folder: str) -> Iterator[str]:
-    """``folder`` and those above it, but for the root of the file system, or of all buckets."""
-    is_object = is_address(folder)
-    while folder != (above := os.path.dirname(folder)) and is_address(folder) == is_object:
-        yield folder
-        folder = above

@@ -55,7 +55,7 @@ def open_torch_file(folder: SourceFiles, file: str, *, weights_only: bool) -> St
     _check_records(path)
     loaded = _load(path, weights_only)
     if not isinstance(loaded, dict):
-        raise MismatchError(f"this holds a {type(loaded).__name__}, and an export is of a state dict", path=path)
+        raise MismatchError(f"this holds a {type(loaded).__name__}, and no state dict", path=path)
     state = StoredState(path, {}, {}, {}, {})
     maps = _Mappings(path)
     places: list[tuple[str, int, int]] = []
@@ -68,7 +68,10 @@ def open_torch_file(folder: SourceFiles, file: str, *, weights_only: bool) -> St
             state.objects[name] = _pickled(value, name)
             continue
         if type(value) not in PLAIN or has_no_bytes(value) or value.is_conj() or value.is_neg():
-            raise UnsavableStateError(f"{name!r} is a tensor without plain bytes, which cannot be exported", path=path)
+            raise UnsavableStateError(
+                f"{name!r} is a tensor without plain bytes of its own (sparse, quantised, on meta, or conjugated)",
+                path=path,
+            )
         box = Box(file, maps.offset(value), (0,) * value.ndim, tuple(value.shape), value.stride())
         places.append((name, box.begin, box.extent * value.itemsize))
         state.tensors[name] = whole(name, {value.dtype}, tuple(value.shape), [box], path)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.source import StorageSource, is_stock
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.worker.manifest import MANIFEST_NAME
 from asyncckpt.worker.storage import named_steps, step_folder, step_of, storage_for
 
 
@@ -78,30 +79,43 @@ def contents(path: str) -> list[Value]:
     if is_stock(path):
         for name, dtype, shard in _stock_shards(path):
             found.setdefault(name, Value(name, dtype)).shards.append(shard)
-        return list(found.values())
+        return _alike(found, path)
     for index in StorageSource(path).indexes():
         for item in index.items:
             value = found.setdefault(item.name, Value(item.name, item.dtype))
             value.shards.append(Shard(index.data, item.payload_bytes, tuple(item.offsets), tuple(item.shape)))
-    return list(found.values())
+    return _alike(found, path)
+
+
+def _alike(values: Mapping[str, Value], path: str) -> list[Value]:
+    """The same, where all shards of each have as many dimensions. Raises ``DamagedCheckpointError``."""
+    for value in values.values():
+        if len({len(shard.shape) for shard in value.shards}) > 1:
+            raise DamagedCheckpointError(
+                f"the shards of {value.name!r} have different numbers of dimensions", path=path
+            )
+    return list(values.values())
 
 
 def _stock_shards(path: str) -> list[tuple[str, str, Shard]]:
     # Only here: all that is ours can be looked at without torch.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from asyncckpt.loading.unpickle import load_metadata
+    from asyncckpt.loading.dcp_reader import read_stock_metadata
 
-    metadata = load_metadata(storage_for(path).read(os.path.join(path, METADATA_NAME)), path, weights_only=True)
+    metadata = read_stock_metadata(path, weights_only=True)
+    sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}  # of the chunks of a tensor, by their offsets
     shards = []
     for index, place in (metadata.storage_data or {}).items():
-        about, file = metadata.state_dict_metadata.get(index.fqn), getattr(place, "relative_path", "")
+        about, file = metadata.state_dict_metadata.get(index.fqn), place.relative_path
         if not isinstance(about, TensorStorageMetadata):
-            shards.append((index.fqn, "", Shard(file, getattr(place, "length", 0))))
+            shards.append((index.fqn, "", Shard(file, place.length)))
             continue
+        if index.fqn not in sizes:
+            sizes[index.fqn] = {tuple(each.offsets): tuple(each.sizes) for each in about.chunks}
         dtype = about.properties.dtype
         offsets = tuple(index.offset or (0,) * len(about.size))
-        shape = next((tuple(each.sizes) for each in about.chunks if tuple(each.offsets) == offsets), tuple(about.size))
+        shape = sizes[index.fqn].get(offsets, tuple(about.size))
         nbytes = math.prod(shape) * dtype.itemsize
         shards.append((index.fqn, str(dtype).removeprefix("torch."), Shard(file, nbytes, offsets, shape)))
     return shards

@@ -32,6 +32,7 @@ from asyncckpt.loading.direct_load import left_out, some, warn_left_out
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room, is_lossy
 from asyncckpt.loading.source import Source, StorageSource
+from asyncckpt.loading.stock_metadata import check_metadata
 from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, has_shards, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import many
@@ -68,6 +69,7 @@ def read_stock_metadata(path: str, *, weights_only: bool) -> Metadata:
     """
     data = storage_for(path).read(os.path.join(path, METADATA_NAME))
     metadata = load_metadata(data, path, weights_only=weights_only)
+    check_metadata(metadata, path)
     for place in (metadata.storage_data or {}).values():
         if (name := str(place.relative_path)).startswith("/") or ".." in name.split("/"):
             raise DamagedCheckpointError(f"{METADATA_NAME} names a file of another folder: {name!r}", path=path)

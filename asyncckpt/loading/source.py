@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
@@ -241,19 +241,30 @@ def verify(path: str, progress: Callable[[int], object] = lambda nbytes: None) -
         except DamagedCheckpointError as error:
             report.damages.append(error)
             return report
-        for name, facts in source.manifest.files.items():
-            try:
-                if indexes_of(facts):
-                    for file in source.open_parts(name):
-                        _verify_data(report, file, progress)
-                else:
-                    source.read(name)
-                    progress(facts["bytes"])
-            except DamagedCheckpointError as error:
-                if error.args not in [known.args for known in report.damages]:  # an index is read twice
-                    report.damages.append(error)
-            report.nbytes += facts["bytes"]
+        verify_files(source, source.manifest.files, report, progress)
     return report
+
+
+def verify_files(
+    source: StorageSource, names: Iterable[str], report: Report, progress: Callable[[int], object]
+) -> None:
+    """Check every byte of the files ``names`` of a checkpoint, and add what is found to ``report``.
+
+    ``progress``: as of ``verify``. Raises ``StorageError``.
+    """
+    for name in names:
+        facts = source.manifest.files[name]
+        try:
+            if indexes_of(facts):
+                for file in source.open_parts(name):
+                    _verify_data(report, file, progress)
+            else:
+                source.read(name)
+                progress(facts["bytes"])
+        except DamagedCheckpointError as error:
+            if error.args not in [known.args for known in report.damages]:  # an index is read twice
+                report.damages.append(error)
+        report.nbytes += facts["bytes"]
 
 
 def _verify_data(report: Report, file: ChecksummedFile, progress: Callable[[int], object]) -> None:

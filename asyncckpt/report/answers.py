@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +15,10 @@ from tabulate import tabulate
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 
+logger = logging.getLogger(__name__)
+
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class Answers:
@@ -24,15 +30,24 @@ class Answers:
         self._facts: list[dict[str, Any]] = []
         self._rows: list[tuple[object, ...]] = []
         self._headers: Sequence[str] = ()
+        self._unwritten: OSError | None = None
+
+    def print(self, text: str) -> None:
+        """Write to stdout, as it is. Raises ``OSError``, which is not taken for what is wrong with a checkpoint."""
+        try:
+            print(text)
+        except OSError as error:
+            self._unwritten = error
+            raise
 
     def line(self, text: str) -> None:
         """Say something beside the table, now."""
         if not self.is_json:
-            print(text)
+            self.print("\n".join(map(_plain, text.split("\n"))))
 
     def say(self, text: str) -> None:
         """Say on stderr what is wrong, or is left out."""
-        print(f"asyncckpt: {text}", file=sys.stderr)
+        print(f"asyncckpt: {_plain(text)}", file=sys.stderr)
 
     def add(self, facts: dict[str, Any]) -> None:
         """For JSON."""
@@ -52,7 +67,16 @@ class Answers:
             self.fail(DAMAGED if isinstance(error, DamagedCheckpointError) else UNUSABLE)
             self.add({kind: error.path or what, "error": error.message})
             if not self.is_json:
-                print(f"asyncckpt: {error}", file=sys.stderr)
+                self.say(str(error))
+        except Exception as error:  # what is odd enough fails in ways that nobody has thought of
+            if error is self._unwritten:
+                raise
+            logger.debug("this is not expected", exc_info=True)
+            self.fail(UNUSABLE)
+            message = f"this cannot be looked at: {type(error).__name__}: {error}"
+            self.add({kind: what, "error": message})
+            if not self.is_json:
+                self.say(f"{what}: {message}")
 
     def fail(self, status: int) -> None:
         """End with that status, or a worse one."""
@@ -61,11 +85,32 @@ class Answers:
     def show_table(self) -> None:
         """Print the table, and begin another."""
         if self._rows and not self.is_json:
-            print(tabulate(self._rows, headers=self._headers))
+            # A name may look like a number, as "1.10": it is shown as it is.
+            sides = ["right" if all(map(_is_number, column)) else "left" for column in zip(*self._rows, strict=True)]
+            rows = [[None if cell is None else _plain(str(cell)) for cell in row] for row in self._rows]
+            self.print(tabulate(rows, headers=self._headers, colalign=sides, disable_numparse=True))
         self._rows = []
 
     def show(self) -> None:
         """Print what is left to be said."""
         self.show_table()
         if self.is_json:
-            print(json.dumps(self._facts, indent=1))
+            self.print(json.dumps(_finite(self._facts), indent=1, allow_nan=False))
+
+
+def _is_number(cell: object) -> bool:
+    return cell is None or cell == "" or isinstance(cell, int)
+
+
+def _plain(text: str) -> str:
+    """The same, for a terminal: what would control that is shown as Python writes it."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def _finite(facts: Any) -> Any:
+    """The same, with None for what JSON has no number for."""
+    if isinstance(facts, float):
+        return facts if math.isfinite(facts) else None
+    if isinstance(facts, dict):
+        return {key: _finite(value) for key, value in facts.items()}
+    return [_finite(each) for each in facts] if isinstance(facts, list | tuple) else facts

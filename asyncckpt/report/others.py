@@ -6,25 +6,24 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.loading.contents import Shard, Value
 from asyncckpt.loading.data_file import read_plain
+from asyncckpt.loading.set_of_file import SetsOfFiles
+from asyncckpt.loading.source import Report, verify_files
 from asyncckpt.report.archives import CheckedRecords, check_records
 from asyncckpt.report.formats import number
 from asyncckpt.report.places import Kind, OthersKind, is_archive, is_legacy
+from asyncckpt.report.safetensors_header import tensors_in
 from asyncckpt.worker.manifest import METADATA_NAME, is_index
 from asyncckpt.worker.storage import storage_for
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from asyncckpt.exporting.stored import StoredState
-
-_END_BYTES = 64
-_PREFIX_BYTES = 8
+_END_BYTES, _READ_BYTES = 64, 1 << 20
 
 
 class Damage(NamedTuple):
@@ -32,6 +31,14 @@ class Damage(NamedTuple):
 
     file: str
     what: str
+
+
+class _Other(NamedTuple):
+    """An entry of a file of DCP's that is no archive."""
+
+    file: str
+    name: str
+    is_zero: bool
 
 
 @dataclass
@@ -62,6 +69,8 @@ class Verified:
         self.checked.append(f"the CRC-32 of {number(found.compared, 'record')} of torch.save")
         if found.without:
             self.unchecked.append(f"the bytes of {number(found.without, 'record')} that have no CRC-32")
+        if found.packed:
+            self.unchecked.append(f"the bytes of {number(found.packed, 'record')} that are compressed")
 
 
 def verify_others(path: str, kind: OthersKind, progress: Callable[[int], object]) -> Verified:
@@ -77,6 +86,8 @@ def verify_others(path: str, kind: OthersKind, progress: Callable[[int], object]
     """
     verified = Verified(path, kind)
     try:
+        if _verify_by_set(verified, progress):
+            return verified
         if kind == "dcp":
             _verify_dcp(verified, progress)
         elif kind == "torch.save":
@@ -86,6 +97,24 @@ def verify_others(path: str, kind: OthersKind, progress: Callable[[int], object]
     except DamagedCheckpointError as error:
         verified.damages.append(Damage(error.path or path, error.message))
     return verified
+
+
+def _verify_by_set(verified: Verified, progress: Callable[[int], object]) -> bool:
+    """Check by the checksums of a set of ours that this is in. Returns whether it is in one."""
+    is_folder = verified.kind == "dcp"
+    with ExitStack() as held:
+        path = os.path.join(verified.path, METADATA_NAME) if is_folder else verified.path
+        if (found := SetsOfFiles(held).with_file(path)) is None:
+            return False
+        source, its = found
+        within = its.removesuffix(METADATA_NAME) if is_folder else its
+        names = [each for each in source.manifest.files if (each.startswith(within) if is_folder else each == its)]
+        report = Report(verified.path)
+        verify_files(source, names, report, progress)
+    verified.nbytes = report.nbytes
+    verified.damages += [Damage(error.path or verified.path, error.message) for error in report.damages]
+    verified.checked.append(f"every byte, by the checksums of the set {source.path}, which this is in")
+    return True
 
 
 def _verify_torch_file(verified: Verified, progress: Callable[[int], object]) -> None:
@@ -103,17 +132,10 @@ def _verify_torch_file(verified: Verified, progress: Callable[[int], object]) ->
 
 
 def _verify_safetensors(verified: Verified) -> None:
-    path, storage = verified.path, storage_for(verified.path)
-    verified.nbytes = storage.size(path) or 0
-    with ExitStack() as held:
-        state = open_file(path, "safetensors", held)
-        places = [(box.begin, box.extent * its.dtype.itemsize) for its in state.tensors.values() for box in its.boxes]
-    with closing(storage.open(path)) as file:
-        header_end = _PREFIX_BYTES + int.from_bytes(read_plain(file, 0, _PREFIX_BYTES), "little")
-    ends = [(header_end, 0), *sorted(places), (verified.nbytes, 0)]
-    if any(begin + nbytes != after for (begin, nbytes), (after, _) in pairwise(ends)):
-        verified.damages.append(Damage(path, "its tensors do not fill the file: bytes are missing, or too many"))
-    verified.checked.append(f"the header, and that the bytes of {number(len(state.tensors), 'tensor')} are the file")
+    path = verified.path
+    verified.nbytes = storage_for(path).size(path) or 0
+    tensors = tensors_in(path)
+    verified.checked.append(f"the header, and that the bytes of {number(len(tensors), 'tensor')} are the file")
     verified.unchecked.append("the bytes of the tensors: safetensors has no checksums")
 
 
@@ -133,15 +155,19 @@ def _verify_dcp(verified: Verified, progress: Callable[[int], object]) -> None:
         else:
             places.setdefault(place.relative_path, []).append((place.offset, place.length, index.fqn))
     verified.damages += [Damage(os.path.join(path, METADATA_NAME), what) for what in _missing(metadata)]
-    found, others = CheckedRecords(), 0
+    found, others = CheckedRecords(), []
     for name, its in sorted(places.items()):
         others += _verify_entries(verified, os.path.join(path, name), sorted(its), found, progress)
+    for other in others:  # DCP writes all entries in one form
+        if other.is_zero or found.archives:
+            what = "has nothing but zeros" if other.is_zero else "is no archive of torch.save, as the others are"
+            verified.damages.append(Damage(other.file, f"{other.name!r} {what}"))
     verified.checked.append(
         f"{METADATA_NAME}, and that all it names stands in {number(len(places), 'file')} that are long enough"
     )
     verified.take_records(found)
-    if others:
-        verified.unchecked.append(f"the bytes of {number(others, 'entry')} that are no archives of torch.save")
+    if others and not found.archives:
+        verified.unchecked.append(f"the bytes of {number(len(others), 'value')} that are no archives of torch.save")
     if transformed:
         verified.unchecked.append(f"{number(transformed, 'value')} stored by way of DCP's extensions")
 
@@ -152,12 +178,12 @@ def _verify_entries(
     places: list[tuple[int, int, str]],
     found: CheckedRecords,
     progress: Callable[[int], object],
-) -> int:
-    """Check a file of DCP's. Returns how many entries have no form that can be checked."""
-    storage, others = storage_for(path), 0
+) -> list[_Other]:
+    """Check a file of DCP's. Returns the entries that have no form that can be checked."""
+    storage, others = storage_for(path), []
     if (size := storage.size(path)) is None:
         verified.damages.append(Damage(path, "a file of this checkpoint is missing"))
-        return 0
+        return []
     verified.nbytes += size
     with closing(storage.open(path)) as file:
         for begin, nbytes, name in places:
@@ -168,11 +194,18 @@ def _verify_entries(
             elif is_archive(read_plain(file, begin, min(begin + 4, end)), _tail(file, begin, end)):
                 its = CheckedRecords()
                 check_records(file, begin, end, its, progress)
-                found.compared, found.without = found.compared + its.compared, found.without + its.without
+                found.add(its)
                 verified.damages += [Damage(path, f"{name!r}: {damage}") for damage in its.damages]
             else:
-                others += 1
+                others.append(_Other(path, name, _is_zero(file, begin, end)))
     return others
+
+
+def _is_zero(file: Any, begin: int, end: int) -> bool:
+    """Whether there are bytes, and none but zeros: of a block that was lost."""
+    return begin < end and not any(
+        any(read_plain(file, at, min(at + _READ_BYTES, end))) for at in range(begin, end, _READ_BYTES)
+    )
 
 
 def _tail(file: Any, begin: int, end: int) -> bytes:
@@ -195,29 +228,26 @@ def _missing(metadata: Metadata) -> list[str]:
     return missing
 
 
-def open_file(path: str, kind: OthersKind, held: ExitStack) -> StoredState:
-    """What is stored in a file; nothing in it can run code. Raises ``CheckpointError``."""
-    from asyncckpt.exporting.safetensors_source import open_safetensors
+def values_in(path: str, kind: OthersKind) -> list[Value]:
+    """The values in a file of ``torch.save`` or safetensors. Raises ``CheckpointError``."""
+    folder, file = os.path.split(path)
+    if kind == "safetensors":
+        return [
+            Value(each.name, each.dtype, [Shard(file, each.end - each.begin, each.offsets, each.shape)])
+            for each in tensors_in(path)
+        ]
+    # Only here: safetensors can be looked at without torch.
     from asyncckpt.exporting.source_files import SourceFiles
     from asyncckpt.exporting.torch_file_source import open_torch_file
 
-    folder, name = os.path.split(path)
-    files = SourceFiles(folder, held)
-    if kind == "safetensors":
-        return open_safetensors(files, [name])
-    return open_torch_file(files, name, weights_only=True)
-
-
-def values_in(path: str, kind: OthersKind) -> list[Value]:
-    """The values in a file of ``torch.save`` or safetensors. Raises ``CheckpointError``."""
     with ExitStack() as held:
-        state = open_file(path, kind, held)
+        state = open_torch_file(SourceFiles(folder, held), file, weights_only=True)
         values = []
         for name in state.keys:
             if (its := state.tensors.get(name)) is None:
                 data = state.objects[name]
                 nbytes = len(data) if isinstance(data, bytes) else data.end - data.begin
-                values.append(Value(name, "", [Shard(os.path.basename(path), nbytes)]))
+                values.append(Value(name, "", [Shard(file, nbytes)]))
                 continue
             size = its.numel * its.dtype.itemsize
             shards = [Shard(box.file, size, box.offsets, box.shape) for box in its.boxes]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Literal
 
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.contents import checkpoints_at
 from asyncckpt.loading.data_file import read_plain
 from asyncckpt.loading.source import is_stock, read_manifest
 from asyncckpt.report.answers import Answers
+from asyncckpt.report.archives import records
 from asyncckpt.worker.manifest import METADATA_NAME, Manifest
 from asyncckpt.worker.storage import is_address, storage_for
 
@@ -24,6 +26,10 @@ ARCHIVE_BEGIN, _ARCHIVE_END, _END_BYTES = b"PK\3\4", b"PK\5\6", 22
 # What torch.save wrote before torch 1.6, and still does where it is asked to: a pickle of a magic number comes first.
 _LEGACY_BEGIN = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SAFETENSORS_PREFIX_BYTES = 8
+_HEAD_BYTES = 512
+# What every file of torch.save has, and the names that its first record may have: torch puts the pickle first.
+_PICKLE = re.compile(rb"/data\.pkl\Z")
+_RECORD = re.compile(rb"/(data\.pkl|data/0|byteorder|version|\.data/|\.format_version|\.storage_alignment)")
 
 
 def found_at(path: str) -> list[str]:
@@ -65,10 +71,20 @@ def _kind_of_file(path: str) -> Literal["torch.save", "safetensors"] | None:
     if not (is_address(path) or os.path.isfile(path)) or not (size := storage.size(path)):
         return None
     with closing(storage.open(path)) as file:
-        head, tail = read_plain(file, 0, 64), read_plain(file, max(0, size - _END_BYTES), size)
+        head, tail = read_plain(file, 0, min(size, _HEAD_BYTES)), read_plain(file, max(0, size - _END_BYTES), size)
     if path.endswith(".safetensors") or head[_SAFETENSORS_PREFIX_BYTES:].startswith(b'{"'):
         return "safetensors"
-    return "torch.save" if is_archive(head, tail) or head.startswith(_LEGACY_BEGIN) else None
+    if head.startswith(_LEGACY_BEGIN) or (is_archive(head, tail) and _is_of_torch(path, head)):
+        return "torch.save"
+    return None
+
+
+def _is_of_torch(path: str, head: bytes) -> bool:
+    """Whether an archive is one of ``torch.save``, and no wheel, say: of one that is damaged its first record says."""
+    try:
+        return any(_PICKLE.search(name.encode(errors="replace")) for name, _ in records(path))
+    except DamagedCheckpointError:
+        return _RECORD.search(head) is not None
 
 
 def manifests_at(answers: Answers, given: str) -> Iterator[tuple[str, Manifest]]:

@@ -32,7 +32,7 @@ def show_timeline(answers: Answers, _: None, args: argparse.Namespace) -> None:
         return
     with answers.about(args.out or args.png or "stdout"):
         if args.out is not None or args.png is None:
-            _write(args.out, json.dumps(trace(rank for save in saves for rank in save)))
+            _write(answers, args.out, json.dumps(trace(rank for save in saves for rank in save), allow_nan=False))
         if args.png is not None:
             from asyncckpt.report.timeline_picture import draw  # here, as matplotlib may be missing
 
@@ -40,15 +40,15 @@ def show_timeline(answers: Answers, _: None, args: argparse.Namespace) -> None:
                 draw(saves, args.png)
             except OSError as error:
                 raise StorageError(f"writing failed: {error.strerror}", path=args.png) from error
-    shown = f"{number(len(saves), 'save')} of {number(max(map(len, saves)), 'rank')}"
-    for file, how in ((args.out, "; ui.perfetto.dev opens it"), (args.png, "")):
-        if file is not None:
-            print(f"{file}: {shown}{how}")
+        shown = f"{number(len(saves), 'save')} of {number(max(map(len, saves)), 'rank')}"
+        for file, how in ((args.out, "; ui.perfetto.dev opens it"), (args.png, "")):
+            if file is not None:
+                answers.print(f"{file}: {shown}{how}")
 
 
-def _write(path: str | None, text: str) -> None:
+def _write(answers: Answers, path: str | None, text: str) -> None:
     if path is None:
-        print(text)
+        answers.print(text)
         return
     try:
         with open(path, "w") as file:

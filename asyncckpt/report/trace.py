@@ -47,7 +47,7 @@ class RankOfSave:
 
 def ranks_of(path: str, manifest: Manifest) -> list[RankOfSave]:
     """What each rank did for the save at ``path``, as far as its manifest says: none where it does not say when."""
-    nbytes: dict[int, int] = {}
+    nbytes: dict[int, int] = {}  # of large files: whose a small one is, or a part of a joint one, is not said
     for facts in manifest.files.values():
         if (match := _RANK.fullmatch(facts.get("index", ""))) is not None:
             nbytes[int(match[1])] = nbytes.get(int(match[1]), 0) + facts["bytes"]
@@ -55,9 +55,9 @@ def ranks_of(path: str, manifest: Manifest) -> list[RankOfSave]:
     for rank in range(manifest.world_size):
         timings = {name: value for name, each in manifest.timings.items() if (value := each[rank]) is not None}
         if CALLED_AT in timings:
-            args = {"step": manifest.step, "rank": rank, "bytes": nbytes.get(rank), "path": path}
-            spans = _spans(timings, manifest.created, args)
-            found.append(RankOfSave(path, manifest.step, rank, spans))
+            args = {"step": manifest.step, "rank": rank, "bytes_of_own_files": nbytes.get(rank), "path": path}
+            if spans := _spans(timings, manifest.created, args):
+                found.append(RankOfSave(path, manifest.step, rank, spans))
     return found
 
 
@@ -108,18 +108,19 @@ def _kept_within(spans: Iterable[LaneSpan], begin: float, end: float) -> list[La
 
 def trace(ranks: Iterable[RankOfSave]) -> dict[str, Any]:
     """The trace, as Chrome's JSON. Its times begin with the first of all."""
-    ranks = list(ranks)
-    first = min(span.begin for each in ranks for span in each.spans)
+    of_ranks: dict[int, list[LaneSpan]] = {}
+    for each in ranks:
+        of_ranks.setdefault(each.rank, []).extend(each.spans)
+    first = min((span.begin for spans in of_ranks.values() for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
-    for rank in sorted({each.rank for each in ranks}):
+    for rank, its in sorted(of_ranks.items()):
         events.append(_named("process_name", rank, 0, f"rank {rank}"))
         events.append(_named("process_sort_index", rank, 0, rank))
-        its = [span for each in ranks if each.rank == rank for span in each.spans]
         for lane, spans in lanes_of(its):
             thread = len(events)
             events.append(_named("thread_name", rank, thread, lane))
             events.append(_named("thread_sort_index", rank, thread, thread))
-            events += [_event(each, rank, thread, first) for span in spans for each in (span, *span.within)]
+            events += [_event(one, rank, thread, first) for span in spans for one in (span, *span.within)]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begins_at_s": first}}
 
 

@@ -167,3 +167,107 @@ def test_dcps_metadata_names_files_of_its_folder_alone(tmp_path: Path, to: str) 
     (tmp_path / "it" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(DamagedCheckpointError):
         reader.load({"w": torch.zeros(5000)}, str(tmp_path / "it"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attempt": 7},
+        *({"step": step} for step in ("1", 1.0, True)),
+        *({"created": created} for created in ("now", None, True, 10**400)),
+        *({"world_size": ranks} for ranks in (0, -1, "1", True, 10**9)),
+        *({"keep": keep} for keep in (0, "no", None)),
+        *({"nbytes": nbytes} for nbytes in (-1, 1.5, "1", None, 10**400)),
+        *({"files": []}, {"files": None}, {"files": "files"}, {"timings": []}, {"timings": None}),
+        *({"timings": {"write_s": each}} for each in (7, ["1"], [1e300])),
+    ],
+    ids=lambda changes: str(changes)[:30],
+)
+def test_what_a_manifest_says_of_itself(
+    step: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    manifest = Manifest.parse((step / MANIFEST).read_bytes(), "")
+    (step / MANIFEST).write_bytes(Manifest(**{**vars(manifest), "timings": {}, **changes}).encode())
+    check(step, capsys)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"{" * 9, b"[]", b"NaN", b"7", b'{"format": NaN}', b"\xff"])
+@pytest.mark.parametrize("name", [MANIFEST, INDEX])
+def test_what_is_no_manifest_and_no_index(
+    step: Path, capsys: pytest.CaptureFixture[str], name: str, text: bytes
+) -> None:
+    if name == MANIFEST:
+        (step / MANIFEST).write_bytes(text)
+    else:
+        replace(step, name, text)
+    check(step, capsys)
+
+
+def test_no_number_of_a_manifest_is_infinite(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewrite(step, lambda files: files | {DATA: files[DATA] | {"more": float("nan")}})
+    check(step, capsys)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("name", 7), ("name", None), ("kind", 7), ("dtype", None), ("shape", 5000), ("shape", ["5000"])),
+        *(("shape", [5000, 1]), ("offsets", [0.0]), ("offsets", [-1]), ("nbytes", "many"), ("nbytes", -1)),
+        *(("payload_at", None), ("payload_bytes", 1.5), ("payload_bytes", 1 << 80)),
+    ],
+)
+def test_what_an_index_says_of_an_item(step: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any) -> None:
+    found = json.loads((step / INDEX).read_bytes())
+    found["items"][0][found["fields"].index(field)] = value
+    replace(step, INDEX, json.dumps(found).encode())
+    check(step, capsys)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("offset", "0"), ("offset", -1), ("offset", None), ("length", 1.5), ("length", 1 << 80)),
+        *(("relative_path", 7), ("relative_path", None)),
+    ],
+)
+def test_dcps_metadata_says_where_in_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any
+) -> None:
+    state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it", no_dist=True)
+    metadata = pickle.loads((tmp_path / "it" / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        setattr(place, field, value)
+    _refused(tmp_path / "it", metadata, capsys)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("odd", ["storage", "values", "chunks", "offsets", "size", "names"])
+def test_dcps_metadata_is_made_of_its_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: str) -> None:
+    state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it", no_dist=True)
+    metadata = pickle.loads((tmp_path / "it" / ".metadata").read_bytes())
+    about = metadata.state_dict_metadata["w"]
+    match odd:
+        case "storage":
+            metadata.storage_data = [7]
+        case "values":
+            metadata.state_dict_metadata = {"w": 7}
+        case "chunks":
+            about.chunks = 7
+        case "offsets":
+            about.chunks[0].offsets = torch.Size((0, 0))
+        case "size":
+            about.size = (5000.5,)
+        case "names":
+            metadata.state_dict_metadata[7] = about
+    _refused(tmp_path / "it", metadata, capsys)
+
+
+def _refused(folder: Path, metadata: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """By all who read what stock DCP wrote."""
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    for command in ("inspect", "verify"):
+        assert cli.main([command, str(folder)]) == 1
+    capsys.readouterr()
+    with pytest.raises(DamagedCheckpointError):
+        reader.load({"w": torch.zeros(5000)}, str(folder))

@@ -19,7 +19,7 @@ from support.ranks import QUICK, run
 
 from asyncckpt import Checkpointer, cli
 from asyncckpt.engine.engine import Engine
-from asyncckpt.report.trace import LaneSpan, ranks_of, trace
+from asyncckpt.report.trace import LaneSpan, RankOfSave, ranks_of, trace
 from asyncckpt.worker.manifest import Manifest
 
 NBYTES = 4 << 20
@@ -46,7 +46,7 @@ def _check(found: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
     for event in spans:
         assert event.keys() == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}
         assert type(event["ts"]) is type(event["dur"]) is int and event["ts"] >= 0 and event["dur"] >= 0
-        assert {"step", "rank", "bytes", "path"} <= event["args"].keys()
+        assert {"step", "rank", "bytes_of_own_files", "path"} <= event["args"].keys()
     assert min(event["ts"] for event in spans) == 0
     place = itemgetter("pid", "tid")
     for _, lane in groupby(sorted(spans, key=place), place):
@@ -75,7 +75,7 @@ def test_a_job_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
         its = [event for event in spans if event["pid"] == rank]
         for name in (*(f"save {step}" for step in STEPS), "plan", "copy", "write", "sync", "checksum", "commit"):
             assert sum(event["name"] == name for event in its) == (1 if name.startswith("save") else 3), name
-        assert all(event["args"]["bytes"] > NBYTES for event in its)
+        assert all(event["args"]["bytes_of_own_files"] > NBYTES for event in its)
         one = {event["name"]: event["ts"] for event in its if event["args"]["step"] == 200}
         assert (
             one["plan"] <= one["wait for a slot"] <= one["copy"] <= one["write"] + 50_000
@@ -133,7 +133,7 @@ def test_what_a_dead_trainer_did_not_say_is_left_out() -> None:
     names = _names(list(other.spans))
     assert names == {"write: write": ["sync"], "checksum: checksum": [], "commit: commit": []}
     assert _names(list(whole.spans)) == {"trainer: save 5": ["plan", "wait for a slot", "copy"], **names}
-    assert [span.args["bytes"] for span in (whole.spans[0], other.spans[0])] == [7, None]
+    assert [span.args["bytes_of_own_files"] for span in (whole.spans[0], other.spans[0])] == [7, None]
     commit = whole.spans[-1]
     assert (commit.begin, commit.end) == (12.5, 20.0) and "rename" in commit.args["what"]
 
@@ -169,7 +169,20 @@ def test_what_says_nothing_of_when(tmp_path: Path, root: Path, capsys: pytest.Ca
     assert cli.main(["timeline", str(root)]) == 2
     assert "left out" in capsys.readouterr().err
     assert cli.main(["ls", str(root)]) == 0
+    capsys.readouterr()
+
+
+def test_a_rank_without_any_span_is_left_out() -> None:
+    assert ranks_of("there", _manifest({"called_at": [10.0]})) == []
+    assert trace([])["traceEvents"] == []
+
+
+def test_what_cannot_be_written_is_not_said_to_be_there(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)})
     assert cli.main(["timeline", str(root), "-o", "/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "writing failed" in said.err
 
 
 def test_a_picture_wants_matplotlib(
@@ -178,3 +191,27 @@ def test_a_picture_wants_matplotlib(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["timeline", str(root), "--png", "x.png"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_the_bytes_are_those_of_own_large_files() -> None:
+    """Not of a small one, nor of a part of a joint one: whose these are is not said."""
+    manifest = _manifest(WHOLE)
+    parts = {"bytes": 99, "parts": ["__0_1.index.json", "__1_1.index.json"]}
+    files = {**manifest.files, "joint": parts, "small": {"bytes": 5, "xxh3": "0"}}
+    (rank,) = ranks_of("there", replace(manifest, files=files))
+    assert rank.spans[0].args["bytes_of_own_files"] == 7 and "bytes" not in rank.spans[0].args
+
+
+def test_a_trace_of_many_ranks_walks_their_spans_once() -> None:
+    walked = 0
+
+    class Counted(RankOfSave):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal walked
+            walked += name == "spans"
+            return super().__getattribute__(name)
+
+    (rank,) = ranks_of("there", _manifest(WHOLE))
+    found = trace(Counted("there", 5, number, rank.spans) for number in range(50))
+    _check(found, ranks=50)
+    assert walked == 50

@@ -65,8 +65,9 @@ def test_the_sources_are_complete(built: Path) -> None:
     with tarfile.open(archive) as file:
         names = {name.removeprefix(f"{top}/") for name in file.getnames()}
     folders = ("worker", "shm", "tests", "scripts", "examples", "docs")
-    wanted = {str(path.relative_to(HERE)) for each in folders for path in (HERE / each).rglob("*.*")}
-    wanted |= {path.name for path in HERE.glob("*.*") if path.is_file() and not path.name.startswith(".")}
+    wanted = {str(path.relative_to(HERE)) for each in folders for path in (HERE / each).rglob("*") if path.is_file()}
+    wanted |= {path.name for path in HERE.glob("*") if path.is_file() and not path.name.startswith(".")}
+    assert {"scripts/docs", "LICENSE"} <= wanted  # names without a dot, too
     assert {name for name in wanted - names if "__pycache__" not in name and ".egg-info" not in name} == set()
 
 
