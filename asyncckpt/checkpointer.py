@@ -24,7 +24,7 @@ from asyncckpt.errors import (
     ClosedError,
 )
 from asyncckpt.events import Event
-from asyncckpt.interval import Advice
+from asyncckpt.interval import Advice, parse_duration
 from asyncckpt.loading.load import load
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
@@ -58,7 +58,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         config: Config | None = None,
         process_group: ProcessGroup | None = None,
         *,
-        on_event: Callable[[Event], object] | None = None,
+        on_event: Callable[[Event], object] | str | Sequence[Callable[[Event], object] | str] = (),
     ) -> None:
         """In a job of many ranks every rank makes one, and all make the same calls in the same order.
 
@@ -67,15 +67,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 on an object store, ``s3://bucket/run``, also ``gs://`` and ``az://``.
             config: What there is to choose; None: what the environment says (``Config.from_env``).
             process_group: The ranks that save together; None: the whole job.
-            on_event: Who is told what becomes of saves and loads, beside those in ``Config.on_event``.
+            on_event: Who is told what becomes of saves and loads, as ``Config.on_event``, and beside those.
 
         Raises:
             StorageError: The folder cannot be made, or this is an address of another kind.
             ValueError: A variable of the environment makes no sense.
         """
         config = Config.given(config)
-        if on_event is not None:
-            config = replace(config, on_event=(*config.listeners, on_event))
+        config = replace(config, on_event=(*config.listeners, *Config(on_event=on_event).listeners))
         self.root = absolute(root)
         self._tiers = Tiers(self.root, config.local_root)
         job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id, self._tiers.local)
@@ -241,14 +240,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """How many saves have failed so far."""
         return self._engine.failures
 
-    def suggested_interval(self, mtbf: float, *, restart: float | None = None) -> Advice:
+    def suggested_interval(self, mtbf: float | str, *, restart: float | str | None = None) -> Advice:
         """How often to save, from what the last saves of this process have cost this rank, and no other.
 
-        ``mtbf``: mean time between failures, in seconds. ``restart``: seconds that a restart takes; None: left out.
+        ``mtbf``: mean time between failures, in seconds, or as "4h". ``restart``: what a restart takes; None: left out.
 
         Raises ``NothingMeasuredError`` where no save has been committed yet, ``ValueError`` for no such times.
         """
-        return self._recent.advice(mtbf, restart)
+        times = [parse_duration(each) if isinstance(each, str) else each for each in (mtbf, restart)]
+        return self._recent.advice(times[0] or 0.0, times[1])
 
     def watch_sigterm(self) -> None:
         """From now on SIGTERM does not end this process, but makes ``terminating`` true; for the main thread.

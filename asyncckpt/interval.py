@@ -65,6 +65,9 @@ class Advice:
         if self.restart_s is not None and not (0 <= self.restart_s < math.inf):
             raise ValueError(f"a restart takes a number of seconds, not {self.restart_s!r}")
 
+    def __str__(self) -> str:
+        return f"a save every {self.interval_s:.3g} s"
+
     @property
     def young_s(self) -> float:
         """Young's interval: sqrt(2 C M), of a cost C and a mean time M between failures."""

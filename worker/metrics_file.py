@@ -8,6 +8,7 @@ that, and counts anew.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from dataclasses import replace
 
@@ -20,19 +21,21 @@ from asyncckpt.telemetry.prometheus import PrometheusMetrics
 from asyncckpt.worker.messages import Committed, Failed, WriteRequest
 from asyncckpt.worker.uploads import Uploaded
 
+logger = logging.getLogger(__name__)
+
 _CLOSE_S = 5.0
 # What the next worker goes on with.
 _LAST_STEP, _LAST_TIME = "asyncckpt_last_durable_step", "asyncckpt_last_durable_timestamp_seconds"
 
 
 class MetricsFile:
-    """That of one worker, written on a thread of its own after each event. What goes wrong is logged once."""
+    """That of one worker, written on a thread of its own after each event. What goes wrong is said once."""
 
     def __init__(self, folder: str, training: str | None, rank: int) -> None:
         """Write nothing yet.
 
         Args:
-            folder: Where it stands.
+            folder: Where it stands, made if it is missing.
             training: By this text the next worker of the same training writes the same file, and metrics are told from
                 those of others; None: there is no next one, and the file goes in any case.
             rank: That of the trainer.
@@ -52,7 +55,7 @@ class MetricsFile:
             registry=self.registry,
         )
         started.labels(training, rank).set_to_current_time()
-        self._has_committed = False
+        self._has_committed = self._has_failed = False
         self._listener = Listener(self._note)
 
     def begin(self) -> None:
@@ -91,5 +94,12 @@ class MetricsFile:
         self._has_committed |= event.phase == "committed"
         if not self._has_committed:  # each time: the worker of a dead trainer may just have written its last
             self._carry_over()
-        self._metrics(event)
-        write_to_textfile(self.path, self.registry)  # under another name first
+        if event.phase != "worker started":  # who is told here knows nothing of others
+            self._metrics(event)
+        try:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            write_to_textfile(self.path, self.registry)  # under another name first
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("Config.metrics_folder: %s cannot be written (not said again): %s", self.path, error)

@@ -48,7 +48,8 @@ def _demonstrate(args: argparse.Namespace, root: str, deadline: float) -> dict[s
     Returns:
         The summary.
     """
-    print(f"Checkpoints go to {root}. Importing torch ...", flush=True)
+    stays = "" if args.folder else ", which is removed at the end (--folder keeps it)"
+    print(f"Checkpoints go to {root}{stays}. Importing torch ...", flush=True)
     from asyncckpt.demo import trainer  # here, as the command line is to start without torch
 
     half = args.steps // args.every // 2 * args.every

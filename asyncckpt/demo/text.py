@@ -67,7 +67,7 @@ def show_costs(summary: Mapping[str, Any]) -> None:
         "median lies with 95 % confidence. Each block with a save lasts until that is durable."
     )
     if saves < summary["pairs"]:
-        print(f"{summary['pairs']} pairs were asked for, and would have taken longer than may be (--seconds).")
+        print(f"These are {saves} of {summary['pairs']} pairs, as the time was up: --seconds gives more.")
     if any(figure is None for each in costs.values() for figure in each.values()):
         print(
             f'"{CANNOT_TELL}": the blocks differ more among themselves than by a save, or are too few.\n'

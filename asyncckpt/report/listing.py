@@ -10,7 +10,7 @@ from asyncckpt.loading.source import read_manifest
 from asyncckpt.report.answers import Answers
 from asyncckpt.report.formats import duration, number, size_of, time_of
 from asyncckpt.report.measured import Measured
-from asyncckpt.report.places import OthersKind, found_at, kind_of_others, kind_of_ours, still_there
+from asyncckpt.report.places import OthersKind, found_at, kind_of_listed, kind_of_ours, still_there
 from asyncckpt.worker.manifest import METADATA_NAME, Manifest
 from asyncckpt.worker.storage import storage_for
 
@@ -24,10 +24,10 @@ def list_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -> 
         if paths != [given]:
             answers.line(f"{given}: {number(len(paths), 'checkpoint')}")
         for path in paths:
-            if path == given and (kind := kind_of_others(path)) is not None:
-                _list_others(answers, path, kind)
-                continue
             with answers.about(path), still_there(path, given):
+                if (kind := kind_of_listed(path, given)) is not None:
+                    _list_others(answers, path, kind)
+                    continue
                 manifest = read_manifest(path)
                 its, kind_of_it = Measured.of(manifest), kind_of_ours(manifest)
                 cells = [_shown(its.stall_s), _shown(its.durable_after_s)]

@@ -163,7 +163,7 @@ def _verify_dcp(verified: Verified, progress: Callable[[int], object]) -> None:
             what = "has nothing but zeros" if other.is_zero else "is no archive of torch.save, as the others are"
             verified.damages.append(Damage(other.file, f"{other.name!r} {what}"))
     verified.checked.append(
-        f"{METADATA_NAME}, and that all it names stands in {number(len(places), 'file')} that are long enough"
+        f"{METADATA_NAME}, and that all it names is there ({number(len(places), 'file')}, each long enough)"
     )
     verified.take_records(found)
     if others and not found.archives:

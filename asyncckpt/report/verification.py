@@ -12,7 +12,7 @@ from asyncckpt.loading.source import read_manifest, verify
 from asyncckpt.report.answers import DAMAGED, GOOD, Answers
 from asyncckpt.report.formats import size_of
 from asyncckpt.report.others import Damage, Verified, verify_others
-from asyncckpt.report.places import found_at, kind_of_others, kind_of_ours, still_there
+from asyncckpt.report.places import found_at, kind_of_listed, kind_of_ours, still_there
 from asyncckpt.worker.storage import absolute
 
 _ALL = "every byte, by the checksums that were written with it"
@@ -24,15 +24,14 @@ def verify_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -
         paths = found_at(given)
         if not paths:
             raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
-        if paths == [given] and (kind := kind_of_others(given)) is not None:
-            _show(answers, verify_others(absolute(given), kind, bar.update))
-            return
         for path in paths:
             with contextlib.suppress(CheckpointError):  # verify says what is wrong
                 bar.expect(read_manifest(path).nbytes)
         for path in paths:
             with answers.about(path), still_there(path, given):
-                _show(answers, _verify_ours(path, bar))
+                kind = kind_of_listed(path, given)
+                found = _verify_ours(path, bar) if kind is None else verify_others(absolute(path), kind, bar.update)
+                _show(answers, found)
 
 
 def _verify_ours(path: str, bar: Progress) -> Verified:
@@ -43,7 +42,7 @@ def _verify_ours(path: str, bar: Progress) -> Verified:
         found.kind = kind_of_ours(read_manifest(path))
         found.checked.append(_ALL)
     if not found.checked:  # its manifest is what is damaged
-        found.unchecked.append(f"all else: {os.path.basename(path)} has no manifest that can be read")
+        found.unchecked.append(f"all else, as {os.path.basename(path)} has no manifest that can be read")
     return found
 
 

@@ -79,8 +79,7 @@ class PrometheusMetrics:
             self._begun.add(rank)
             for outcome in ("committed", "failed", "skipped"):
                 self._saves.labels(self._training, rank, outcome)
-            for each in (self._written, self._restarts, self._takeovers):
-                each.labels(self._training, rank)
+            self._written.labels(self._training, rank)
 
     def note_durable(self, rank: int, step: int | None, at: float) -> None:
         """The newest save that is durable on a ``rank`` is of that ``step``, ``at`` seconds since the epoch."""
@@ -108,6 +107,9 @@ class PrometheusMetrics:
                 self._uploads.labels(*labels, "failed").inc()
             case "loaded" | "load failed":
                 self._loads.labels(*labels, event.source or "failed").observe(event.seconds or 0.0)
+            case "worker started":
+                for each in (self._restarts, self._takeovers):
+                    each.labels(*labels)
             case "worker restarted":
                 self._restarts.labels(*labels).inc()
             case "memory taken over":

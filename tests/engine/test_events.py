@@ -225,7 +225,7 @@ def test_who_raises_is_logged_once_and_told_all_the_same(
         called.append(event)
         raise RuntimeError("as the test wants")
 
-    with Checkpointer(tmp_path, Config(linger=0, on_event=(raises, heard))) as checkpointer:
+    with Checkpointer(tmp_path, Config(linger=0, on_event=raises), on_event=[heard]) as checkpointer:
         checkpointer.save(1, STATE)
         checkpointer.save(2, STATE)
     assert heard.phases(1) == heard.phases(2) == SAVE

@@ -58,12 +58,12 @@ def test_what_nobody_thought_of_does_not_stop_the_others(
         save_file({"w": torch.ones(3)}, tmp_path / f"{name}.safetensors")
     before = places.kind_of_others
 
-    def odd(path: str) -> Any:
+    def odd(path: str, given: str) -> Any:
         if path.endswith("a.safetensors"):
             raise ZeroDivisionError("odd")
-        return before(path)
+        return before(path, given)
 
-    monkeypatch.setattr(listing, "kind_of_others", odd)
+    monkeypatch.setattr(listing, "kind_of_listed", odd)
     assert cli.main(["ls", *form, *(str(tmp_path / f"{name}.safetensors") for name in ("a", "b"))]) == 2
     said = capsys.readouterr()
     assert "b.safetensors" in said.out and "ZeroDivisionError" in (said.out if form else said.err)

@@ -102,6 +102,7 @@ def test_a_checkpointer_is_asked(root: Path) -> None:
             save.result(60)
         advice = checkpointer.suggested_interval(3600.0)
         assert advice.saves == 2 and 0 < advice.stall_s < advice.durable_s < 60
+        assert checkpointer.suggested_interval("4h", restart="2m").mtbf_s == 14400 and "every" in str(advice)
         assert advice.interval_s == max(advice.daly_s, advice.durable_s)
         with pytest.raises(ValueError):
             checkpointer.suggested_interval(0)

@@ -150,6 +150,14 @@ def test_a_checkpoint_of_dcp(stored: Path, capsys: pytest.CaptureFixture[str]) -
     assert status == 1 and facts["damages"] == [{"file": str(data), "what": "a file of this checkpoint is missing"}]
 
 
+def test_those_of_dcp_in_a_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        dcp_save({"w": torch.full((100,), VALUE)}, checkpoint_id=tmp_path / f"step-{step:08d}", no_dist=True)
+    for command in ("ls", "verify"):
+        assert cli.main([command, str(tmp_path), "--json"]) == 0
+        assert [facts["kind"] for facts in json.loads(capsys.readouterr().out)] == ["dcp", "dcp"]
+
+
 def test_ours_without_a_manifest_is_none_of_dcps(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with asyncckpt.Checkpointer(root) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)})

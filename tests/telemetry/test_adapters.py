@@ -249,11 +249,19 @@ def test_two_trainings_have_files_and_labels_of_their_own(tmp_path: Path, folder
     assert all(f'training="{tmp_path / name}"' in text for name in "ab")
 
 
-def test_a_folder_that_is_not_there_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Checkpointer(tmp_path, Config(linger=0, metrics_folder=str(tmp_path / "none"))) as checkpointer:
+def test_a_folder_that_cannot_be_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with Checkpointer(tmp_path, Config(linger=0, metrics_folder=str(tmp_path / "file/folder"))) as checkpointer:
         checkpointer.save(1, STATE).result(60)
         checkpointer.save(2, STATE).result(60)
-    assert caplog.text.count("No such file") == 1
+    assert caplog.text.count("Config.metrics_folder: ") == 1 and "Not a directory" in caplog.text
+
+
+def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Config(linger=0, metrics_folder=str(tmp_path / "a/b"))) as checkpointer:
+        checkpointer.save(1, STATE).result(60)
+        wait_for(lambda: any(tmp_path.glob("a/b/*.prom")))
+        assert "asyncckpt_worker_restarts_total" not in samples(tmp_path / "a/b")
 
 
 def test_without_the_library_the_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
