@@ -56,7 +56,7 @@ def test_what_nobody_thought_of_does_not_stop_the_others(
 ) -> None:
     for name in ("a", "b"):
         save_file({"w": torch.ones(3)}, tmp_path / f"{name}.safetensors")
-    before = places.kind_of_others
+    before = places.kind_of_listed
 
     def odd(path: str, given: str) -> Any:
         if path.endswith("a.safetensors"):
