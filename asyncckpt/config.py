@@ -116,9 +116,9 @@ class Config:
 
     on_event: Callable[[Any], object] | str | Sequence[Callable[[Any], object] | str] = ()
     """Who is told what becomes of saves and loads: a function of an ``asyncckpt.events.Event``, or several; the
-    adapters of ``asyncckpt.telemetry`` are such. Each is called on a thread of its own: none can slow a save, or have
-    it fail. A text names one, as "module:function", or "module:Class" for an object of that; in the environment, some
-    such texts with commas between."""
+    adapters of ``asyncckpt.telemetry`` are such. Each is called on a thread of its own: none can have a save fail, or
+    hold it up. A text names one, as "module:function", or "module:Class" for an object of that; in the environment,
+    some such texts with commas between."""
 
     metrics_folder: str | None = None
     """A folder in which the worker keeps a file of Prometheus metrics up to date, for node_exporter's textfile

@@ -69,7 +69,8 @@ class Loads:
         about: dict[str, Any] = {"rank": rank_of(self._ranks), "path": self._tiers.root}
         number = None if step is None else whole_number(step, "step")
         try:
-            loaded = self._load(fill, self._asked_by_all(number), begun, memory=memory, fallback=fallback)
+            self._check_asked_by_all(number)
+            loaded = self._load(fill, number, begun, memory=memory, fallback=fallback)
         except BaseException as error:
             about |= {"step": number, "seconds": time.perf_counter() - begun}
             self._engine.tell(Event(phase="load failed", error=f"{type(error).__name__}: {error}", **about))
@@ -102,13 +103,12 @@ class Loads:
         self.origin = from_first(partial(self._tiers.origin, found), self._ranks)
         return Loaded(found, source, time.perf_counter() - begun, nbytes)
 
-    def _asked_by_all(self, step: int | None) -> int | None:
-        """The step that all ranks are to load, and may."""
+    def _check_asked_by_all(self, step: int | None) -> None:
+        """Raise unless all ranks load the same, and may."""
         words = "loads the newest step" if step is None else f"loads step {step}"
         check_same(Call(words, words), self._ranks)
         from_first(partial(check_job, self._tiers.root, self._engine.config.job_id), self._ranks)
         self._check_local()
-        return step
 
     def _check_local(self) -> None:
         if self._tiers.local is not None:

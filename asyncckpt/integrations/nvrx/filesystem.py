@@ -66,7 +66,7 @@ def record_spans(otel_bootstrap: Mapping[str, Any] | None) -> None:
     """Have spans recorded by the names of nvrx's worker, where OpenTelemetry is installed, and Megatron-LM says so.
 
     They are recorded in this process, by the tracer that it has, as the worker's phases are known here.
-    ``otel_bootstrap`` is what nvrx would set a worker up by; of it only ``enabled`` counts.
+    ``otel_bootstrap`` is what nvrx would set a worker up by; here it counts that it is given, and not what it says.
     """
     if otel_bootstrap is not None and importlib.util.find_spec("opentelemetry") is not None:
         _listeners[:] = [_spans()]
