@@ -1,9 +1,6 @@
 """Published slots: which slots of a segment readers may look at, and which of them the trainer may write to again.
 
-What is published stands in the header page (``slots.py``), who reads it in *leases*: locks of the kernel on the
-segment's own file, one byte a slot (``F_OFD_SETLK``, Linux 3.15). Readers share one, the writer's is exclusive. A lock
-belongs to an open file description, and each lease has one of its own, so it ends when that is closed or its process
-dies, however it dies. There is no count that a dead reader could leave behind.
+What is published stands in the header page (``slots.py``), who reads it in leases (``slot_locks.py``).
 
 The trainer *claims* a slot, which fails while it is being read, and only then takes back what is published there; it
 *offers* the slot again when it has published something else. A reader looks what is published, takes its lease, and
@@ -12,19 +9,11 @@ looks again. So what a reader sees under its lease stays as it is.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import struct
-import weakref
 
 from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slot_locks import Claims, Readers, lease
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
-
-
-def reopen(fd: int, flags: int) -> int:
-    """The same memory file, by an open file description of its own. With ``O_RDONLY`` it cannot be written through."""
-    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
 class PublishedSlots:
@@ -33,18 +22,16 @@ class PublishedSlots:
     def __init__(self, segment: Segment, count: int) -> None:
         """``segment`` has the header page; the images may be in others."""
         self.count = count
-        self._segment = segment
         self._table = SlotTable(segment.view)
-        # Where nothing is published there is no reader, and no lock is needed: many are never published in.
-        self._claims = Claims(segment) if self._table.publications(count) else None
+        self._claims = Claims(segment)
 
     def publications(self) -> dict[PublishedVersion, int]:
         """What is published, and in which slot, the oldest first."""
         return dict(sorted(self._table.publications(self.count).items()))
 
     def claim(self, slot: int) -> bool:
-        """Whether nobody reads ``slot``. If so, nobody can until it is published again: nothing is any more."""
-        if self._claims is not None and not self._claims.claim(slot):
+        """Whether nobody reads ``slot``. If so, nobody can until it is offered again: nothing is published any more."""
+        if not self._claims.claim(slot):
             return False
         self._table.withdraw(slot)
         return True
@@ -74,14 +61,18 @@ class PublishedSlots:
         keep; or where they have this one already, as another version.
         """
         others = [other for other in self.publications().values() if other != slot]
-        if not self._locks().claim(slot) or (len(others) == self.count - 1 and not any(map(self.claim, others))):
+        if not self._is_unread(slot) or (len(others) == self.count - 1 and not any(map(self._withdraw, others))):
             return False
         self.publish(slot, version)
         return True
 
     def offer(self, slot: int) -> None:
-        """End the claim on ``slot``."""
-        self._locks().offer(slot)
+        """End the claim on ``slot``, for those who read what is published."""
+        self._claims.offer(slot, Readers.OF_PUBLISHED)
+
+    def offer_image(self, slot: int) -> None:
+        """End the claim on ``slot``, for those who read the image of a save, which is whole."""
+        self._claims.offer(slot, Readers.OF_IMAGE)
 
     def withdraw_all(self) -> None:
         """Nobody shall find anything here any more. The slots are not claimed: nothing may be written there."""
@@ -91,13 +82,18 @@ class PublishedSlots:
     def close(self) -> None:
         """Let go of the header page, and give all claims back."""
         self._table.close()
-        if self._claims is not None:
-            self._claims.close()
+        self._claims.close()
 
-    def _locks(self) -> Claims:
-        if self._claims is None:
-            self._claims = Claims(self._segment)
-        return self._claims
+    def _is_unread(self, slot: int) -> bool:
+        """Whether nobody reads what is published in ``slot``, and nobody can from now on."""
+        return self._claims.claim(slot, Readers.OF_PUBLISHED)
+
+    def _withdraw(self, slot: int) -> bool:
+        """Take back what is published in ``slot``, unless somebody reads it."""
+        if not self._is_unread(slot):
+            return False
+        self._table.withdraw(slot)
+        return True
 
 
 class ReadableSlots:
@@ -123,60 +119,3 @@ class ReadableSlots:
     def close(self) -> None:
         """Let go of the header page. Leases last."""
         self._table.close()
-
-
-class Claims:
-    """The writer's locks on the slots of one segment."""
-
-    def __init__(self, segment: Segment) -> None:
-        self._fd = reopen(segment.fileno(), os.O_RDWR)
-        _all_claims.add(self)
-
-    def claim(self, slot: int) -> bool:
-        """Whether nobody reads ``slot``, and nobody begins to from now on. True where it is claimed already."""
-        return _lock(self._fd, fcntl.F_WRLCK, slot)
-
-    def offer(self, slot: int) -> None:
-        """End the claim on ``slot``: readers may take a lease."""
-        _lock(self._fd, fcntl.F_UNLCK, slot)
-
-    def close(self) -> None:
-        """End all claims. Safe to call twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-def lease(fd: int, slot: int) -> int | None:
-    """A reader's lock: a descriptor that keeps ``slot`` of the segment ``fd`` as it is, until it is closed.
-
-    None where the writer has claimed the slot.
-    """
-    own = reopen(fd, os.O_RDONLY)
-    if _lock(own, fcntl.F_RDLCK, slot):
-        return own
-    os.close(own)
-    return None
-
-
-def _lock(fd: int, kind: int, slot: int) -> bool:
-    # struct flock: type, whence, start, length, and a process id that has to be 0.
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, slot, 1, 0))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-_all_claims: weakref.WeakSet[Claims] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    """A fork (a data loader's worker, say) must not keep a claim of a trainer that has died."""
-    for claims in list(_all_claims):
-        claims.close()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

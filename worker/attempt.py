@@ -34,7 +34,6 @@ from asyncckpt.worker.manifest import (
     spans,
     storage_meta,
 )
-from asyncckpt.worker.messages import ANY_PLAN
 from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.segment_layout import (
     ArchiveData,
@@ -50,6 +49,7 @@ from asyncckpt.worker.staged_image import ImageFile, StagedImage
 from asyncckpt.worker.storage.history import time_of_creation
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile
 from asyncckpt.worker.timings import CALLED_AT, note, of_all_ranks
+from asyncckpt.worker.write_request import ANY_PLAN
 
 
 @dataclass

@@ -16,6 +16,7 @@ from multiprocess.reduction import recv_handle, send_handle
 from asyncckpt.errors import CheckpointError, ClosedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
+from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.open_saves import OpenSaves, TrackedSave
 from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
 from asyncckpt.worker.questions import Questions
@@ -93,7 +94,7 @@ class WorkerClient:
         """What is being copied to another root. Raises ``StorageError``."""
         return self._ask(AskUploads(), UploadsUnderWay, timeout, "asking for uploads")
 
-    def adopt(self, segment: Segment, held: tuple[messages.HeldImage, ...], timeout: float) -> int:
+    def adopt(self, segment: Segment, held: tuple[HeldImage, ...], timeout: float) -> int:
         """Have the worker take over a segment whose worker is gone. Returns its number in this one.
 
         Args:

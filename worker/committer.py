@@ -18,13 +18,14 @@ from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.worker.attempt import Attempt
-from asyncckpt.worker.messages import Committed, Failed, Rendezvous, WriteRequest
+from asyncckpt.worker.messages import Committed, Failed, Rendezvous
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.store_connection import Patience
 from asyncckpt.worker.timings import note
 from asyncckpt.worker.uploader import Uploader
+from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

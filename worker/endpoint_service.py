@@ -25,6 +25,7 @@ from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_layout import FileSetLayout, WeightsLayout
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.takeover import is_leaving
+from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class EndpointService:
         self._lingers_for = 0.0
         # A plain flag, because a signal handler may set it.
         self._retired = False
-        self.unended_saves: Callable[[], tuple[messages.WriteRequest, ...]] = tuple
+        self.unended_saves: Callable[[], tuple[WriteRequest, ...]] = tuple
         """Says which saves have not ended."""
 
     def open(self) -> None:

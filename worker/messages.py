@@ -54,12 +54,14 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, SegmentLayout, WeightsLayout
-from asyncckpt.worker.uploads import AskUploads, Upload, Uploaded, UploadsUnderWay
+from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
+from asyncckpt.worker.write_request import WriteRequest
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
@@ -77,65 +79,6 @@ class Rendezvous:
     secret: bytes
     rank: int
     world_size: int
-
-
-Existing = Literal["refuse", "replace", "join", "set aside"]
-"""What a save does where its path exists: it is refused; a checkpoint that is there is replaced, whole, in one step;
-its files are put beside those of others, DCP's ``.metadata`` after all it names; or what is there gets another name,
-but for a link, which goes. Whoever replaces, or joins, follows a link."""
-
-
-ANY_PLAN = -1
-"""The number of the plan of a rank that has nothing to stage."""
-
-
-@dataclass(frozen=True)
-class WriteRequest:
-    """What the worker is to write from one slot: this rank's part of the checkpoint at ``path`` (absolute), or a file.
-
-    ``save_id`` and ``attempt`` are the same on all ranks. So is ``plan``, the number of the image's plan, or the parts
-    do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
-    archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
-    all created up to then. ``upload``, on the first rank: what follows when it is committed.
-    ``called_at``: when ``save`` was called, in seconds since the epoch.
-    """
-
-    save_id: int
-    segment: int
-    slot: int
-    path: str
-    attempt: str
-    step: int | None
-    rank: int
-    world_size: int
-    existing: Existing
-    keep_last: int | None
-    keep: bool
-    timeout: float
-    pickle_bytes: tuple[int, ...] = ()
-    small_files: tuple[tuple[str, bytes], ...] = ()
-    umask: int = 0o022
-    since: float = 0.0
-    plan: int = 0
-    upload: Upload | None = None
-    called_at: float = 0.0
-
-
-@dataclass(frozen=True)
-class HeldImage:
-    """A whole image in the memory of a worker: what was staged for ``request``, in a segment of that ``layout``.
-
-    ``constants`` and ``checksums``: of the layout's constant regions, and of the image's spans (unsigned 64-bit
-    numbers). ``committed``: whether that save was; None: it has not ended yet. ``staged_at``: when it was whole, by
-    ``time.monotonic``.
-    """
-
-    request: WriteRequest
-    layout: CheckpointLayout
-    constants: tuple[int, ...]
-    checksums: bytes
-    committed: bool | None
-    staged_at: float
 
 
 class Listen:

@@ -18,8 +18,9 @@ from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.events import Event, Listener, end_of_save
 from asyncckpt.telemetry.prometheus import PrometheusMetrics
-from asyncckpt.worker.messages import Committed, Failed, WriteRequest
+from asyncckpt.worker.messages import Committed, Failed
 from asyncckpt.worker.uploads import Uploaded
+from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.flag import Flag
 from asyncckpt.worker import messages
 from asyncckpt.worker.rounds import grace
+from asyncckpt.worker.write_request import WriteRequest
 
 # What a worker needs at the end, when the first rank says nothing: a last question, and a look at what is in storage.
 _LAST_LOOK_S = 5.0
@@ -25,7 +26,7 @@ def longest(timeout: float) -> float:
 class TrackedSave(Protocol):
     """A save that the worker was told of; its own calls come on whatever thread learns of it."""
 
-    request: messages.WriteRequest
+    request: WriteRequest
     begun_at: float  # when the worker was told, by time.monotonic
     copied: Flag  # nobody copies into its slot (any more)
     is_whole: bool  # its image is complete

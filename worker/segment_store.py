@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm import budget
-from asyncckpt.shm.published_slots import reopen
 from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slot_locks import Readers, lease, reopen
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker import messages
 from asyncckpt.worker.endpoint import announce_memory, announced_bytes, host_lock
+from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, SegmentLayout, WeightsLayout
 from asyncckpt.worker.takeover import retire_idle_workers
+from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +70,19 @@ class HostedSegment:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Keep the memory, even if this is closed meanwhile."""
-        with self._lock:
-            self._users += 1
+        self.use()
         try:
             yield
         finally:
             self.close()
 
+    def use(self) -> None:
+        """One more uses the memory, until it calls ``close``."""
+        with self._lock:
+            self._users += 1
+
     def close(self) -> None:
-        """Let go of the memory, as soon as nobody uses it. To be called once."""
+        """Let go of the memory, as soon as nobody uses it. To be called once by each that does."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -89,12 +95,33 @@ class HostedSegment:
 
 @dataclass
 class _ImageRecord:
-    request: messages.WriteRequest
+    request: WriteRequest
     layout: CheckpointLayout
     staged_at: float
     checksums: array[int] | None = None
     committed: bool | None = None
     adopted: bool = False
+
+    @property
+    def key(self) -> ImageKey:
+        return ImageKey(self.request.attempt, self.request.rank)
+
+
+class LeasedImage:
+    """An image that somebody reads, in ``memory``, a whole segment: nobody writes in its slot until this is closed."""
+
+    def __init__(self, held: HeldImage, hosted: HostedSegment, lease: int) -> None:
+        """``held``: which; ``hosted``: where it is, in use until this is closed; ``lease``: the lock on its slot."""
+        self.held = held
+        self.used = hosted.used
+        """Keeps the memory, whatever becomes of the lease."""
+        self.memory = hosted.segment.view
+        self._hosted, self._lease = hosted, lease
+
+    def close(self) -> None:
+        """End the lease. To be called once."""
+        os.close(self._lease)
+        self._hosted.close()
 
 
 class SegmentStore:
@@ -133,7 +160,7 @@ class SegmentStore:
                 raise
         return self._add(segment), segment
 
-    def adopt(self, segment: Segment, held: tuple[messages.HeldImage, ...]) -> int:
+    def adopt(self, segment: Segment, held: tuple[HeldImage, ...]) -> int:
         """Take over a segment of another worker, with the images it held there. Returns its number here."""
         number = self._add(segment)
         with self._lock:
@@ -159,19 +186,19 @@ class SegmentStore:
             hosted.close()
             self._released = [each for each in self._released if not each.closed.is_set()] + [hosted]
 
-    def slot_taken(self, request: messages.WriteRequest) -> None:
+    def slot_taken(self, request: WriteRequest) -> None:
         """A slot is being staged: what was in it is gone."""
         with self._lock:
             self._images.pop((request.segment, request.slot), None)
 
-    def image_staged(self, request: messages.WriteRequest) -> None:
+    def image_staged(self, request: WriteRequest) -> None:
         """An image is whole. Those of single files are not held: nobody looks for them here."""
         layout = self._hosted[request.segment].layout
         if isinstance(layout, CheckpointLayout):
             with self._lock:
                 self._images[request.segment, request.slot] = _ImageRecord(request, layout, time.monotonic())
 
-    def image_written(self, request: messages.WriteRequest, checksums: array[int]) -> None:
+    def image_written(self, request: WriteRequest, checksums: array[int]) -> None:
         """The checksums of an image are known."""
         with self._lock:
             if (image := self._images.get((request.segment, request.slot))) and image.request == request:
@@ -200,7 +227,7 @@ class SegmentStore:
         with self._lock:
             return bool(self._images or self.published())
 
-    def held_images(self) -> tuple[messages.HeldImage, ...] | None:
+    def held_images(self) -> tuple[HeldImage, ...] | None:
         """The images that are whole; None while the trainer lives."""
         with self._lock:
             if not self._trainer_is_gone:
@@ -208,6 +235,32 @@ class SegmentStore:
             whole = [image for image in self._images.values() if self._is_whole(image)]
         # Nothing is staged any more: what is whole stays so.
         return tuple(map(self._held, whole))
+
+    def summaries(self) -> tuple[ImageSummary, ...]:
+        """The images that are whole, as they were staged, the oldest first."""
+        with self._lock:
+            whole = sorted(filter(self._is_whole, self._images.values()), key=lambda image: image.staged_at)
+            return tuple(ImageSummary(replace(each.request, small_files=()), each.committed) for each in whole)
+
+    def lease(self, key: ImageKey) -> LeasedImage | None:
+        """Let somebody read an image; None where it is not here, or is just being overwritten."""
+        with contextlib.ExitStack() as undo:
+            with self._lock:
+                image = next((each for each in self._images.values() if each.key == key), None)
+                if image is None:
+                    return None
+                hosted = self._hosted[image.request.segment]
+                hosted.use()
+            undo.callback(hosted.close)
+            fd = lease(hosted.segment.fileno(), image.request.slot, Readers.OF_IMAGE)
+            if fd is None:
+                return None
+            undo.callback(os.close, fd)
+            if not self._is_whole(image):  # its slot was taken just before
+                return None
+            leased = LeasedImage(self._held(image), hosted, fd)
+            undo.pop_all()
+            return leased
 
     def published(self) -> tuple[messages.PublishedSegment, ...]:
         """The segments in which something is published."""
@@ -250,7 +303,7 @@ class SegmentStore:
         slots = self._hosted[request.segment].slots
         return slots.save_id(request.slot) == request.save_id and slots.state(request.slot) is not State.STAGING
 
-    def _held(self, image: _ImageRecord) -> messages.HeldImage:
+    def _held(self, image: _ImageRecord) -> HeldImage:
         hosted = self._hosted[image.request.segment]
         checksums, layout = image.checksums, image.layout
         if checksums is None:  # not written yet, or writing failed
@@ -260,7 +313,7 @@ class SegmentStore:
                 spans = zip(bounds[:-1], bounds[1:], strict=True)
                 checksums.extend(checksum(data[begin:end]) for begin, end in spans)
             image.checksums = checksums  # whole: somebody else may ask meanwhile
-        return messages.HeldImage(
+        return HeldImage(
             image.request,
             image.layout,
             hosted.constants,

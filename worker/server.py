@@ -31,6 +31,7 @@ from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store import Store
 from asyncckpt.worker.uploader import Uploader
 from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
+from asyncckpt.worker.write_request import WriteRequest
 from asyncckpt.worker.writer import Writer
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class Server:
             send(self._connection, messages.Answer(asked, messages.Allocated(number)))
             send_handle(self._connection, segment.fileno(), os.getppid())
 
-    def _end(self, request: messages.WriteRequest, outcome: messages.Committed | messages.Failed) -> None:
+    def _end(self, request: WriteRequest, outcome: messages.Committed | messages.Failed) -> None:
         self._segment_store.save_ended(outcome.save_id, committed=isinstance(outcome, messages.Committed))
         self._send(outcome)
         if self._metrics is not None:

@@ -20,9 +20,9 @@ from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import State
 from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.messages import WriteRequest
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.storage.storage import OutputFile
+from asyncckpt.worker.write_request import WriteRequest
 
 # How often to look for more. At tens of gigabytes a second that is enough to write, each time.
 _POLL_S = 0.002

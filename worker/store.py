@@ -113,7 +113,7 @@ class Store:
         """
         self._secret = secret
         self._id = secrets.token_bytes(ID_BYTES)
-        self._listener, self.address = _listen(address, port)
+        self._listener, self.address = listen(address, port)
         self.port: int = self._listener.getsockname()[1]
         self._keys: dict[str, dict[int, bytes]] = {}
         self._waiting: defaultdict[str, set[_Peer]] = defaultdict(set)
@@ -324,7 +324,7 @@ class Store:
         peer.received.clear()
 
 
-def _listen(address: str, port: int) -> tuple[socket.socket, str]:
+def listen(address: str, port: int) -> tuple[socket.socket, str]:
     """A socket that listens, and at which address alone ("": at all of this host)."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -18,8 +18,8 @@ from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
 from asyncckpt.worker.endpoint import connect, endpoint_names, job_taken_error, peer_pid
+from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.messages import (
-    HeldImage,
     Inspect,
     Inventory,
     ListPublished,

@@ -36,11 +36,11 @@ from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.extent import check_whole
 from asyncckpt.worker.joint_file import JointInput
 from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Manifest, checksum, indexes_of
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.storage import InputFile, OpenAttempt, Storage, exists_error
 from asyncckpt.worker.upload_notes import UploadNotes
 from asyncckpt.worker.uploads import Upload, Uploaded, UploadsUnderWay
+from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

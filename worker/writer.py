@@ -32,6 +32,7 @@ from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Tor
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.staged_image import ImageState, StagedImage
 from asyncckpt.worker.storage.storage import Storage, exists_error
+from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="asyncckpt-writer", daemon=True)
         self._thread.start()
 
-    def begin(self, request: messages.WriteRequest) -> None:
+    def begin(self, request: WriteRequest) -> None:
         """The trainer is staging that."""
         hosted = self._segment_store.hosted(request.segment)
         image = StagedImage(request, hosted, self._changed, lambda: self._committer.can_succeed(request))

@@ -38,11 +38,11 @@ from asyncckpt.save_handle import Save, wait_for_actions
 from asyncckpt.staging.buffer import BufferPool
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import absolute, place_to_put, storage_for
 from asyncckpt.worker.takeover import Takeover
+from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

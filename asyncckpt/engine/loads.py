@@ -16,7 +16,7 @@ from asyncckpt.loading.memory_source import HeldImages, agreed_image, choose_in_
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.publication import whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, rank_of
-from asyncckpt.worker.messages import HeldImage
+from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage.history import Origin

@@ -33,8 +33,8 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.staging.buffer import BufferPool, StagingBuffer
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import ANY_PLAN
 from asyncckpt.worker.rounds import Call, check_same_call
+from asyncckpt.worker.write_request import ANY_PLAN
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from functools import partial
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import step_folder
 from asyncckpt.worker.storage.history import Origin
 from asyncckpt.worker.uploads import Upload
+from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

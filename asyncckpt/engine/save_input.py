@@ -18,9 +18,9 @@ from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.ranks.group import Group
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import is_address, may_be_key
+from asyncckpt.worker.write_request import Existing
 
 PREPARES = Call("prepares a save", "prepare")
 

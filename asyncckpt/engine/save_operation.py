@@ -31,8 +31,9 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
-from asyncckpt.worker.messages import Committed, WriteRequest
+from asyncckpt.worker.messages import Committed
 from asyncckpt.worker.timings import note
+from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

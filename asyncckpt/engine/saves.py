@@ -14,10 +14,10 @@ from asyncckpt.engine.save_operation import SaveOperation
 from asyncckpt.errors import CheckpointExistsError, SaveDroppedError, SaveTimeoutError, StorageError
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.open_saves import TrackedSave, longest
 from asyncckpt.worker.storage import is_address, storage_for
 from asyncckpt.worker.storage.storage import exists_error
+from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from asyncckpt.loading import load as reader
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import refuse_address, storage_for
+from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

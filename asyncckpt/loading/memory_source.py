@@ -17,12 +17,13 @@ from asyncckpt.loading.source import StorageSource
 from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import endpoint_name
+from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.manifest import Index, checksum
-from asyncckpt.worker.messages import HeldImage, WriteRequest
 from asyncckpt.worker.segment_layout import Region
 from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.storage.history import StoredStep, history
 from asyncckpt.worker.takeover import Takeover
+from asyncckpt.worker.write_request import WriteRequest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

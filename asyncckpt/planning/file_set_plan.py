@@ -20,8 +20,8 @@ from asyncckpt.planning.sharded_safetensors import ShardedSafetensorsDraft, Shar
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
-from asyncckpt.worker.messages import ANY_PLAN
 from asyncckpt.worker.segment_layout import ArchiveData, FileSetLayout, LargeFile, Region, SafetensorsData
+from asyncckpt.worker.write_request import ANY_PLAN
 
 _Contents = DraftInput | ShardedSafetensors | SafetensorsFile | TorchFileContents
 _PartPlan = CheckpointPlan | ShardedSafetensorsPlan | SafetensorsPlan | TorchFilePlan

@@ -28,10 +28,11 @@ from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError,
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
 from asyncckpt.ranks.collectives import cpu_group
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import Host, Rendezvous, WriteRequest
+from asyncckpt.worker.messages import Host, Rendezvous
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.store_connection import Patience
+from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import HeldImage
+from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.open_saves import TrackedSave
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 from asyncckpt.worker.takeover import Takeover

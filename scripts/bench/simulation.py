@@ -36,13 +36,14 @@ from asyncckpt.ranks.group import pack, unpack
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import store_connection
 from asyncckpt.worker.manifest import data_name, index_name
-from asyncckpt.worker.messages import Rendezvous, WriteRequest
+from asyncckpt.worker.messages import Rendezvous
 from asyncckpt.worker.rounds import Rounds, round_name
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.store import Store
+from asyncckpt.worker.write_request import WriteRequest
 from asyncckpt.worker.writer import begin_attempt
 
 

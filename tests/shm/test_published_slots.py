@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from asyncckpt.shm import published_slots
+from asyncckpt.shm import slot_locks
 from asyncckpt.shm.published_slots import PublishedSlots, ReadableSlots
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.slot_locks import Readers
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
 
 
@@ -45,12 +46,12 @@ def test_what_is_half_told_is_not_told() -> None:
 
 def test_a_claim_and_leases_exclude_each_other() -> None:
     with Segment.create("asyncckpt-test", PAGE) as segment:
-        claims, other = published_slots.Claims(segment), published_slots.Claims(segment)
+        claims, other = slot_locks.Claims(segment), slot_locks.Claims(segment)
         assert claims.claim(3) and claims.claim(3)
         assert not other.claim(3) and other.claim(2)
-        assert published_slots.lease(segment.fileno(), 3) is None
-        claims.offer(3)
-        one, two = (published_slots.lease(segment.fileno(), 3) for _ in range(2))
+        assert slot_locks.lease(segment.fileno(), 3) is None
+        claims.offer(3, Readers.OF_PUBLISHED)
+        one, two = (slot_locks.lease(segment.fileno(), 3) for _ in range(2))
         assert one is not None and two is not None
         assert not claims.claim(3)
         os.close(one)
@@ -72,7 +73,7 @@ def test_a_claim_and_leases_exclude_each_other() -> None:
             os.waitpid(child, 0)
         other.close()
         # Who reads has no way to write.
-        fd = published_slots.reopen(segment.fileno(), os.O_RDONLY)
+        fd = slot_locks.reopen(segment.fileno(), os.O_RDONLY)
         with pytest.raises(PermissionError):
             Segment.attach(fd)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.manifest import spans
-from asyncckpt.worker.messages import Existing, WriteRequest
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.write_request import Existing, WriteRequest
 from asyncckpt.worker.writer import begin_attempt
 
 

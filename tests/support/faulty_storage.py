@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.storage import FileStamp, InputFile, OpenAttempt, OutputFile, Resolution, Storage
+from asyncckpt.worker.write_request import Existing
 
 POINTS = ("begin", "create", "write", "sync", "finalize", "finalized")
 """Where it may fail: before a step, or, at ``finalized``, after it."""

@@ -14,8 +14,8 @@ from asyncckpt.errors import CheckpointError, CheckpointExistsError, CheckpointN
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.storage import OpenAttempt, Storage
+from asyncckpt.worker.write_request import Existing
 from support.faulty_storage import POINTS, FaultyStorage
 
 DATA = "__0_0.distcp"

@@ -13,8 +13,8 @@ from support.attempts import checkpoint_attempt
 
 from asyncckpt.errors import StorageError
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import file_system, partial
+from asyncckpt.worker.write_request import Existing
 
 
 class Recorder:

@@ -19,10 +19,11 @@ from asyncckpt.errors import RankFailedError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import committer as committer_module
 from asyncckpt.worker.committer import Committer
-from asyncckpt.worker.messages import Committed, Failed, Rendezvous, WriteRequest
+from asyncckpt.worker.messages import Committed, Failed, Rendezvous
 from asyncckpt.worker.rounds import Rounds
 from asyncckpt.worker.store import Store
 from asyncckpt.worker.store_connection import StoreClient
+from asyncckpt.worker.write_request import WriteRequest
 
 
 @pytest.mark.parametrize("fails", [False, True])

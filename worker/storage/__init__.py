@@ -18,13 +18,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME
-from asyncckpt.worker.messages import Existing, WriteRequest
 from asyncckpt.worker.storage.listing import PROBE
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.object_store import ObjectStorage
 from asyncckpt.worker.storage.objects import SCHEMES, objects_at
 from asyncckpt.worker.storage.record import PARTS
 from asyncckpt.worker.storage.storage import Storage
+from asyncckpt.worker.write_request import Existing, WriteRequest
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from typing import NamedTuple, TypeAlias
 
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
-from asyncckpt.worker.messages import WriteRequest
 from asyncckpt.worker.storage import is_address, named_steps, remove_old_checkpoint, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.storage import FileStamp
+from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

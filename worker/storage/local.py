@@ -22,7 +22,6 @@ from asyncckpt.errors import (
     StorageError,
 )
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
     files_under,
     holds_only_a_checkpoint,
@@ -52,6 +51,7 @@ from asyncckpt.worker.storage.partial import (
 )
 from asyncckpt.worker.storage.renames import rename, set_aside
 from asyncckpt.worker.storage.storage import FileStamp, Resolution, Storage
+from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

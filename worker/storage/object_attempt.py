@@ -11,7 +11,6 @@ from functools import partial
 
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.listing import Listing, list_below
 from asyncckpt.worker.storage.objects import PART_BYTES, Objects, part_bytes_of
 from asyncckpt.worker.storage.record import (
@@ -25,6 +24,7 @@ from asyncckpt.worker.storage.record import (
 )
 from asyncckpt.worker.storage.stock_names import hide, in_the_way, show, shown
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, exists_error
+from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from collections.abc import Generator, Iterator, Sequence
 
 from asyncckpt.errors import CheckpointNotFoundError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import object_sweep, record
 from asyncckpt.worker.storage.listing import list_below
 from asyncckpt.worker.storage.object_attempt import (
@@ -42,6 +41,7 @@ from asyncckpt.worker.storage.record import (
 )
 from asyncckpt.worker.storage.stock_names import has_copies, hide, is_under_way, show, shown
 from asyncckpt.worker.storage.storage import FileStamp, InputFile, Resolution, Storage
+from asyncckpt.worker.write_request import Existing
 
 _MOST_REMEMBERED = 256
 # Where there are no locks, a worker that repeats a request for long must not be taken for dead.

@@ -20,7 +20,6 @@ import xxhash
 
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import (
     files_under,
     is_replaceable,
@@ -32,6 +31,7 @@ from asyncckpt.worker.storage.file_system import (
 from asyncckpt.worker.storage.local_file import LocalFile
 from asyncckpt.worker.storage.renames import exchange, rename, rename_new, set_aside
 from asyncckpt.worker.storage.storage import OpenAttempt, exists_error
+from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, closing
 from typing import NamedTuple
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
-from asyncckpt.worker.messages import Existing
+from asyncckpt.worker.write_request import Existing
 
 
 class OutputFile(ABC):

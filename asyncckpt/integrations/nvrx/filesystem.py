@@ -26,8 +26,8 @@ from asyncckpt.loading.dcp_reader import CheckpointReader
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage.file_system import translated
+from asyncckpt.worker.write_request import Existing
 
 PlannedSave = tuple["FileSystemWriterAsync", Metadata | None, _DistWrapper]
 """The arguments of ``save_state_dict_async_finalize``."""

@@ -11,8 +11,9 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations.torchtitan.steps import complete_steps
 from asyncckpt.loading.memory_source import HeldImages, agreed_image
-from asyncckpt.worker.messages import HeldImage, WriteRequest
+from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

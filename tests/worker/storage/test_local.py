@@ -18,11 +18,11 @@ from support.storage_contract import FileSystemContract, put
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.manifest import Manifest
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import complete_steps, file_system, partial, renames, storage_for
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.storage import Storage
+from asyncckpt.worker.write_request import Existing
 
 
 class TestLocalStorage(FileSystemContract):

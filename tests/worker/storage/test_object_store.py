@@ -17,7 +17,6 @@ from support.storage_contract import StorageContract, put, put_checkpoint
 
 from asyncckpt.errors import CheckpointExistsError, SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import object_attempt, object_sweep, storage_for
 from asyncckpt.worker.storage.listing import Listing, list_below
 from asyncckpt.worker.storage.object_store import ObjectStorage
@@ -25,6 +24,7 @@ from asyncckpt.worker.storage.objects import Objects, objects_at, split_address
 from asyncckpt.worker.storage.record import PlaceRecord, read_record
 from asyncckpt.worker.storage.stock_names import show
 from asyncckpt.worker.storage.storage import OpenAttempt, Storage
+from asyncckpt.worker.write_request import Existing
 
 __all__ = ["s3_root", "s3_server"]
 

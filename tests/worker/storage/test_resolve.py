@@ -13,9 +13,9 @@ from support.attempts import checkpoint_attempt
 
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import partial, resolve
 from asyncckpt.worker.storage.partial import PARTIAL_SUFFIX, TRASH_SUFFIX
+from asyncckpt.worker.write_request import Existing
 
 
 @pytest.mark.parametrize(("code", "says"), [(errno.EIO, None), (errno.ESTALE, None), (errno.EROFS, False)])

@@ -13,12 +13,12 @@ from support.storage_contract import put
 
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
-from asyncckpt.worker.messages import Existing
 from asyncckpt.worker.storage import object_attempt, object_store, object_sweep, objects
 from asyncckpt.worker.storage.listing import list_below
 from asyncckpt.worker.storage.object_store import ObjectStorage
 from asyncckpt.worker.storage.objects import Objects, objects_at, split_address
 from asyncckpt.worker.storage.storage import OpenAttempt
+from asyncckpt.worker.write_request import Existing
 
 __all__ = ["s3_root", "s3_server"]
 

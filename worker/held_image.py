@@ -1,0 +1,46 @@
+"""Images that a worker holds: whole states in its memory, each this rank's part of what was saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncckpt.worker.segment_layout import CheckpointLayout
+from asyncckpt.worker.write_request import WriteRequest
+
+
+@dataclass(frozen=True)
+class HeldImage:
+    """A whole image in the memory of a worker: what was staged for ``request``, in a segment of that ``layout``.
+
+    ``constants`` and ``checksums``: of the layout's constant regions, and of the image's spans (unsigned 64-bit
+    numbers). ``committed``: whether that save was; None: it has not ended yet. ``staged_at``: when it was whole, by
+    ``time.monotonic``.
+    """
+
+    request: WriteRequest
+    layout: CheckpointLayout
+    constants: tuple[int, ...]
+    checksums: bytes
+    committed: bool | None
+    staged_at: float
+
+
+@dataclass(frozen=True)
+class ImageKey:
+    """Which image: of an attempt to save, the part of one rank. No two images have the same, whoever holds them."""
+
+    attempt: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class ImageSummary:
+    """An image in a few bytes: the request it was staged for, without small files, and whether that is committed."""
+
+    request: WriteRequest
+    committed: bool | None
+
+    @property
+    def key(self) -> ImageKey:
+        """Which one it is."""
+        return ImageKey(self.request.attempt, self.request.rank)

@@ -1,0 +1,129 @@
+"""A worker on whatever host, as one that reads the images it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import TracebackType
+
+from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
+from asyncckpt.worker.transfer import requests
+from asyncckpt.worker.transfer.kinds import transport_named
+from asyncckpt.worker.transfer.server import SILENCE_S
+from asyncckpt.worker.transfer.sockets import connect
+from asyncckpt.worker.transfer.transport import Reading, TransferAddress
+
+# How often the other end is asked whether it is there, and how long it may take to say so.
+_PING_S = SILENCE_S / 3
+_ANSWER_S = 10.0
+
+
+class Holder:
+    """A connection to one worker. Any thread may call.
+
+    Every method raises ``OSError`` where it is gone or does not answer; then nothing more can be had from it.
+    """
+
+    def __init__(self, address: TransferAddress, key: bytes, transport: str, answer_s: float = _ANSWER_S) -> None:
+        """Connect.
+
+        Args:
+            address: Where it serves.
+            key: That of the job.
+            transport: The kind by which bytes are moved.
+            answer_s: Seconds that each answer may take, and for which it may be silent while something is read.
+
+        Raises:
+            OSError: It cannot be reached, or does not know the key.
+        """
+        self.address = address
+        self._key, self._kind, self._answer_s = key, transport, answer_s
+        self._asking = threading.Lock()
+        self._open: list[RemoteImage] = []
+        self._connection = connect(address, key, answer_s)
+        self._ended = threading.Event()
+        self._pinger = threading.Thread(target=self._ping, name="asyncckpt-ping", daemon=True)
+        self._pinger.start()
+
+    def images(self) -> tuple[ImageSummary, ...]:
+        """What it holds, as it was staged, the oldest first."""
+        answer = self._ask(requests.AskImages())
+        return answer.images if isinstance(answer, requests.Images) else ()
+
+    def open(self, key: ImageKey) -> RemoteImage:
+        """Read an image, which stays as it is until it is closed. Raises ``FileNotFoundError`` where it is not held."""
+        answer = self._ask(requests.OpenImage(key, self._kind))
+        if not isinstance(answer, requests.Opened):
+            why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
+            raise FileNotFoundError(f"the image of rank {key.rank} cannot be read at {self._connection.peer}: {why}")
+        try:
+            reading = transport_named(self._kind).read_from(self.address, self._key, answer)
+        except OSError:
+            self._connection.send(requests.CloseImage(answer.lease))
+            raise
+        image = RemoteImage(self, answer, reading)
+        self._open.append(image)
+        if self._ended.is_set():
+            image.close()
+        return image
+
+    def close(self) -> None:
+        """Leave. What is being read raises. Safe to call twice."""
+        self._ended.set()
+        self._connection.close()
+        for image in list(self._open):
+            image.close()
+        if self._pinger is not threading.current_thread():
+            self._pinger.join()
+
+    def release(self, image: RemoteImage, lease: str) -> None:
+        """An image is closed here."""
+        with contextlib.suppress(ValueError):
+            self._open.remove(image)
+        with contextlib.suppress(OSError), self._asking:
+            self._connection.send(requests.CloseImage(lease))
+
+    def _ask(self, question: object) -> object:
+        with self._asking:
+            try:
+                self._connection.send(question)
+                return self._connection.receive()
+            except OSError:
+                self._connection.close()  # an answer may still be on its way
+                raise
+
+    def _ping(self) -> None:
+        """See that it lives, and show that this one does: a kind of transport may not notice."""
+        while not self._ended.wait(min(_PING_S, self._answer_s)):
+            try:
+                self._ask(requests.Ping())
+            except OSError:
+                for image in list(self._open):
+                    image.close()
+                return
+
+    def __enter__(self) -> Holder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class RemoteImage:
+    """An image that another worker holds, leased: what it is (``held``), and its bytes."""
+
+    def __init__(self, peer: Holder, opened: requests.Opened, reading: Reading) -> None:
+        self.held: HeldImage = opened.held
+        self._peer, self._lease, self._reading = peer, opened.lease, reading
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of the segment from ``offset`` on. Any thread may call.
+
+        Raises ``OSError``; nothing is checked.
+        """
+        self._reading.read(offset, into)
+
+    def close(self) -> None:
+        """End the lease. What is being read raises. Safe to call twice."""
+        self._reading.close()
+        self._peer.release(self, self._lease)

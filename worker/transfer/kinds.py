@@ -1,0 +1,13 @@
+"""The kinds of transport, by their names in ``Config.transport``."""
+
+from __future__ import annotations
+
+from asyncckpt.worker.transfer.sockets import SocketTransport
+from asyncckpt.worker.transfer.transport import Transport
+
+
+def transport_named(name: str) -> Transport:
+    """The kind of that name. Raises ``ValueError`` where there is none."""
+    if name == "sockets":
+        return SocketTransport()
+    raise ValueError(f"there is no transport {name!r}")

@@ -1,0 +1,75 @@
+"""What is said on a sealed connection between a process that reads images and the worker that holds them.
+
+reader  AskImages                 which images do you hold?
+holder  Images
+reader  OpenImage                 let me read this one
+holder  Opened                    under a lease that ends with this connection      (or NotHeld)
+reader  CloseImage                I have what I need of it
+reader  ReadBytes                 of an image that is open, on this connection or another one
+holder  bytes
+reader  Ping                      are you there?
+holder  Pong
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
+
+
+class AskImages:
+    """Tell what you hold."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Those that are whole, as they were staged, the oldest first."""
+
+    images: tuple[ImageSummary, ...]
+
+
+@dataclass(frozen=True)
+class OpenImage:
+    """``transport``: the kind by which its bytes are to be read."""
+
+    key: ImageKey
+    transport: str
+
+
+@dataclass(frozen=True)
+class Opened:
+    """``lease``: its name, by which other connections may read. ``offer``: what the kind has to know to read it."""
+
+    lease: str
+    held: HeldImage
+    offer: bytes
+
+
+@dataclass(frozen=True)
+class NotHeld:
+    """``why``: in words."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class CloseImage:
+    lease: str
+
+
+@dataclass(frozen=True)
+class ReadBytes:
+    """``nbytes`` from ``offset`` of the segment that the image is in."""
+
+    lease: str
+    offset: int
+    nbytes: int
+
+
+class Ping:
+    """Say that you are there."""
+
+
+class Pong:
+    """I am."""

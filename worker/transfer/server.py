@@ -1,0 +1,174 @@
+"""The transfer server: a worker lets processes of its job read the images it holds, from any host.
+
+Who connects has to prove that it knows the key of a job, or is not listened to. Each connection has a thread. What one
+opens it holds a lease on, which ends with the connection: nobody writes there meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from asyncckpt.worker.held_image import ImageKey
+from asyncckpt.worker.segment_store import LeasedImage, SegmentStore
+from asyncckpt.worker.store import listen
+from asyncckpt.worker.transfer import requests
+from asyncckpt.worker.transfer.kinds import transport_named
+from asyncckpt.worker.transfer.sealed_connection import SealedConnection
+from asyncckpt.worker.transfer.transport import Offering
+
+logger = logging.getLogger(__name__)
+
+# How long who connects may take to prove that it knows the key, and how many may be about to.
+_STRANGER_S = 5.0
+_STRANGERS = 64
+# How long one may say nothing: who holds a lease pings. One that is stopped must not hold it for ever.
+SILENCE_S = 30.0
+_PAUSE_S = 0.1
+
+
+@dataclass
+class _Lease:
+    image: LeasedImage
+    offering: Offering
+    connection: SealedConnection
+
+    def close(self) -> None:
+        self.offering.close()
+        self.image.close()
+
+
+class TransferServer:
+    """Serves what a segment store holds to those who know ``key``, until it is closed.
+
+    ``address``: a numeric one of this host, where alone it can be reached; "": at all. ``port``: where.
+    """
+
+    def __init__(self, segment_store: SegmentStore, key: bytes, address: str = "") -> None:
+        """Listen. Raises ``OSError``."""
+        self._segment_store = segment_store
+        self.key = key
+        """Changed for a new trainer: who knows the one before is not let in any more."""
+        self._listener, self.address = listen(address, 0)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
+        self._known: set[SealedConnection] = set()
+        self._leases: dict[str, _Lease] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="asyncckpt-transfer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Drop all connections, end all leases, and give the port back."""
+        with self._lock:
+            self._closed = True
+            for stranger in self._strangers:
+                _shut(stranger)
+            for peer in self._known:
+                peer.close()
+        _shut(self._listener)  # wakes the thread
+        self._thread.join()
+        self._listener.close()
+        for thread in list(self._threads):
+            thread.join()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                time.sleep(0.0 if self._closed else _PAUSE_S)  # too many open files, perhaps
+                continue
+            with self._lock:
+                self._strangers[connection] = None
+                if self._closed or len(self._strangers) > _STRANGERS:
+                    _shut(next(iter(self._strangers)))
+            thread = threading.Thread(target=self._serve, args=[connection], name="asyncckpt-transfer", daemon=True)
+            self._threads.add(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many
+                self._threads.discard(thread)
+                self._strangers.pop(connection)
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        peer = None
+        try:
+            peer = SealedConnection(connection, self.key, asks=False, silence=_STRANGER_S)
+            with self._lock:
+                self._strangers.pop(connection)
+                self._known.add(peer)
+                if self._closed:
+                    peer.close()
+            peer.limit(SILENCE_S)
+            self._attend(peer)
+        except OSError as error:
+            logger.debug("a connection to the images held here has ended: %s", error)
+        except Exception:
+            logger.exception("a connection to the images held here is dropped: please report this")
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+                if peer is not None:
+                    self._known.discard(peer)
+                    peer.close()
+                ended = [name for name, lease in self._leases.items() if lease.connection is peer]
+                leases = [self._leases.pop(name) for name in ended]
+            for lease in leases:
+                lease.close()
+            self._threads.discard(threading.current_thread())
+
+    def _attend(self, peer: SealedConnection) -> None:
+        """Answer one that is known until it leaves, which raises ``OSError``."""
+        while True:
+            match peer.receive():
+                case requests.AskImages():
+                    peer.send(requests.Images(self._segment_store.summaries()))
+                case requests.OpenImage(key, transport):
+                    peer.send(self._open(peer, key, transport))
+                case requests.CloseImage(name):
+                    with self._lock:
+                        lease = self._leases.pop(name, None)
+                    if lease is not None:
+                        lease.close()
+                case requests.ReadBytes(name, offset, nbytes):
+                    self._send_bytes(peer, name, offset, nbytes)
+                case requests.Ping():
+                    peer.send(requests.Pong())
+
+    def _open(self, peer: SealedConnection, key: ImageKey, transport: str) -> requests.Opened | requests.NotHeld:
+        image = self._segment_store.lease(key)
+        if image is None:
+            return requests.NotHeld("it is not held any more, or not yet")
+        try:
+            offering = transport_named(transport).offer(image.memory)
+        except (OSError, ValueError, ImportError) as error:
+            image.close()
+            return requests.NotHeld(f"it cannot be read by way of {transport}: {error}")
+        name = secrets.token_hex(8)
+        with self._lock:
+            self._leases[name] = _Lease(image, offering, peer)
+        return requests.Opened(name, image.held, offering.description)
+
+    def _send_bytes(self, peer: SealedConnection, name: str, offset: int, nbytes: int) -> None:
+        held = contextlib.ExitStack()
+        with self._lock:
+            lease = self._leases.get(name)
+            if lease is None or lease.connection not in self._known:
+                raise ConnectionAbortedError("bytes were asked for without a lease")
+            held.enter_context(lease.image.used())  # should the lease end meanwhile
+        with held:
+            peer.send_bytes(lease.image.memory[offset : offset + nbytes])
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,58 @@
+"""The kinds of transport: each moves bytes of an image that one process holds under a lease to where another reads it.
+
+A kind moves bytes, and no more. It checks nothing, and knows no deadline: who reads compares checksums, sees by other
+means whether the holder lives, and closes what has taken too long. Every kind keeps ``tests/support/
+transport_contract.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from asyncckpt.worker.transfer.requests import Opened
+
+
+@dataclass(frozen=True)
+class TransferAddress:
+    """Where a worker serves its images."""
+
+    host: str
+    port: int
+
+
+class Reading(ABC):
+    """The side that reads one image. Any thread may call, several at once."""
+
+    @abstractmethod
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of the segment from ``offset`` on. Raises ``OSError``: they cannot be had."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it: whoever reads gets an ``OSError`` soon, and nothing is written to memory any more when this returns.
+
+        Safe to call twice, by any thread.
+        """
+
+
+class Offering(ABC):
+    """The side that holds, for one lease. ``description`` is what the other side has to know."""
+
+    description: bytes = b""
+
+    @abstractmethod
+    def close(self) -> None:
+        """From now on nothing can be read."""
+
+
+class Transport(ABC):
+    """A kind, in one process."""
+
+    @abstractmethod
+    def offer(self, memory: memoryview) -> Offering:
+        """Let the other side read ``memory``, a whole segment, as long as the lease lasts."""
+
+    @abstractmethod
+    def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
+        """Begin to read an image that was opened at ``address`` with the job's ``key``. Raises ``OSError``."""
