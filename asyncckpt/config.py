@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 WhenBusy = Literal["wait", "skip", "latest"]
 Failure = Literal["raise", "warn"]
+Transport = Literal["sockets"]
 IOClass = Literal["none", "best-effort", "idle"]
 
 
@@ -92,6 +93,12 @@ class Config:
     """Name or address of the first rank's host, for the other ranks' workers. None: ``$MASTER_ADDR``, as torchrun sets
     it, or what the host calls itself."""
 
+    address: str | None = None
+    """Name or address of this host, for the workers of other hosts. None: that by which it reaches the first rank's."""
+
+    transport: Transport = "sockets"
+    """How images travel between hosts: ``sockets``, sealed with the job's key."""
+
     start_timeout: float = 60.0
     """Seconds the worker process may take to start. It takes a tenth of one on an idle machine."""
 
@@ -151,6 +158,7 @@ class Config:
             "io_threads": 1 <= self.io_threads <= 64,
             "nice": 0 <= self.nice <= 19,
             "io_class": self.io_class in get_args(IOClass),
+            "transport": self.transport in get_args(Transport),
         }
         if not all(map(callable, self.listeners)):
             raise TypeError(f"Config.on_event is a function of an event, or a sequence of such, not {self.on_event!r}")
@@ -275,7 +283,7 @@ _SWITCH = _Option(
 _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("keep_every", "local_keep_last", "upload_every", "worker_restarts", "io_threads"), int),
     **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause"), float),
-    **dict.fromkeys(("job_id", "host", "local_root", "metrics_folder"), str),
+    **dict.fromkeys(("job_id", "host", "address", "transport", "local_root", "metrics_folder"), str),
     **dict.fromkeys(("progress", "direct_io"), _truth),
     "on_event": lambda names: tuple(names.split(",")),
 }

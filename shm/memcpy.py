@@ -29,6 +29,11 @@ def address_of(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """The ``nbytes`` at ``address``, to be written; whoever asks keeps the memory."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
 class Destination(NamedTuple):
     """Where the bytes from ``begin`` to ``end`` of a file go: to the memory at ``address``."""
 

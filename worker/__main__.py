@@ -19,6 +19,7 @@ from asyncckpt.worker.endpoint_service import EndpointService
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.server import Server
 from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.transfer.serving import Serving
 
 if TYPE_CHECKING:
     from asyncckpt.worker.metrics_file import MetricsFile
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> int:
     options = json.loads(argv[0])
     _lower_priority(options["nice"], options["io_class"])
     segment_store = SegmentStore()
-    endpoint_service = EndpointService(options["endpoint"], options["trainer"], segment_store)
+    serving = Serving(segment_store)
+    endpoint_service = EndpointService(options["endpoint"], options["trainer"], segment_store, serving)
     metrics, server = None, None
     try:
         storages = partial(storage_for, direct_io=options["direct_io"])
@@ -51,6 +53,7 @@ def main(argv: list[str]) -> int:
         if metrics is not None:  # while no other worker of this job can be there, which would write the same file
             metrics.close(in_order=server is not None and server.is_closed_in_order)
         endpoint_service.close()
+        serving.close()
     if not finished:
         logging.error("storage does not answer; leaving a write behind")
         os._exit(1)

@@ -199,10 +199,11 @@ def _is_stale(name: str, folder: int) -> bool:
         os.close(fd)
 
 
-def endpoint_names() -> list[str]:
-    """The names that workers of this user have on this host."""
+def endpoint_names(job: str | None = None) -> list[str]:
+    """The names that workers of this user have on this host: those of that ``job``, or all."""
+    begin = "" if job is None else endpoint_name(job, 0)[:-1]
     with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
-        return [entry.removesuffix(".lock") for entry in _locks(folder)]
+        return sorted(name for entry in _locks(folder) if (name := entry.removesuffix(".lock")).startswith(begin))
     return []
 
 

@@ -25,6 +25,7 @@ from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_layout import FileSetLayout, WeightsLayout
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.takeover import is_leaving
+from asyncckpt.worker.transfer.serving import Serving
 from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
@@ -38,16 +39,17 @@ _RETIRE_S = 1.0
 class EndpointService:
     """Answers at one endpoint, on a thread for each process that connects."""
 
-    def __init__(self, name: str | None, trainer: int, segment_store: SegmentStore) -> None:
+    def __init__(self, name: str | None, trainer: int, segment_store: SegmentStore, serving: Serving) -> None:
         """Do not listen yet.
 
         Args:
             name: That of the endpoint; None: there is none, and this does nothing.
             trainer: The process id of this worker's trainer.
             segment_store: What is shown and handed over.
+            serving: Serves it to other hosts.
         """
         self._name, self._trainer = name, trainer
-        self._segment_store = segment_store
+        self._segment_store, self._serving = segment_store, serving
         self._endpoint: Endpoint | None = None
         self._lock = threading.Lock()
         self._peers: list[Connection] = []
@@ -145,6 +147,13 @@ class EndpointService:
                         send(peer, messages.PublishedSegments(self._segment_store.published()))
                     case messages.OpenSegment(number):
                         self._send_read_only(peer, number)
+                    case messages.AskImages():
+                        trainer = self._trainer if self._segment_store.has_trainer() else None
+                        send(peer, messages.Images(self._segment_store.summaries(), trainer))
+                    case messages.AskImage(key):
+                        send(peer, messages.FoundImage(self._segment_store.held(key)))
+                    case messages.Serve(secret, address):
+                        send(peer, self._serve(secret, address))
                 message = receive(peer)
         finally:
             with self._lock:
@@ -177,6 +186,12 @@ class EndpointService:
         saves = tuple(each.path for each in self.unended_saves() if each.world_size == 1)
         send(peer, messages.Inventory(os.getpid(), self._retired, held, images, tuple(published), saves))
         return held
+
+    def _serve(self, key: bytes, address: str) -> messages.Served:
+        try:
+            return messages.Served(self._serving.begin(key, address))
+        except OSError as error:
+            return messages.Served(0, error.strerror or str(error))
 
     def _send_read_only(self, peer: Connection, number: int) -> None:
         fd = self._segment_store.open_read_only(number)

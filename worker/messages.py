@@ -44,6 +44,15 @@ One that reads published weights:
     client   OpenSegment
     worker   descriptor                   of one segment, for reading alone
 
+One that loads, and looks what there is in memory:
+
+    client   AskImages                    which images do you hold?
+    worker   Images
+    client   AskImage                     what exactly is this one?
+    worker   FoundImage                   (then OpenSegment, and a lease)
+    client   Serve                        let other hosts read your images
+    worker   Served                       at this port, or why not
+
 One that lists workers, which keeps none of them from leaving:
 
     client   AskStatus
@@ -57,7 +66,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.worker.held_image import HeldImage
+from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, SegmentLayout, WeightsLayout
 from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
@@ -305,6 +314,48 @@ class OpenSegment:
     """Answered by a descriptor of that ``segment``, or by an end of file where it was released."""
 
     segment: int
+
+
+class AskImages:
+    """Tell which images are held."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Those that are whole, the oldest first. ``trainer``: the process id of the one that may stage others; None: it is
+    gone.
+    """
+
+    images: tuple[ImageSummary, ...]
+    trainer: int | None
+
+
+@dataclass(frozen=True)
+class AskImage:
+    key: ImageKey
+
+
+@dataclass(frozen=True)
+class FoundImage:
+    """``held``: None where it is not held any more."""
+
+    held: HeldImage | None
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve images to those who know ``key``. ``address``: a numeric one, to be reached there alone; "": at all."""
+
+    key: bytes
+    address: str
+
+
+@dataclass(frozen=True)
+class Served:
+    """``trouble``: why not; None: at that ``port``."""
+
+    port: int
+    trouble: str | None = None
 
 
 class AskStatus:

@@ -236,6 +236,12 @@ class SegmentStore:
         # Nothing is staged any more: what is whole stays so.
         return tuple(map(self._held, whole))
 
+    def held(self, key: ImageKey) -> HeldImage | None:
+        """An image that is whole; None where it is not here."""
+        with self._lock:
+            image = next((each for each in self._images.values() if each.key == key and self._is_whole(each)), None)
+        return None if image is None else self._held(image)
+
     def summaries(self) -> tuple[ImageSummary, ...]:
         """The images that are whole, as they were staged, the oldest first."""
         with self._lock:

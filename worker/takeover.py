@@ -18,8 +18,12 @@ from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
 from asyncckpt.worker.endpoint import connect, endpoint_names, job_taken_error, peer_pid
-from asyncckpt.worker.held_image import HeldImage
+from asyncckpt.worker.held_image import HeldImage, ImageKey
 from asyncckpt.worker.messages import (
+    AskImage,
+    AskImages,
+    FoundImage,
+    Images,
     Inspect,
     Inventory,
     ListPublished,
@@ -27,6 +31,8 @@ from asyncckpt.worker.messages import (
     PublishedSegment,
     PublishedSegments,
     Retire,
+    Serve,
+    Served,
     TakeSegments,
     TrainerAlive,
     receive,
@@ -173,7 +179,7 @@ class Takeover:
 class ReaderClient:
     """A process that only reads, connected to the worker at one endpoint until one of the two leaves.
 
-    For one thread at a time. Both questions raise ``EOFError`` or ``OSError`` when the worker has left, and
+    For one thread at a time. All questions raise ``EOFError`` or ``OSError`` when the worker has left, and
     ``SaveTimeoutError`` when it does not answer.
     """
 
@@ -192,6 +198,26 @@ class ReaderClient:
         """Where something is published now."""
         answer: PublishedSegments = ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
         return answer.published
+
+    def images(self) -> Images:
+        """What it holds, the oldest first."""
+        answer: Images = ask(self._connection, AskImages(), self.timeout, Images)
+        return answer
+
+    def image(self, key: ImageKey) -> HeldImage | None:
+        """What one image is; None where it is not held any more."""
+        found: FoundImage = ask(self._connection, AskImage(key), self.timeout, FoundImage)
+        return found.held
+
+    def serve(self, key: bytes, address: str) -> int:
+        """Have it serve its images to those on other hosts who know ``key``. Returns the port.
+
+        Raises ``OSError`` also where it cannot.
+        """
+        served: Served = ask(self._connection, Serve(key, address), self.timeout, Served)
+        if served.trouble is not None:
+            raise OSError(served.trouble)
+        return served.port
 
     def open_segment(self, number: int) -> Segment:
         """The segment of that number, mapped here for reading, to be closed."""
@@ -261,7 +287,7 @@ def ask(connection: Connection, question: object, timeout: float, *expected: typ
 
     Args:
         connection: To its endpoint.
-        question: One of ``messages.py``.
+        question: One of ``py``.
         timeout: Seconds.
         expected: The classes that the answer may be of.
 

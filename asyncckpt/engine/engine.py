@@ -28,7 +28,7 @@ from asyncckpt.engine.save_operation import Copier, SaveOperation
 from asyncckpt.engine.saves import Saves
 from asyncckpt.engine.turn import Turn
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
-from asyncckpt.loading.memory_source import HeldImages
+from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
@@ -72,7 +72,7 @@ class Engine(AbstractContextManager["Engine"]):
             claim: The folder that no other job is to save to meanwhile; None: there is none.
         """
         self.config = Config.given(config)
-        self._job = job
+        self.job = job
         self._new_group = partial(Group, self.config, process_group, alone=alone)
         self._group: Group | None = None
         self._memory: HeldImages | None = None
@@ -340,7 +340,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _inherit(self, predecessor: Takeover | None) -> None:
         """The worker of a trainer before this one is there: this goes on where that one was."""
         if predecessor is not None:
-            self._memory = HeldImages(self._job or "", predecessor.segments, predecessor.images)
+            self._memory = HeldImages(predecessor.segments, predecessor.images)
             self._versions.inherit(predecessor.published_versions())
 
     def _detach_buffers(self) -> None:

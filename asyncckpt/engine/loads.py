@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
-from asyncckpt.loading.memory_source import HeldImages, agreed_image, choose_in_memory, load_image
+from asyncckpt.loading.image_files import HeldImages
+from asyncckpt.loading.memory_search import find_images
+from asyncckpt.loading.memory_source import MemorySource, choose_in_memory, chosen_source, load_image
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.publication import whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, rank_of
-from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage.history import Origin
@@ -31,12 +33,16 @@ logger = logging.getLogger(__name__)
 class Loaded:
     """What was loaded: the checkpoint of ``step``, in ``seconds``, from ``source``: "memory", "local" (the folder in
     ``Config.local_root``) or "storage" (the root). This rank has read ``nbytes``; of what stock DCP wrote that is 0.
+
+    ``nbytes_from``: of a source in memory, how many bytes came from that of this host ("memory"), from that of other
+    hosts ("peer"), and, where nobody held them any more, from "storage".
     """
 
     step: int
     source: Literal["memory", "local", "storage"]
     seconds: float
     nbytes: int = 0
+    nbytes_from: Mapping[str, int] = field(default_factory=dict)
 
 
 class Loads:
@@ -75,7 +81,8 @@ class Loads:
             about |= {"step": number, "seconds": time.perf_counter() - begun}
             self._engine.tell(Event(phase="load failed", error=f"{type(error).__name__}: {error}", **about))
             raise
-        self._engine.tell(Event(phase="loaded", **about, **vars(loaded)))
+        told = {name: value for name, value in vars(loaded).items() if name != "nbytes_from"}
+        self._engine.tell(Event(phase="loaded", **about, **told))
         logger.info("loaded step %d from %s in %.2f s", loaded.step, loaded.source, loaded.seconds)
         return loaded
 
@@ -83,7 +90,8 @@ class Loads:
         """The step that ``load`` would load; None: there is none."""
         self._check_local()
         if (found := self._in_memory(None)) is not None:
-            return found[1].request.step
+            found.close()
+            return found.request.step
         return from_first(partial(self._tiers.newest, self._engine.config.timeout), self._ranks)
 
     def _load(
@@ -96,12 +104,15 @@ class Loads:
             nbytes = fill(path, **source)
 
         source: Literal["memory", "local", "storage"] = "memory"
-        held = self._in_memory(step) if memory else None
-        found = held[1].request.step if held and load_image(counted, *held, self._ranks) else None
+        found, nbytes_from = None, dict[str, int]()
+        if memory and (held := self._in_memory(step)) is not None:
+            with closing(held):
+                if load_image(counted, held):
+                    found, nbytes_from = held.request.step, held.nbytes_from()
         if found is None:
             found, source = self._tiers.load(counted, step, self._engine.config.timeout, self._ranks, fallback=fallback)
         self.origin = from_first(partial(self._tiers.origin, found), self._ranks)
-        return Loaded(found, source, time.perf_counter() - begun, nbytes)
+        return Loaded(found, source, time.perf_counter() - begun, nbytes, nbytes_from)
 
     def _check_asked_by_all(self, step: int | None) -> None:
         """Raise unless all ranks load the same, and may."""
@@ -114,9 +125,14 @@ class Loads:
         if self._tiers.local is not None:
             from_first(self._tiers.check_local, self._ranks)
 
-    def _in_memory(self, step: int | None) -> tuple[HeldImages, HeldImage] | None:
-        """This rank's part of the checkpoint to load from memory, the same one on all ranks."""
-        return agreed_image(self._held(), partial(choose_in_memory, self._tiers.roots, step), self._ranks)
+    def _in_memory(self, step: int | None) -> MemorySource | None:
+        """The checkpoint to load from memory, the same one on all ranks; to be closed."""
+        config, job = self._engine.config, self._engine.job
+        if job is None:
+            return None
+        found = find_images(job, self._held(), config.address, self._ranks)
+        choose = partial(choose_in_memory, self._tiers.roots, step)
+        return chosen_source(found, choose, config.transport, self._ranks)
 
     def _held(self) -> HeldImages | None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
@@ -16,7 +15,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.shm.huge import huge_buffer, own_buffer
-from asyncckpt.shm.memcpy import Destinations
+from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.joint_file import JointInput
 from asyncckpt.worker.manifest import Index
@@ -64,6 +63,8 @@ class ChecksummedFile(ABC):
         self.index = index
         self._run_bytes = run_bytes
         self._bounds = index.bounds
+        self.nbytes_done = 0
+        """How many bytes were read of it so far."""
 
     def read(
         self,
@@ -94,10 +95,10 @@ class ChecksummedFile(ABC):
         try:
             for first, last in self._runs(ranges):
                 if len(tasks) == _AHEAD:
-                    yield _first_of(tasks)
+                    yield self._first_of(tasks)
                 tasks.append(pool.submit(self._read_run, first, last, destinations, verify))
             while tasks:
-                yield _first_of(tasks)
+                yield self._first_of(tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -121,6 +122,13 @@ class ChecksummedFile(ABC):
 
         Some may be read straight to their destination. Without destinations, a run is one part.
         """
+
+    def _first_of(self, tasks: deque[Future[ReadRun]]) -> ReadRun:
+        """The result of the first, which stays one of ``tasks`` until it is there: an interrupt may end the wait."""
+        run = tasks[0].result()
+        tasks.popleft()
+        self.nbytes_done += run.nbytes
+        return run
 
     def _runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """The spans that ``ranges`` touch, as runs (first, last + 1) of what is read at once, if no span is longer."""
@@ -233,7 +241,7 @@ class StoredFile(ChecksummedFile):
         aligned = begin // PAGE * PAGE
         buffer = _buffer(first - aligned + round_up(end) - last)
         head, tail = buffer[: first - aligned], buffer[first - aligned :]
-        middle = memoryview((ctypes.c_char * (last - first)).from_address(address)).cast("B")
+        middle = memory_at(address, last - first)
         done = self._file.read_in_place([head, middle, tail], aligned)
         if done is None:
             return None
@@ -282,13 +290,6 @@ class MemoryFile(ChecksummedFile):
 
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         yield FilePart(begin, self._data[begin:end])
-
-
-def _first_of(tasks: deque[Future[ReadRun]]) -> ReadRun:
-    """The result of the first, which stays one of ``tasks`` until it is there: an interrupt may end the wait for it."""
-    run = tasks[0].result()
-    tasks.popleft()
-    return run
 
 
 def read_pool(path: str) -> ThreadPoolExecutor:

@@ -1,132 +1,74 @@
-"""Loading from memory: the images that the workers of dead trainers still hold, as the source of a checkpoint."""
+"""Loading from memory: the images that workers hold for trainers that died, as the source of a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from array import array
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Literal
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
-from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile
+from asyncckpt.loading.data_file import ChecksummedFile
+from asyncckpt.loading.image_files import FetchedImage, ImageFiles, MappedImage
+from asyncckpt.loading.memory_search import FoundImages, HeldAttempt, ImagePlace
 from asyncckpt.loading.source import StorageSource
-from asyncckpt.ranks.collectives import from_first, gather
-from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.endpoint import endpoint_name
-from asyncckpt.worker.held_image import HeldImage
-from asyncckpt.worker.manifest import Index, checksum
-from asyncckpt.worker.segment_layout import Region
+from asyncckpt.ranks.collectives import from_first
+from asyncckpt.shm.slot_locks import Readers, lease
+from asyncckpt.worker.segment_layout import DataFile
 from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.storage.history import StoredStep, history
-from asyncckpt.worker.takeover import Takeover
+from asyncckpt.worker.takeover import ReaderClient
+from asyncckpt.worker.transfer.transport import TransferAddress
 from asyncckpt.worker.write_request import WriteRequest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from asyncckpt.worker.transfer.holder import Holder
+
 logger = logging.getLogger(__name__)
 
 # How often to look again at what is in storage, which changes with each commit of a worker that finishes.
 _MOST_LOOKS = 100
-# How long the worker of another rank on this host may take to answer.
-_ANSWER_S = 10.0
+
+BytesFrom = Literal["memory", "peer", "storage"]
 
 
-@dataclass(frozen=True)
-class HeldImages:
-    """The ``images`` that one rank's worker holds, in ``segments`` that are mapped here (and are not closed here)."""
-
-    job: str
-    segments: Mapping[int, Segment]
-    images: Sequence[HeldImage]
-
-    def is_closed(self) -> bool:
-        """Whether some of it was given back meanwhile."""
-        return any(segment.closed for segment in self.segments.values())
-
-    def metadata(self, held: HeldImage) -> bytes:
-        """DCP's ``.metadata`` of the checkpoint that ``held`` is a part of; only the first rank's image has it.
-
-        Raises ``DamagedCheckpointError``.
-        """
-        self._check(held)
-        return bytes(self._region(held, held.layout.metadata))
-
-    def file(self, held: HeldImage, number: int) -> ChecksummedFile:
-        """The data file ``number`` of an image. Raises ``DamagedCheckpointError``."""
-        self._check(held)
-        before, each = held.layout.data_files[:number], held.layout.data_files[number]
-        path = os.path.join(held.request.path, each.name(held.request.rank))
-        first = sum(file.checksums for file in before)
-        checksums = array("Q", held.checksums)[first : first + each.checksums]
-        text = bytes(self._region(held, each.index_head)) + Index.tail(each.length, checksums)
-        data = self._region(held, held.layout.data(held.request.slot, each))
-        return MemoryFile(path, Index.parse(text, path), data)
-
-    def _check(self, held: HeldImage) -> None:
-        """The trainer could write there until it died, and may have died of writing where it should not."""
-        found = tuple(checksum(self._region(held, region)) for region in held.layout.constants())
-        if found != held.constants:
-            raise DamagedCheckpointError(
-                "its image in memory is damaged", path=held.request.path, step=held.request.step
-            )
-
-    def _region(self, held: HeldImage, region: Region) -> memoryview:
-        return self.segments[held.request.segment].view[region.offset : region.offset + region.nbytes]
-
-
-def agreed_image(
-    memory: HeldImages | None,
-    choose: Callable[[Sequence[Sequence[WriteRequest]], Set[str]], str | None],
+def chosen_source(
+    found: FoundImages,
+    choose: Callable[[FoundImages], HeldAttempt | None],
+    transport: str,
     ranks: ProcessGroup | None = None,
-) -> tuple[HeldImages, HeldImage] | None:
-    """This rank's part of the checkpoint to load from memory, the same one on all ranks; None: none.
+) -> MemorySource | None:
+    """The checkpoint to load from memory, the same one on all ranks; None: none. To be closed.
 
     Args:
-        memory: What is held for this rank; None: nothing.
-        choose: First rank: the attempt to take, of what each rank offers, the oldest first, and of those the attempts
-            that are known to be committed.
+        found: What is held.
+        choose: First rank: of which attempt to take what is held.
+        transport: The kind by which the bytes of other hosts are fetched.
         ranks: That load together; None: the whole job.
     """
-    staged = [] if memory is None else sorted(memory.images, key=lambda each: each.staged_at)
-    images = {each.request.attempt: each for each in staged}
-    offers = gather([each.request for each in images.values()], ranks)
-    committed = {each.request.attempt for each in images.values() if each.committed}
-    attempt = from_first(lambda: choose(offers, committed), ranks)
-    return None if attempt is None or memory is None else (memory, images[attempt])
+    attempt = from_first(lambda: choose(found), ranks)
+    return None if attempt is None else MemorySource(found, attempt, transport, ranks)
 
 
-def load_image(
-    fill: Callable[..., None], memory: HeldImages, held: HeldImage, ranks: ProcessGroup | None = None
-) -> bool:
-    """Load the checkpoint that ``held`` is this rank's part of. Returns whether that was possible, on all ranks alike.
+def load_image(fill: Callable[..., None], source: MemorySource) -> bool:
+    """Load the checkpoint ``source``. Returns whether that was possible, on all ranks alike.
 
-    Args:
-        fill: Loads the checkpoint at a path, given its ``source``.
-        memory: What is held for this rank.
-        held: As ``agreed_image`` says.
-        ranks: That load together; None: the whole job.
+    ``fill``: loads the checkpoint at a path, given its ``source``.
     """
-    source = None
     try:
-        source = MemorySource(memory, held, from_first(lambda: memory.metadata(held), ranks))
-        fill(held.request.path, source=source)
+        source.prepare()
+        fill(source.request.path, source=source)
     except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
         logger.warning("not loaded from memory: %s", str(error))  # not itself: it holds on to the memory it saw
         return False
-    finally:
-        if source is not None:
-            source.close()
     return True
 
 
-def choose_in_memory(
-    roots: Sequence[str], step: int | None, offers: Sequence[Sequence[WriteRequest]], committed: Set[str]
-) -> str | None:
+def choose_in_memory(roots: Sequence[str], step: int | None, found: FoundImages) -> HeldAttempt | None:
     """Choose which checkpoint to load from memory: a whole one, and no older than what is in storage.
 
     There it may have been replaced, or removed by somebody who did not want it.
@@ -134,39 +76,29 @@ def choose_in_memory(
     Args:
         roots: The folders of the run's checkpoints, that which is saved to first.
         step: The step to load; None: the newest.
-        offers: The images that each rank has, by rank, as they were staged, the newest last.
-        committed: Attempts that are known to be committed.
-
-    Returns:
-        The attempt; None: there is none to load from memory.
+        found: What is held.
     """
-    if not offers[0]:
+    attempts = [each for each in found.attempts() if each.request.step is not None]
+    if not attempts:
         return None
-    found = history(*roots) if step is None else []
+    stored = history(*roots) if step is None else []
     for _ in range(_MOST_LOOKS):
-        attempt = _choose(roots[0], step, offers, committed, found[-1] if found else None)
+        chosen = _choose(roots[0], step, attempts, stored[-1] if stored else None)
         # A dead trainer's worker may be writing: what it commits between two looks would be taken for another's.
-        before, found = found, history(*roots) if step is None else []
-        if [each[:2] for each in found] == [each[:2] for each in before]:  # step, and time of creation
-            return attempt
+        before, stored = stored, history(*roots) if step is None else []
+        if [each[:2] for each in stored] == [each[:2] for each in before]:  # step, and time of creation
+            return chosen
     return None  # somebody copies checkpoints here, say
 
 
 def _choose(
-    root: str,
-    step: int | None,
-    offers: Sequence[Sequence[WriteRequest]],
-    committed: Set[str],
-    newest: StoredStep | None,
-) -> str | None:
+    root: str, step: int | None, attempts: Sequence[HeldAttempt], newest: StoredStep | None
+) -> HeldAttempt | None:
     storage = storage_for(root)
-    for request in reversed(offers[0]):
-        is_wanted = request.step is not None and step in (None, request.step)
-        is_here = is_wanted and request.path == step_folder(root, request.step or 0)
-        is_whole = request.world_size == len(offers) and all(
-            any((other.attempt, other.plan) == (request.attempt, request.plan) for other in offer) for offer in offers
-        )
-        if not (is_here and is_whole):
+    for each in attempts:
+        request = each.request
+        is_wanted = step in (None, request.step) and request.path == step_folder(root, request.step or 0)
+        if not is_wanted:
             continue
         # In this order: what is committed in between is this one.
         is_taken = request.existing != "set aside" and storage.exists(request.path)
@@ -175,10 +107,10 @@ def _choose(
             is_finalized = storage.is_finalized(request.path, request.attempt)
         if is_finalized:
             is_newest = newest is not None and newest.step == request.step and root in newest.roots
-            return request.attempt if step is not None or is_newest else None
-        if request.attempt in committed or is_taken:
+            return each if step is not None or is_newest else None
+        if each.committed or is_taken or not each.is_whole:
             continue
-        return request.attempt if step is not None or _is_newer(request, newest) else None
+        return each if step is not None or _is_newer(request, newest) else None
     return None
 
 
@@ -190,66 +122,132 @@ def _is_newer(request: WriteRequest, newest: StoredStep | None) -> bool:
 
 
 class MemorySource:
-    """One checkpoint, of which each rank's worker holds its part.
+    """One checkpoint, of which workers hold the parts that the ranks have saved.
 
-    Parts of other ranks on this host are read from the memory of their workers; those on other hosts from the
-    checkpoint in storage, if it is committed.
+    What a worker on this host holds is read where it is; of other hosts it is fetched. What nobody holds is read from
+    the checkpoint in storage, if it is committed.
     """
 
-    def __init__(self, images: HeldImages, held: HeldImage, metadata: bytes) -> None:
+    def __init__(
+        self, found: FoundImages, attempt: HeldAttempt, transport: str, ranks: ProcessGroup | None = None
+    ) -> None:
         """Read nothing yet.
 
         Args:
-            images: What this rank's worker holds.
-            held: The one of them that is this rank's part of the checkpoint.
-            metadata: DCP's ``.metadata``, checked.
+            found: What is held.
+            attempt: What to load of it, the same on all ranks.
+            transport: The kind by which bytes are fetched.
+            ranks: That load together; None: the whole job.
         """
-        self._images, self._held, self._metadata = images, held, metadata
-        self._takeovers: dict[int, Takeover] = {}
+        self.request = attempt.request
+        self._found, self._attempt, self._transport, self._ranks = found, attempt, transport, ranks
+        self._images: dict[int, ImageFiles | None] = {}
+        self._holders: dict[TransferAddress, Holder] = {}
+        self._held = ExitStack()
+        self._metadata = b""
+        self._files: tuple[DataFile, ...] = ()
+        self._opened: list[tuple[BytesFrom, ChecksummedFile]] = []
+
+    def prepare(self) -> None:
+        """Learn what the checkpoint is made of, on all ranks together. Raises as ``open``."""
+        self._metadata, self._files = from_first(self._first_image, self._ranks)
 
     def metadata(self) -> bytes:
         return self._metadata
 
     def data_files(self) -> list[str]:
-        return list(self._places)
+        return [each.name(rank) for rank in range(self.request.world_size) for each in self._files]
 
     def open(self, name: str) -> ChecksummedFile:
         """As ``Source.open``. Raises ``CheckpointNotFoundError`` where the file is out of reach."""
-        request = self._held.request
-        rank, number = self._places.get(name, (None, 0))
-        if rank == request.rank:
-            return self._images.file(self._held, number)
-        if rank is not None and (file := self._of_other(rank, number)) is not None:
-            return file
+        request = self.request
+        places = {each.name(rank): (rank, each.number) for rank in range(request.world_size) for each in self._files}
+        rank, number = places.get(name, (-1, 0))
+        image = self._image(rank)
+        if image is not None:
+            origin: BytesFrom = "peer" if isinstance(image, FetchedImage) else "memory"
+            return self._noted(origin, image.file(number))
         if storage_for(request.path).is_finalized(request.path, request.attempt):
-            return StorageSource(request.path).open(name)
+            return self._noted("storage", StorageSource(request.path).open(name))
         raise CheckpointNotFoundError(
-            f"{name} is in the memory of another host, and not yet in storage", path=request.path, step=request.step
+            f"{name} is in no memory that can be reached, and not yet in storage", path=request.path, step=request.step
         )
 
+    def nbytes_from(self) -> dict[str, int]:
+        """How many bytes were read from where: the memory of this host, that of others ("peer"), or storage."""
+        counts: dict[str, int] = {}
+        for origin, file in self._opened:
+            counts[origin] = counts.get(origin, 0) + file.nbytes_done
+        return {origin: nbytes for origin, nbytes in counts.items() if nbytes}
+
     def close(self) -> None:
-        """Let go of the workers of other ranks."""
-        for takeover in self._takeovers.values():
-            takeover.close()
-        self._takeovers.clear()
+        """Let go of all images."""
+        self._held.close()
+        self._images.clear()
+        self._holders.clear()
 
-    @cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        """The rank and the number of each data file. All ranks have as many."""
-        ranks, files = range(self._held.request.world_size), self._held.layout.data_files
-        return {each.name(rank): (rank, each.number) for rank in ranks for each in files}
+    def _noted(self, origin: BytesFrom, file: ChecksummedFile) -> ChecksummedFile:
+        self._opened.append((origin, file))
+        return file
 
-    def _of_other(self, rank: int, number: int) -> ChecksummedFile | None:
-        takeover = self._takeovers.get(rank)
-        if takeover is None:
+    def _first_image(self) -> tuple[bytes, tuple[DataFile, ...]]:
+        image = self._image(0)
+        if image is None:
+            raise CheckpointNotFoundError(
+                "the image of the first rank is held no more", path=self.request.path, step=self.request.step
+            )
+        return image.metadata(), image.held.layout.data_files
+
+    def _image(self, rank: int) -> ImageFiles | None:
+        """That of a rank of the job that has saved; None where nobody holds it who can be reached."""
+        if rank not in self._images:
+            self._images[rank] = self._opened_image(rank)
+        return self._images[rank]
+
+    def _opened_image(self, rank: int) -> ImageFiles | None:
+        own = self._found.own
+        if own is not None and not own.is_closed():
+            for held in own.images:
+                if (held.request.attempt, held.request.rank) == (self.request.attempt, rank):
+                    return own.files(held)
+        # What is on this host first.
+        places = sorted(self._attempt.places.get(rank, []), key=lambda place: place.scope != self._found.scope)
+        for place in places:
             try:
-                takeover = Takeover.find(endpoint_name(self._images.job, rank), _ANSWER_S)
-            except CheckpointError:  # it has a trainer, or is stopped
-                return None
-            if takeover is None:
-                return None
-            self._takeovers[rank] = takeover
-        for held in takeover.images:
-            if held.request.attempt == self._held.request.attempt:
-                return HeldImages(self._images.job, takeover.segments, takeover.images).file(held, number)
+                image = self._mapped(place) if place.scope == self._found.scope else self._fetched(place)
+            except (CheckpointError, EOFError, OSError) as error:
+                logger.warning("an image of %s cannot be read: %s", self.request.path, error)
+                continue
+            if image is not None:
+                return self._held.enter_context(closing(image))
         return None
+
+    def _mapped(self, place: ImagePlace) -> ImageFiles | None:
+        key = place.summary.key
+        if (client := ReaderClient.connect(place.endpoint)) is None:
+            return None
+        with ExitStack() as undo:
+            undo.callback(client.close)
+            if (held := client.image(key)) is None:
+                return None
+            segment = undo.enter_context(client.open_segment(held.request.segment))
+            fd = lease(segment.fileno(), held.request.slot, Readers.OF_IMAGE)
+            if fd is None:
+                return None
+            undo.callback(os.close, fd)
+            if client.image(key) != held:  # its slot was taken before
+                return None
+            undo.pop_all()
+        client.close()
+        return MappedImage(held, segment, fd)
+
+    def _fetched(self, place: ImagePlace) -> ImageFiles | None:
+        if place.served is None:
+            return None
+        from asyncckpt.worker.transfer.holder import Holder  # loaded where it is needed
+
+        holder = self._holders.get(place.served)
+        if holder is None:
+            holder = Holder(place.served, self._found.key, self._transport)
+            self._holders[place.served] = self._held.enter_context(holder)
+        return FetchedImage(holder.open(place.summary.key))

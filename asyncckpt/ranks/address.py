@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -23,6 +24,20 @@ def address_to_listen_at(name: str, world_size: int) -> str:
         return str(ipaddress.ip_address(name))
     except ValueError:
         return ""
+
+
+def own_address(given: str | None) -> str:
+    """By which other hosts of the job reach this one, as far as that is known.
+
+    Args:
+        given: What ``Config.address`` says; None: the address by which this host reaches the first rank's.
+    """
+    if given is not None:
+        return given
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", ""), 9))  # which sends nothing
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
 
 
 def loopback_scope() -> str:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from types import TracebackType
 
-from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
+from asyncckpt.worker.held_image import HeldImage, ImageKey
 from asyncckpt.worker.transfer import requests
 from asyncckpt.worker.transfer.kinds import transport_named
 from asyncckpt.worker.transfer.server import SILENCE_S
@@ -45,10 +45,9 @@ class Holder:
         self._pinger = threading.Thread(target=self._ping, name="asyncckpt-ping", daemon=True)
         self._pinger.start()
 
-    def images(self) -> tuple[ImageSummary, ...]:
-        """What it holds, as it was staged, the oldest first."""
-        answer = self._ask(requests.AskImages())
-        return answer.images if isinstance(answer, requests.Images) else ()
+    def ping(self) -> None:
+        """See that it is there."""
+        self._ask(requests.Ping())
 
     def open(self, key: ImageKey) -> RemoteImage:
         """Read an image, which stays as it is until it is closed. Raises ``FileNotFoundError`` where it is not held."""
@@ -96,7 +95,7 @@ class Holder:
         """See that it lives, and show that this one does: a kind of transport may not notice."""
         while not self._ended.wait(min(_PING_S, self._answer_s)):
             try:
-                self._ask(requests.Ping())
+                self.ping()
             except OSError:
                 for image in list(self._open):
                     image.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from asyncckpt.worker.transfer.sockets import SocketTransport
-from asyncckpt.worker.transfer.transport import Transport
+from asyncckpt.worker.transfer.transport import TransportKind
 
 
-def transport_named(name: str) -> Transport:
+def transport_named(name: str) -> TransportKind:
     """The kind of that name. Raises ``ValueError`` where there is none."""
     if name == "sockets":
         return SocketTransport()

@@ -1,32 +1,21 @@
 """What is said on a sealed connection between a process that reads images and the worker that holds them.
 
-reader  AskImages                 which images do you hold?
-holder  Images
-reader  OpenImage                 let me read this one
-holder  Opened                    under a lease that ends with this connection      (or NotHeld)
-reader  CloseImage                I have what I need of it
-reader  ReadBytes                 of an image that is open, on this connection or another one
-holder  bytes
-reader  Ping                      are you there?
-holder  Pong
+Any number of connections may stand between the two.
+
+    reader  OpenImage                 let me read this one
+    holder  Opened                    under a lease that ends with this connection      (or NotHeld)
+    reader  CloseImage                I have what I need of it
+    reader  ReadBytes                 of an image that is open, on this connection or another one
+    holder  bytes
+    reader  Ping                      are you there?
+    holder  Pong
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
-
-
-class AskImages:
-    """Tell what you hold."""
-
-
-@dataclass(frozen=True)
-class Images:
-    """Those that are whole, as they were staged, the oldest first."""
-
-    images: tuple[ImageSummary, ...]
+from asyncckpt.worker.held_image import HeldImage, ImageKey
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,6 @@ class TransferServer:
         """Answer one that is known until it leaves, which raises ``OSError``."""
         while True:
             match peer.receive():
-                case requests.AskImages():
-                    peer.send(requests.Images(self._segment_store.summaries()))
                 case requests.OpenImage(key, transport):
                     peer.send(self._open(peer, key, transport))
                 case requests.CloseImage(name):

@@ -7,7 +7,7 @@ import threading
 
 from asyncckpt.worker.transfer.requests import Opened, ReadBytes
 from asyncckpt.worker.transfer.sealed_connection import SealedConnection
-from asyncckpt.worker.transfer.transport import Offering, Reading, TransferAddress, Transport
+from asyncckpt.worker.transfer.transport import Offering, Reading, TransferAddress, TransportKind
 
 # More bring no more from one host to another than these; each has a thread at the other end.
 CONNECTIONS = 4
@@ -95,7 +95,7 @@ class _SocketOffering(Offering):
         pass
 
 
-class SocketTransport(Transport):
+class SocketTransport(TransportKind):
     """The kind called ``sockets``."""
 
     def offer(self, memory: memoryview) -> Offering:

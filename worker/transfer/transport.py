@@ -46,7 +46,7 @@ class Offering(ABC):
         """From now on nothing can be read."""
 
 
-class Transport(ABC):
+class TransportKind(ABC):
     """A kind, in one process."""
 
     @abstractmethod

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from concurrent import futures
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,11 +21,11 @@ from torchtitan.tools import filesystem
 from asyncckpt.config import Config as EngineConfig
 from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.integrations.torchtitan.held import newest_held
 from asyncckpt.integrations.torchtitan.steps import complete_steps, remove_older
 from asyncckpt.loading.load import load
-from asyncckpt.loading.memory_source import MemorySource
+from asyncckpt.loading.memory_source import MemorySource, load_image
 from asyncckpt.loading.source import is_stock, wait_for_attempts
 from asyncckpt.publication import job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, is_first
@@ -184,19 +185,11 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         found = newest_held(self._engine, self.folder)
         if found is None:
             return False
-        memory, held = found
-        path, source = held.request.path, None
-        states = self._states_to_load(model_only=held.request.step == 0)
-        try:
-            source = MemorySource(memory, held, from_first(lambda: memory.metadata(held)))
-            self._fill(states, path, source)
-        except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-            logger.warning("not loaded from memory: %s", str(error))
-            return False
-        finally:
-            if source is not None:
-                source.close()
-        logger.info("loaded step %s from memory", held.request.step)
+        with closing(found):
+            states = self._states_to_load(model_only=found.request.step == 0)
+            if not load_image(partial(self._fill, states), found):
+                return False
+        logger.info("loaded step %s from memory", found.request.step)
         return True
 
     def _close(self) -> None:

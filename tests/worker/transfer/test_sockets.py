@@ -198,7 +198,7 @@ def test_bytes_are_not_read_without_a_lease(address: TransferAddress) -> None:
         with pytest.raises(OSError):
             image.read(1 << 40, memoryview(bytearray(PAGE)))  # nor beyond the end
         image.close()
-        peer.images()
+        peer.ping()
         other = peer.open(IMAGE)
         other._reading._lease = "guessed"  # type: ignore[attr-defined]
         with pytest.raises(OSError):

@@ -1,0 +1,168 @@
+"""The files of one image that a worker holds, read where they are: mapped from this host, or fetched from another."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.loading.data_file import ChecksummedFile, FilePart, MemoryFile
+from asyncckpt.shm.huge import own_buffer
+from asyncckpt.shm.memcpy import Destinations, memory_at
+from asyncckpt.shm.segment import Segment
+from asyncckpt.worker.held_image import HeldImage
+from asyncckpt.worker.manifest import Index, checksum
+from asyncckpt.worker.segment_layout import Region
+
+if TYPE_CHECKING:
+    from asyncckpt.worker.transfer.holder import RemoteImage
+
+# Asked for at once: so much that the way there and back does not count, and so little that it stays in the cache.
+_REMOTE_RUN_BYTES = 4 << 20
+
+
+class ImageFiles(ABC):
+    """The files of an image, as if they were in storage. To be closed."""
+
+    def __init__(self, held: HeldImage) -> None:
+        self.held = held
+
+    def metadata(self) -> bytes:
+        """DCP's ``.metadata`` of the checkpoint that it is a part of; only the first rank's image has it.
+
+        Raises ``DamagedCheckpointError``, ``CheckpointNotFoundError``.
+        """
+        return self._constant(self.held.layout.metadata)
+
+    def file(self, number: int) -> ChecksummedFile:
+        """The data file of that ``number``. Raises as ``metadata``."""
+        held, layout = self.held, self.held.layout
+        before, each = layout.data_files[:number], layout.data_files[number]
+        path = os.path.join(held.request.path, each.name(held.request.rank))
+        first = sum(file.checksums for file in before)
+        checksums = array("Q", held.checksums)[first : first + each.checksums]
+        self._constant(each.spans)
+        index = Index.parse(self._constant(each.index_head) + Index.tail(each.length, checksums), path)
+        return self._data_file(path, index, layout.data(held.request.slot, each))
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+    @abstractmethod
+    def _bytes(self, region: Region) -> bytes:
+        """Some bytes of the segment that it is in."""
+
+    @abstractmethod
+    def _data_file(self, path: str, index: Index, data: Region) -> ChecksummedFile: ...
+
+    def _constant(self, region: Region) -> bytes:
+        """What is the same in all images there, checked: the trainer could write there until it died, and may have died
+        of writing where it should not.
+        """
+        held = self.held
+        found = self._bytes(region)
+        if checksum(memoryview(found)) != held.constants[held.layout.constants().index(region)]:
+            raise DamagedCheckpointError(
+                "its image in memory is damaged", path=held.request.path, step=held.request.step
+            )
+        return found
+
+
+class MappedImage(ImageFiles):
+    """An image in a segment that is mapped here. It must not change until this is closed."""
+
+    def __init__(self, held: HeldImage, segment: Segment, lease: int | None = None) -> None:
+        """``lease``: what keeps it, closed together with ``segment``; None: somebody else sees to both."""
+        super().__init__(held)
+        self._segment, self._lease = segment, lease
+        # What is mapped to be read alone has a view that nobody tells the address of.
+        self._address = np.frombuffer(segment.view, np.uint8).ctypes.data
+
+    def close(self) -> None:
+        if self._lease is not None:
+            os.close(self._lease)
+            self._segment.close()
+            self._lease = None
+
+    def _bytes(self, region: Region) -> bytes:
+        return bytes(self._view(region))
+
+    def _data_file(self, path: str, index: Index, data: Region) -> ChecksummedFile:
+        return MemoryFile(path, index, self._view(data))
+
+    def _view(self, region: Region) -> memoryview:
+        return memory_at(self._address + region.offset, region.nbytes)
+
+
+class FetchedImage(ImageFiles):
+    """An image that is fetched from the worker that holds it."""
+
+    def __init__(self, image: RemoteImage) -> None:
+        super().__init__(image.held)
+        self._image = image
+
+    def close(self) -> None:
+        self._image.close()
+
+    def _bytes(self, region: Region) -> bytes:
+        found = bytearray(region.nbytes)
+        _fetch(self._image, region.offset, memoryview(found), self.held.request.path)
+        return bytes(found)
+
+    def _data_file(self, path: str, index: Index, data: Region) -> ChecksummedFile:
+        return _FetchedFile(path, index, self._image, data.offset)
+
+
+class _FetchedFile(ChecksummedFile):
+    """A data file of such an image: it goes straight to where its bytes belong, but for the edges of what is there."""
+
+    def __init__(self, path: str, index: Index, image: RemoteImage, offset: int) -> None:
+        super().__init__(path, index, _REMOTE_RUN_BYTES)
+        self._image, self._offset = image, offset
+
+    def close(self) -> None:
+        pass
+
+    def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
+        to = destinations.only(begin, end)
+        for at in range(begin, end, _REMOTE_RUN_BYTES):
+            stop = min(at + _REMOTE_RUN_BYTES, end)
+            is_inside = to is not None and to.begin <= at and stop <= to.end
+            if to is not None and is_inside:
+                into = memory_at(to.address + at - to.begin, stop - at)
+            else:
+                into = own_buffer(_REMOTE_RUN_BYTES)[: stop - at]
+            _fetch(self._image, self._offset + at, into, self.path)
+            yield FilePart(at, into, placed=is_inside)
+
+
+@dataclass(frozen=True)
+class HeldImages:
+    """The ``images`` that the worker of the trainer before this one holds, in ``segments`` that are mapped here (and
+    are not closed here).
+    """
+
+    segments: Mapping[int, Segment]
+    images: Sequence[HeldImage]
+
+    def is_closed(self) -> bool:
+        """Whether some of it was given back meanwhile."""
+        return any(segment.closed for segment in self.segments.values())
+
+    def files(self, held: HeldImage) -> MappedImage:
+        """The files of one of the images."""
+        return MappedImage(held, self.segments[held.request.segment])
+
+
+def _fetch(image: RemoteImage, offset: int, into: memoryview, path: str) -> None:
+    try:
+        image.read(offset, into)
+    except OSError as error:
+        raise CheckpointNotFoundError(f"the worker that holds this can be read no more: {error}", path=path) from error
