@@ -322,8 +322,8 @@ class AskImages:
 
 @dataclass(frozen=True)
 class Images:
-    """Those that are whole, the oldest first. ``trainer``: the process id of the one that may stage others; None: it is
-    gone.
+    """Those that are whole, the oldest first. ``trainer``: the process id of the worker's trainer, whose own images are
+    not among them; None: it is gone.
     """
 
     images: tuple[ImageSummary, ...]

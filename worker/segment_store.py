@@ -243,9 +243,11 @@ class SegmentStore:
         return None if image is None else self._held(image)
 
     def summaries(self) -> tuple[ImageSummary, ...]:
-        """The images that are whole, as they were staged, the oldest first."""
+        """The images that are whole, the oldest first; while the trainer lives, but those that are not its own."""
         with self._lock:
-            whole = sorted(filter(self._is_whole, self._images.values()), key=lambda image: image.staged_at)
+            whole = [each for each in self._images.values() if self._is_whole(each)]
+            whole = [each for each in whole if each.adopted or self._trainer_is_gone]
+            whole.sort(key=lambda image: image.staged_at)
             return tuple(ImageSummary(replace(each.request, small_files=()), each.committed) for each in whole)
 
     def lease(self, key: ImageKey) -> LeasedImage | None:

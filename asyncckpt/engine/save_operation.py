@@ -202,6 +202,7 @@ class SaveOperation(SaveState):
             buffer.copy(slot, tensors, ready, threads, self.copies_queued)
             note(self.timings, "copy", begun, self.called_at)
             buffer.slots.set(slot, State.STAGED)
+            buffer.offer(slot)
             buffer.client.saves.on_copied(self)
             self.is_whole = True
             stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already

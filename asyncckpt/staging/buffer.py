@@ -190,6 +190,10 @@ class StagingBuffer:
         self._kept.discard(slot)
         self._by_age = [*(other for other in self._by_age if other != slot), slot]
 
+    def offer(self, slot: int) -> None:
+        """Others may read what is staged in ``slot``: it is whole."""
+        self._published.offer_image(slot)
+
     def idle(self) -> bool:
         """Whether the worker has written all slots, and nobody copies into them: the memory can be given back."""
         return all(save is None or (save.is_written and save.copied.is_set()) for save in self.saves)
