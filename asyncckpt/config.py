@@ -99,6 +99,18 @@ class Config:
     transport: Transport = "sockets"
     """How images travel between hosts: ``sockets``, sealed with the job's key."""
 
+    replicas: int = 0
+    """On how many other hosts each image is copied in the background while it is written, so that as many hosts may be
+    lost together with their memory (see ``Save.wait_replicated``). Each host has memory for two images more of as many
+    others. ``Checkpointer.prepare`` refuses what does not fit."""
+
+    replica_rate: float | None = None
+    """Bytes a second that a worker fetches at most for copies. None: as many as come."""
+
+    domain: str | None = None
+    """What this host shares with others so that all of that may be lost at once (a rack, say): copies go to another.
+    None: the host itself."""
+
     start_timeout: float = 60.0
     """Seconds the worker process may take to start. It takes a tenth of one on an idle machine."""
 
@@ -146,6 +158,8 @@ class Config:
             "keep_last": self.keep_last is None or self.keep_last >= 1,
             "keep_every": self.keep_every is None or self.keep_every >= 1,
             "local_root": self.local_root is None or ("://" not in self.local_root and self.local_root != ""),
+            "replicas": self.replicas >= 0,
+            "replica_rate": self.replica_rate is None or self.replica_rate > 0,
             "local_keep_last": self.local_keep_last >= 1,
             "upload_every": self.upload_every is None or (self.upload_every >= 1 and self.local_root is not None),
             "failure": self.failure in get_args(Failure),
@@ -281,9 +295,11 @@ _SWITCH = _Option(
 
 # What has a variable and no option.
 _VARIABLES: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("keep_every", "local_keep_last", "upload_every", "worker_restarts", "io_threads"), int),
-    **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause"), float),
-    **dict.fromkeys(("job_id", "host", "address", "transport", "local_root", "metrics_folder"), str),
+    **dict.fromkeys(
+        ("replicas", "keep_every", "local_keep_last", "upload_every", "worker_restarts", "io_threads"), int
+    ),
+    **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause", "replica_rate"), float),
+    **dict.fromkeys(("job_id", "host", "address", "transport", "domain", "local_root", "metrics_folder"), str),
     **dict.fromkeys(("progress", "direct_io"), _truth),
     "on_event": lambda names: tuple(names.split(",")),
 }

@@ -29,6 +29,7 @@ EventPhase = Literal[
     "planned",
     "staged",
     "written",
+    "replicated",
     "committed",
     "failed",
     "skipped",
@@ -44,7 +45,8 @@ EventPhase = Literal[
 """What has happened.
 
 Of a save, in this order: it is ``planned`` (``source``: the plan was "kept", or is "new"); ``staged``, so that its
-tensors may change; ``written`` to storage by this rank; and at last ``committed`` on all ranks, ``failed``, or
+tensors may change; ``written`` to storage by this rank; ``replicated``, once other hosts have copies of all ranks'
+images (``Config.replicas``), before or after its end; and at last ``committed`` on all ranks, ``failed``, or
 ``skipped`` for another (``Config.when_busy``). Its image is ``published`` to readers of weights. A committed checkpoint
 is ``uploaded`` from the local folder to the root, or an attempt at that has ``failed``: it is retried.
 

@@ -137,7 +137,11 @@ class SaveState:
         """What went wrong, if it has ended badly."""
         self.is_reported = False
         """Somebody was told of its failure, or will be."""
-        self.queued, self.staged, self.done = Flag(), Flag(), Flag()
+        self.queued, self.staged, self.done, self.replicated = Flag(), Flag(), Flag(), Flag()
+        self.is_copied = False
+        """Other hosts are to have copies of it."""
+        self.replication_failure: BaseException | None = None
+        """Why they have none, and will not."""
         self.fences: Sequence[Callable[[], None]] = ()
         self._future: Future[str] | None = None
         self._following: list[Callable[[], None]] | None = []  # what its end is followed by; None: that has begun
@@ -295,6 +299,29 @@ class Save:
         """Wait until ``staged()``. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
         if not self._state.staged.wait(timeout):
             raise SaveTimeoutError(f"not staged after {timeout:g} s", path=self.path, step=self.step)
+
+    def replicated(self) -> bool:
+        """Whether as many other hosts as ``Config.replicas`` says have copies, in memory, of what all ranks have saved.
+
+        That may be before the checkpoint is durable, or after it.
+        """
+        return self._state.replicated.is_set() and self._state.replication_failure is None
+
+    def wait_replicated(self, timeout: float | None = None) -> None:
+        """Wait until ``replicated()``.
+
+        Raises what went wrong with the copies (the checkpoint may come to be all the same), ``SaveTimeoutError`` after
+        ``timeout`` seconds, and ``ValueError`` where there are to be none: ``Config.replicas`` is 0, or this is no
+        state dict.
+        """
+        if not self._state.is_copied:
+            if self._state.failure is not None:
+                raise self._state.failure
+            raise ValueError("there are no copies of this save: Config.replicas is 0, or it is no state dict")
+        if not self._state.replicated.wait(timeout):
+            raise SaveTimeoutError(f"not replicated after {timeout:g} s", path=self.path, step=self.step)
+        if self._state.replication_failure is not None:
+            raise self._state.replication_failure
 
     def synchronize_staging(self, timeout: float | None = None) -> None:
         """As ``wait_staged``, but on devices it is their current streams that wait, from here on, not the host.

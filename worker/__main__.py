@@ -47,7 +47,9 @@ def main(argv: list[str]) -> int:
         storages = partial(storage_for, direct_io=options["direct_io"])
         connection, trainer = Connection(options["fd"]), options["trainer"]
         metrics = _metrics_file(options)
-        server = Server(connection, storages, segment_store, endpoint_service, options["io_threads"], trainer, metrics)
+        server = Server(
+            connection, storages, segment_store, endpoint_service, serving, options["io_threads"], trainer, metrics
+        )
         finished = server.run(_watch(trainer), options["linger"])
     finally:
         if metrics is not None:  # while no other worker of this job can be there, which would write the same file

@@ -71,6 +71,13 @@ class WorkerClient:
 
     # Questions. Each raises ``WorkerDiedError``, ``SaveTimeoutError`` after ``timeout`` seconds, and what it says.
 
+    def ask(self, question: object, expect: type[Answer], timeout: float, doing: str, fd: int | None = None) -> Answer:
+        """What the worker answers to a question of ``messages.py``, which is of the class ``expect``.
+
+        ``doing``: what takes too long, for the error. ``fd``: goes with the question.
+        """
+        return self._questions.ask(question, expect, timeout, doing, fd)[0]
+
     def allocate(self, nbytes: int, timeout: float) -> tuple[int, Segment]:
         """A new segment: its number, and its memory, to be closed. Raises ``OutOfMemoryError``."""
         doing = f"allocating {nbytes:,} bytes of shared memory"
@@ -81,18 +88,18 @@ class WorkerClient:
 
     def listen(self, timeout: float) -> None:
         """Have the worker take its endpoint, if it has one. Raises ``JobTakenError`` where another worker has it."""
-        trouble = self._ask(messages.Listen(), messages.Listening, timeout, "making the worker known").trouble
+        trouble = self.ask(messages.Listen(), messages.Listening, timeout, "making the worker known").trouble
         self.has_endpoint = trouble is None and self._endpoint is not None
         if trouble is not None:
             logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
 
     def claim(self, claim: Claim, timeout: float) -> Claimed:
         """Have the worker take the lock of a root, if it is free. Raises ``JobTakenError``: the root is of another."""
-        return self._ask(claim, Claimed, timeout, "taking the lock of the folder")
+        return self.ask(claim, Claimed, timeout, "taking the lock of the folder")
 
     def uploads(self, timeout: float) -> UploadsUnderWay:
         """What is being copied to another root. Raises ``StorageError``."""
-        return self._ask(AskUploads(), UploadsUnderWay, timeout, "asking for uploads")
+        return self.ask(AskUploads(), UploadsUnderWay, timeout, "asking for uploads")
 
     def adopt(self, segment: Segment, held: tuple[HeldImage, ...], timeout: float) -> int:
         """Have the worker take over a segment whose worker is gone. Returns its number in this one.
@@ -102,11 +109,11 @@ class WorkerClient:
             held: The images in it that the worker is to keep for now.
         """
         fd = segment.fileno()
-        return self._ask(messages.Adopt(held), messages.Adopted, timeout, "handing over shared memory", fd).segment
+        return self.ask(messages.Adopt(held), messages.Adopted, timeout, "handing over shared memory", fd).segment
 
     def host(self, request: messages.Host, timeout: float) -> messages.Hosting:
         """Have the worker host the store that joins the ranks."""
-        return self._ask(request, messages.Hosting, timeout, "hosting the store that joins the ranks")
+        return self.ask(request, messages.Hosting, timeout, "hosting the store that joins the ranks")
 
     def describe(self, segment: int, layout: SegmentLayout, timeout: float) -> None:
         """Tell what stands where in a segment; whoever asks the worker from now on is told so.
@@ -115,7 +122,7 @@ class WorkerClient:
             segment: Its number in the worker.
             layout: What it holds; all that is constant must be written by now.
         """
-        self._ask(messages.Describe(segment, layout), messages.Described, timeout, "describing shared memory")
+        self.ask(messages.Describe(segment, layout), messages.Described, timeout, "describing shared memory")
 
     def cancel(self, save: TrackedSave, reason: CheckpointError, timeout: float) -> bool:
         """Take back a save that is not being written yet. False, and nothing changes, where it is too late for that.
@@ -126,7 +133,7 @@ class WorkerClient:
             timeout: Seconds.
         """
         cancel = messages.Cancel(save_id := save.request.save_id, reason)
-        answer = self._ask(cancel, messages.Cancelled, timeout, "taking a save back")
+        answer = self.ask(cancel, messages.Cancelled, timeout, "taking a save back")
         if answer.in_time:
             self.saves.on_end(save_id, reason)
         return answer.in_time
@@ -261,9 +268,6 @@ class WorkerClient:
             self._listener.join(timeout=10)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
 
-    def _ask(self, question: object, expect: type[Answer], timeout: float, doing: str, fd: int | None = None) -> Answer:
-        return self._questions.ask(question, expect, timeout, doing, fd)[0]
-
     def _give_back(self, answer: object, segment: Segment | None) -> None:
         """Nobody waits for ``answer`` any more."""
         if segment is not None:
@@ -301,6 +305,8 @@ class WorkerClient:
             match message:
                 case messages.Written(save_id, inode, timings):
                     self.saves.on_written(save_id, inode, timings)
+                case messages.Replicated(save_id, failure):
+                    self.saves.on_replicated(save_id, failure)
                 case messages.Committed(save_id):
                     self.saves.on_end(save_id, message)
                 case messages.Failed(save_id, error):

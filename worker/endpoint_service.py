@@ -19,7 +19,7 @@ from multiprocess.connection import Connection
 from multiprocess.reduction import send_handle
 
 from asyncckpt.errors import JobTakenError
-from asyncckpt.worker import messages
+from asyncckpt.worker import endpoint_messages
 from asyncckpt.worker.endpoint import Endpoint, redirect_log
 from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_layout import FileSetLayout, WeightsLayout
@@ -128,7 +128,7 @@ class EndpointService:
 
     def _answer(self, peer: Connection) -> None:
         """Answer a process until it leaves. Raises ``EOFError`` or ``OSError`` when it does."""
-        while isinstance(message := receive(peer), messages.AskStatus):  # who only looks keeps no worker
+        while isinstance(message := receive(peer), endpoint_messages.AskStatus):  # who only looks keeps no worker
             send(peer, self._status())
         with self._lock:
             self._peers.append(peer)
@@ -136,41 +136,41 @@ class EndpointService:
         try:
             while True:
                 match message:
-                    case messages.Inspect():
+                    case endpoint_messages.Inspect():
                         numbers = self._show(peer)
-                    case messages.TakeSegments():
+                    case endpoint_messages.TakeSegments():
                         for number in numbers:
                             send_handle(peer, self._segment_store.hosted(number).segment.fileno(), None)
-                    case messages.Retire():
+                    case endpoint_messages.Retire():
                         self.retire()
-                    case messages.ListPublished():
-                        send(peer, messages.PublishedSegments(self._segment_store.published()))
-                    case messages.OpenSegment(number):
+                    case endpoint_messages.ListPublished():
+                        send(peer, endpoint_messages.PublishedSegments(self._segment_store.published()))
+                    case endpoint_messages.OpenSegment(number):
                         self._send_read_only(peer, number)
-                    case messages.AskImages():
+                    case endpoint_messages.AskImages():
                         trainer = self._trainer if self._segment_store.has_trainer() else None
-                        send(peer, messages.Images(self._segment_store.summaries(), trainer))
-                    case messages.AskImage(key):
-                        send(peer, messages.FoundImage(self._segment_store.held(key)))
-                    case messages.Serve(secret, address):
-                        send(peer, self._serve(secret, address))
+                        send(peer, endpoint_messages.Images(self._segment_store.summaries(), trainer))
+                    case endpoint_messages.AskImage(key):
+                        send(peer, endpoint_messages.FoundImage(self._segment_store.held(key)))
+                    case endpoint_messages.Serve(secret, address):
+                        send(peer, self._serving.serve(secret, address))
                 message = receive(peer)
         finally:
             with self._lock:
                 self._peers.remove(peer)
                 self._last_left = time.monotonic()
 
-    def _status(self) -> messages.WorkerStatus:
+    def _status(self) -> endpoint_messages.WorkerStatus:
         has_trainer = self._segment_store.has_trainer()
         lingers = None if self._lingers_since is None or self._retired else max(0.0, self._lingers())
         paths = tuple(each.path for each in self.unended_saves())
-        return messages.WorkerStatus(os.getpid(), has_trainer, paths, lingers, self._retired)
+        return endpoint_messages.WorkerStatus(os.getpid(), has_trainer, paths, lingers, self._retired)
 
     def _show(self, peer: Connection) -> tuple[int, ...]:
         """Tell what is held. Returns the numbers of the segments it is in."""
         images = self._segment_store.held_images()
         if images is None:
-            send(peer, messages.TrainerAlive(os.getpid(), self._trainer))
+            send(peer, endpoint_messages.TrainerAlive(os.getpid(), self._trainer))
             return ()
         numbers = {image.request.segment for image in images}
         published = []
@@ -184,14 +184,8 @@ class EndpointService:
                     numbers.add(each.segment)
         held = tuple(sorted(numbers))
         saves = tuple(each.path for each in self.unended_saves() if each.world_size == 1)
-        send(peer, messages.Inventory(os.getpid(), self._retired, held, images, tuple(published), saves))
+        send(peer, endpoint_messages.Inventory(os.getpid(), self._retired, held, images, tuple(published), saves))
         return held
-
-    def _serve(self, key: bytes, address: str) -> messages.Served:
-        try:
-            return messages.Served(self._serving.begin(key, address))
-        except OSError as error:
-            return messages.Served(0, error.strerror or str(error))
 
     def _send_read_only(self, peer: Connection, number: int) -> None:
         fd = self._segment_store.open_read_only(number)

@@ -14,7 +14,7 @@ class HeldImage:
 
     ``constants`` and ``checksums``: of the layout's constant regions, and of the image's spans (unsigned 64-bit
     numbers). ``committed``: whether that save was; None: it has not ended yet. ``staged_at``: when it was whole, by
-    ``time.monotonic``.
+    ``time.monotonic``. ``is_copy``: of a rank on another host.
     """
 
     request: WriteRequest
@@ -23,6 +23,19 @@ class HeldImage:
     checksums: bytes
     committed: bool | None
     staged_at: float
+    is_copy: bool = False
+
+
+COPY_SLOTS = 2
+"""Images of each rank that copies are kept of: the last one that all have, and the one that is coming."""
+
+
+@dataclass(frozen=True)
+class CopiedRank:
+    """A rank on another host, of which copies are kept: in a segment of ``nbytes`` for each structure."""
+
+    rank: int
+    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The messages between a trainer and its worker, and between a worker and other processes. Data only, no logic.
+"""The messages between a trainer and its worker. Data only, no logic.
 
 One socket pair joins trainer and worker. What is marked with a * travels as a ``Question``, and what follows it as the
 ``Answer`` of the same number. In the order of a worker's life:
@@ -16,11 +16,16 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   Adopted                      under this number
     trainer  Describe *                   the layout of a segment, after all that is constant was written into it
     worker   Described                    other processes are told so from now on
+    trainer  Serve *                      let other hosts read your images
+    worker   Served                       at this port, or why not
+    trainer  KeepCopies *                 keep copies of what ranks of other hosts stage
+    worker   CopiesKept                   there is memory for it   (or Refused)
     trainer  Begin                        a save is being staged: what, in which slot, to which path
     trainer  Staged                       all of it is in the slot (its state says so too, if the trainer dies here)
              or Cancel *                  it is not, or is no longer needed
     worker   Cancelled                    whether that was in time
     worker   Written                      the slot is free again
+    worker   Replicated                   copies are on other hosts, of all ranks; or why not
     worker   Committed or Failed          the end of that save, the same on all ranks
     trainer  AskUploads *                 first rank: what of all that is yet to be copied to another root?
     worker   UploadsUnderWay              this, and why it is not there yet
@@ -29,34 +34,7 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
 
-At the endpoint (see ``endpoint.py``) other processes connect. One that takes over from a dead trainer:
-
-    client   Inspect                      what do you hold?
-    worker   Inventory                    these images, in these segments    (or TrainerAlive: my trainer lives)
-    client   TakeSegments
-    worker   descriptors                  of these segments
-    client   Retire                       I have them; finish what is staged and leave
-
-One that reads published weights:
-
-    client   ListPublished
-    worker   PublishedSegments            something is published in these segments; their header pages say what
-    client   OpenSegment
-    worker   descriptor                   of one segment, for reading alone
-
-One that loads, and looks what there is in memory:
-
-    client   AskImages                    which images do you hold?
-    worker   Images
-    client   AskImage                     what exactly is this one?
-    worker   FoundImage                   (then OpenSegment, and a lease)
-    client   Serve                        let other hosts read your images
-    worker   Served                       at this port, or why not
-
-One that lists workers, which keeps none of them from leaving:
-
-    client   AskStatus
-    worker   WorkerStatus                 this is what I do, and wait for
+What others say at its endpoint stands in ``endpoint_messages.py``.
 """
 
 from __future__ import annotations
@@ -66,9 +44,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
+from asyncckpt.worker.endpoint_messages import Serve, Served
+from asyncckpt.worker.held_image import CopiedRank, HeldImage
 from asyncckpt.worker.root_claim import Claim, Claimed
-from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, SegmentLayout, WeightsLayout
+from asyncckpt.worker.segment_layout import SegmentLayout
 from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
 from asyncckpt.worker.write_request import WriteRequest
 
@@ -130,6 +109,29 @@ class Describe:
 
 
 @dataclass(frozen=True)
+class KeepCopies:
+    """``plan``: of which structure; ``plans``: all that there are. ``transport``, ``rate``: as of ``Config``."""
+
+    plan: int
+    ranks: tuple[CopiedRank, ...]
+    plans: tuple[int, ...]
+    transport: str
+    rate: float | None
+
+
+class CopiesKept:
+    """There is memory for the copies."""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """``failure``: why it is not, and will not be; None: it is."""
+
+    save_id: int
+    failure: CheckpointError | None
+
+
+@dataclass(frozen=True)
 class Begin:
     request: WriteRequest
 
@@ -162,7 +164,7 @@ class Question:
     """No other has its ``number``."""
 
     number: int
-    question: Listen | Claim | Host | Allocate | Adopt | Describe | Cancel | AskUploads
+    question: Listen | Claim | Host | Allocate | Adopt | Describe | Cancel | AskUploads | Serve | KeepCopies
 
 
 @dataclass(frozen=True)
@@ -252,134 +254,23 @@ class Answer:
     """To the question of that ``number``, for which nobody may be waiting any more."""
 
     number: int
-    answer: Listening | Claimed | Hosting | Allocated | Adopted | Described | Cancelled | UploadsUnderWay | Refused
-
-
-# At the endpoint.
-
-
-class Inspect:
-    """Tell what is held."""
-
-
-@dataclass(frozen=True)
-class TrainerAlive:
-    """The process ids of the worker and of its trainer."""
-
-    worker: int
-    trainer: int
-
-
-@dataclass(frozen=True)
-class PublishedSegment:
-    """A segment in which something is published; its header page says what, and in which slots."""
-
-    segment: int
-    layout: CheckpointLayout | FileSetLayout | WeightsLayout
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """``leaving``: it was told to retire, and is finishing. ``published``: segments of weights and of sets of files,
-    which have no images here. ``saves``: the paths of those that no other rank takes part in, and have not ended.
-    """
-
-    worker: int
-    leaving: bool
-    segments: tuple[int, ...]
-    images: tuple[HeldImage, ...]
-    published: tuple[PublishedSegment, ...]
-    saves: tuple[str, ...] = ()
-
-
-class TakeSegments:
-    """Answered by the descriptors of the ``segments`` of ``Inventory``, in that order."""
-
-
-class Retire:
-    """Leave, once all that is staged is written."""
-
-
-class ListPublished:
-    """Tell where something is published."""
-
-
-@dataclass(frozen=True)
-class PublishedSegments:
-    published: tuple[PublishedSegment, ...]
-
-
-@dataclass(frozen=True)
-class OpenSegment:
-    """Answered by a descriptor of that ``segment``, or by an end of file where it was released."""
-
-    segment: int
-
-
-class AskImages:
-    """Tell which images are held."""
-
-
-@dataclass(frozen=True)
-class Images:
-    """Those that are whole, the oldest first. ``trainer``: the process id of the worker's trainer, whose own images are
-    not among them; None: it is gone.
-    """
-
-    images: tuple[ImageSummary, ...]
-    trainer: int | None
-
-
-@dataclass(frozen=True)
-class AskImage:
-    key: ImageKey
-
-
-@dataclass(frozen=True)
-class FoundImage:
-    """``held``: None where it is not held any more."""
-
-    held: HeldImage | None
-
-
-@dataclass(frozen=True)
-class Serve:
-    """Serve images to those who know ``key``. ``address``: a numeric one, to be reached there alone; "": at all."""
-
-    key: bytes
-    address: str
-
-
-@dataclass(frozen=True)
-class Served:
-    """``trouble``: why not; None: at that ``port``."""
-
-    port: int
-    trouble: str | None = None
-
-
-class AskStatus:
-    """Tell what you do."""
-
-
-@dataclass(frozen=True)
-class WorkerStatus:
-    """What a worker does, and waits for.
-
-    ``has_trainer``: its trainer lives, as far as it knows, and may ask for more. ``saving``: where the saves go that
-    have not ended. ``lingers``: for how many seconds more it waits for somebody to take over what it holds; None: it
-    does not, yet or any more. ``leaving``: it was told to retire.
-    """
-
-    worker: int
-    has_trainer: bool
-    saving: tuple[str, ...]
-    lingers: float | None
-    leaving: bool
+    answer: (
+        Listening
+        | Claimed
+        | Hosting
+        | Allocated
+        | Adopted
+        | Described
+        | Cancelled
+        | UploadsUnderWay
+        | Served
+        | CopiesKept
+        | Refused
+    )
 
 
 FromTrainer = Question | Join | Begin | Staged | Release | Close
-FromWorker = Ready | Answer | Written | Committed | Failed | Uploaded | Logged
+FromWorker = Ready | Answer | Written | Replicated | Committed | Failed | Uploaded | Logged
 
 
 def send(connection: Connection, message: object) -> None:

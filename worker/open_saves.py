@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, WorkerDiedError
 from asyncckpt.flag import Flag
 from asyncckpt.worker import messages
 from asyncckpt.worker.rounds import grace
@@ -39,6 +39,9 @@ class TrackedSave(Protocol):
         ``timings``: all so far; ``write_s`` where it was written.
         """
 
+    def on_replicated(self, failure: CheckpointError | None) -> None:
+        """Other hosts have copies of its image; for ``failure`` they do not, and will not."""
+
     def on_end(self, outcome: messages.Committed | CheckpointError, *, heard: bool = True) -> None:
         """Its end. Not ``heard``: the worker is dead, and has not said how the save ended."""
 
@@ -53,6 +56,7 @@ class OpenSaves:
         self.changed = threading.Condition(self.lock)
         """Notified whenever a save gets on."""
         self._open: dict[int, TrackedSave] = {}
+        self._copied: dict[int, TrackedSave] = {}  # those that are to be, until it is known whether they are
         self._progress_at = 0.0  # when some save last got on, by time.monotonic
 
     def __bool__(self) -> bool:
@@ -63,6 +67,8 @@ class OpenSaves:
         save.begun_at = time.monotonic()
         with self.lock:
             self._open[save.request.save_id] = save
+            if save.request.is_copied:
+                self._copied[save.request.save_id] = save
 
     def discard(self, save: TrackedSave) -> None:
         """The worker was not told of it."""
@@ -101,13 +107,24 @@ class OpenSaves:
                 save.on_end(outcome)
                 self._changed(save)
 
+    def on_replicated(self, save_id: int, failure: CheckpointError | None) -> None:
+        """Other hosts have copies of it, or, for ``failure``, will not. It may have ended by then."""
+        with self.lock:
+            save = self._copied.pop(save_id, None)
+            self.changed.notify_all()  # a slot may be free that was being read
+        if save is not None:
+            save.on_replicated(failure)
+
     def close(self) -> list[TrackedSave]:
         """The worker is gone: all slots are free. Returns those that were open."""
         with self.lock:
             saves, self._open = list(self._open.values()), {}
+            copied, self._copied = list(self._copied.values()), {}
             for save in saves:
                 save.on_written(None, {})
             self.changed.notify_all()
+        for save in copied:
+            save.on_replicated(WorkerDiedError("the worker ended before other hosts had copies"))
         return saves
 
     def _changed(self, save: TrackedSave) -> None:

@@ -155,8 +155,11 @@ class Rounds:
 
     def conclude_failed(self, name: str, error: CheckpointError) -> None:
         """First rank: tell all that the round has failed, unless it is concluded already."""
-        key = f"{self._keys(name)}/outcome"
-        self._call(lambda store: store.offer(key, 0, self._sealed(key, b"-" + encode(error))))
+        self._call(self._concluding_failed(name, error))
+
+    def conclude_failed_soon(self, name: str, error: CheckpointError, timeout: float) -> Future[None]:
+        """As ``conclude_failed``, as soon as the store can be reached; see ``report_soon``."""
+        return self._behind.start(self._concluding_failed(name, error), timeout)
 
     def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | CheckpointError:
         """Wait for the outcome of a round.
@@ -208,6 +211,17 @@ class Rounds:
 
         self._call(send)
 
+    def put(self, name: str, value: bytes) -> None:
+        """Have all ranks find ``value`` under ``name`` and the number of this rank."""
+        key = f"{self._keys(name)}/{self.rendezvous.rank}"
+        self._call(lambda store: store.put(key, 0, self._sealed(key, value)))
+
+    def get(self, name: str, rank: int) -> bytes | None:
+        """What ``rank`` has put there; None: nothing yet."""
+        key = f"{self._keys(name)}/{rank}"
+        found = self._get(key)
+        return None if found is None else self._opened(key, found)
+
     def set_flag(self, name: str) -> None:
         """Set the flag ``name`` once and for all, for all ranks to see."""
         key = self._keys(f"flag/{name}")
@@ -255,6 +269,11 @@ class Rounds:
         rank, keys = self.rendezvous.rank, self._keys(name)
         sealed = self._sealed(f"{keys}/value/{rank}", value)
         return lambda store: store.put(f"{keys}/reports", rank, sealed)
+
+    def _concluding_failed(self, name: str, error: CheckpointError) -> Callable[[StoreClient], None]:
+        key = f"{self._keys(name)}/outcome"
+        text = self._sealed(key, b"-" + encode(error))
+        return lambda store: store.offer(key, 0, text)
 
     def _get(self, key: str) -> bytes | None:
         return self._call(lambda store: store.get(key)).get(0)

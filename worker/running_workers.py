@@ -17,7 +17,8 @@ import psutil
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.worker.endpoint import connect, peer_pid
-from asyncckpt.worker.messages import AskStatus, Retire, WorkerStatus, send
+from asyncckpt.worker.endpoint_messages import AskStatus, Retire, WorkerStatus
+from asyncckpt.worker.messages import send
 from asyncckpt.worker.process import CommandLine, parse
 from asyncckpt.worker.takeover import ask, is_running
 

@@ -20,7 +20,7 @@ from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import Readers, lease, reopen
 from asyncckpt.shm.slots import SlotTable, State
-from asyncckpt.worker import messages
+from asyncckpt.worker import endpoint_messages
 from asyncckpt.worker.endpoint import announce_memory, announced_bytes, host_lock
 from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
 from asyncckpt.worker.manifest import checksum
@@ -101,6 +101,7 @@ class _ImageRecord:
     checksums: array[int] | None = None
     committed: bool | None = None
     adopted: bool = False
+    is_copy: bool = False
 
     @property
     def key(self) -> ImageKey:
@@ -134,6 +135,8 @@ class SegmentStore:
         self._images: dict[tuple[int, int], _ImageRecord] = {}  # by segment and slot
         self._released: list[HostedSegment] = []
         self._trainer_is_gone = False
+        self._staged = 0  # how many images were, of the trainer's own
+        self._is_staged = threading.Condition(self._lock)
 
     def allocate(self, nbytes: int) -> tuple[int, Segment]:
         """Make a segment, touched. Returns its number, and itself. Raises ``OutOfMemoryError``."""
@@ -168,7 +171,7 @@ class SegmentStore:
                 self._hosted[number].layout, self._hosted[number].constants = each.layout, each.constants
                 request, checksums = replace(each.request, segment=number), array("Q", each.checksums)
                 self._images[number, request.slot] = _ImageRecord(
-                    request, each.layout, each.staged_at, checksums, each.committed, adopted=True
+                    request, each.layout, each.staged_at, checksums, each.committed, True, each.is_copy
                 )
         return number
 
@@ -197,6 +200,31 @@ class SegmentStore:
         if isinstance(layout, CheckpointLayout):
             with self._lock:
                 self._images[request.segment, request.slot] = _ImageRecord(request, layout, time.monotonic())
+                self._staged += 1
+                self._is_staged.notify_all()
+
+    def wait_staged(self, after: int, timeout: float) -> tuple[int, ImageKey] | None:
+        """Wait until the trainer has staged more than ``after`` images, ``timeout`` seconds at most.
+
+        Returns how many it has, and which is the newest of them that is here; None: no other.
+        """
+        with self._lock:
+            self._is_staged.wait_for(lambda: self._staged > after, timeout)
+            own = [each for each in self._images.values() if not each.adopted and not each.is_copy]
+            if self._staged <= after or not own:
+                return None
+            return self._staged, max(own, key=lambda each: each.staged_at).key
+
+    def copy_begun(self, number: int, slot: int) -> None:
+        """A slot for copies is being written to: what was in it is gone."""
+        with self._lock:
+            self._images.pop((number, slot), None)
+
+    def copy_made(self, request: WriteRequest, layout: CheckpointLayout, checksums: array[int]) -> None:
+        """The copy of an image of another host is whole, and checked."""
+        with self._lock:
+            record = _ImageRecord(request, layout, time.monotonic(), checksums, is_copy=True)
+            self._images[request.segment, request.slot] = record
 
     def image_written(self, request: WriteRequest, checksums: array[int]) -> None:
         """The checksums of an image are known."""
@@ -270,11 +298,11 @@ class SegmentStore:
             undo.pop_all()
             return leased
 
-    def published(self) -> tuple[messages.PublishedSegment, ...]:
+    def published(self) -> tuple[endpoint_messages.PublishedSegment, ...]:
         """The segments in which something is published."""
         with self._lock:
             return tuple(
-                messages.PublishedSegment(number, hosted.layout)
+                endpoint_messages.PublishedSegment(number, hosted.layout)
                 for number, hosted in self._hosted.items()
                 if isinstance(hosted.layout, CheckpointLayout | FileSetLayout | WeightsLayout)
                 and hosted.slots.publications(len(hosted.layout.slots))
@@ -328,4 +356,5 @@ class SegmentStore:
             checksums.tobytes(),
             image.committed,
             image.staged_at,
+            image.is_copy,
         )

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from multiprocess.connection import Connection, wait
 from multiprocess.reduction import recv_handle, send_handle
@@ -22,13 +22,17 @@ from asyncckpt.errors import JobTakenError, OutOfMemoryError, StorageError, Work
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.committer import Committer
+from asyncckpt.worker.endpoint_messages import Serve
 from asyncckpt.worker.endpoint_service import EndpointService
+from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.root_lock import RootLock
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store import Store
+from asyncckpt.worker.transfer.serving import Serving
+from asyncckpt.worker.transfer.transport import TransferAddress
 from asyncckpt.worker.uploader import Uploader
 from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
 from asyncckpt.worker.write_request import WriteRequest
@@ -36,6 +40,7 @@ from asyncckpt.worker.writer import Writer
 
 if TYPE_CHECKING:
     from asyncckpt.worker.metrics_file import MetricsFile
+    from asyncckpt.worker.transfer.replicator import Replicator
 
 _CLOSED = "it has closed its checkpointer"
 
@@ -49,6 +54,7 @@ class Server:
         storage_for: Callable[[str], Storage],
         segment_store: SegmentStore,
         endpoint_service: EndpointService,
+        serving: Serving,
         io_threads: int,
         trainer: int,
         metrics: MetricsFile | None = None,
@@ -60,6 +66,7 @@ class Server:
             storage_for: The storage that a path is in.
             segment_store: The memory; closed in the end.
             endpoint_service: Answers other processes.
+            serving: Serves images to other hosts.
             io_threads: How many threads write at once.
             trainer: The process id of the trainer.
             metrics: Told of the ends of saves and uploads.
@@ -78,6 +85,12 @@ class Server:
         endpoint_service.unended_saves = self._committer.unended
         self._writer = Writer(storage_for, segment_store, self._committer, self._send, io_threads)
         self._store: Store | None = None
+        self._serving = serving
+        self._rendezvous: messages.Rendezvous | None = None
+        self._timeout = 0.0
+        self._address: TransferAddress | None = None
+        self._replicator: Replicator | None = None
+        self._inherited: list[tuple[int, tuple[HeldImage, ...]]] = []  # segments of copies, not asked for yet
 
     def run(self, trainer: int | None, linger: float) -> bool:
         """Serve until the trainer closes or dies. If it has died, stay ``linger`` seconds with what is held.
@@ -102,6 +115,8 @@ class Server:
                 self._committer.hurry()
             if self._root_lock is not None:
                 self._root_lock.announce_end()
+            if self._replicator is not None:
+                self._replicator.close()
             self._writer.finish()
             self._segment_store.on_trainer_gone(keep=lingers)
             finished = self._writer.wait_finished()
@@ -155,19 +170,20 @@ class Server:
                     self._send(messages.Answer(number, messages.Refused(error)))
             case messages.Join(rendezvous, timeout):
                 self._committer.join(rendezvous, timeout)
+                self._rendezvous, self._timeout = rendezvous, timeout
             case messages.Begin(request):
                 self._segment_store.slot_taken(request)
                 self._committer.expect(request)
                 self._writer.begin(request)
             case messages.Staged(save_id, timings):
-                self._writer.staged(save_id, timings)
+                staged = self._writer.staged(save_id, timings)
+                if staged is not None and staged.is_copied and self._replicator is not None:
+                    self._replicator.expect(staged)
             case messages.Release(number):
                 self._segment_store.release(number)
 
     def _answer(self, asked: messages.Question) -> None:
-        answer: (
-            messages.Listening | Claimed | messages.Hosting | messages.Adopted | messages.Described | UploadsUnderWay
-        )
+        answer: Any
         match asked.question:
             case messages.Allocate(nbytes):
                 self._allocate(asked.number, nbytes)
@@ -187,6 +203,13 @@ class Server:
             case messages.Adopt(held):
                 segment = Segment.attach(recv_handle(self._connection))
                 answer = messages.Adopted(self._segment_store.adopt(segment, held))
+                if any(each.is_copy for each in held):
+                    self._inherited.append((answer.segment, held))
+            case Serve(key, address):
+                answer = self._serving.serve(key, address)
+                self._address = TransferAddress(address, answer.port)
+            case messages.KeepCopies():
+                answer = self._keep_copies(asked.question)
             case messages.Describe(number, layout):
                 self._segment_store.hosted(number).describe(layout)
                 answer = messages.Described()
@@ -216,6 +239,21 @@ class Server:
             self._committer.uploader = Uploader(claim.local, self._storage_for, self._on_uploaded)
         return answer
 
+    def _keep_copies(self, request: messages.KeepCopies) -> messages.CopiesKept:
+        if self._replicator is None:
+            if self._rendezvous is None or self._address is None:
+                raise WorkerDiedError("the worker has not met those of the other ranks: please report this")
+            from asyncckpt.worker.transfer.replicator import Replicator  # loaded where it is needed
+
+            where = self._rendezvous, self._timeout
+            self._replicator = Replicator(self._segment_store, *where, request.transport, request.rate, self._send)
+            self._replicator.announce(self._address)
+        for number, held in self._inherited:
+            self._replicator.copies.inherit(number, held)
+        self._inherited.clear()
+        self._replicator.keep(request.plan, request.ranks, request.plans)
+        return messages.CopiesKept()
+
     def _host(self, request: messages.Host) -> messages.Hosting:
         if self._store is not None:
             self._store.close()
@@ -233,6 +271,8 @@ class Server:
 
     def _end(self, request: WriteRequest, outcome: messages.Committed | messages.Failed) -> None:
         self._segment_store.save_ended(outcome.save_id, committed=isinstance(outcome, messages.Committed))
+        if isinstance(outcome, messages.Failed) and request.is_copied and self._replicator is not None:
+            self._replicator.on_failed(request, outcome.error)
         self._send(outcome)
         if self._metrics is not None:
             self._metrics.on_end(request, outcome, time.time() - request.called_at)

@@ -18,8 +18,7 @@ from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
 from asyncckpt.worker.endpoint import connect, endpoint_names, job_taken_error, peer_pid
-from asyncckpt.worker.held_image import HeldImage, ImageKey
-from asyncckpt.worker.messages import (
+from asyncckpt.worker.endpoint_messages import (
     AskImage,
     AskImages,
     FoundImage,
@@ -35,9 +34,9 @@ from asyncckpt.worker.messages import (
     Served,
     TakeSegments,
     TrainerAlive,
-    receive,
-    send,
 )
+from asyncckpt.worker.held_image import HeldImage, ImageKey
+from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout
 from asyncckpt.worker.storage.history import was_removed
 
@@ -52,8 +51,8 @@ _END_S = 5.0
 
 
 class Takeover:
-    """A connection to a worker whose trainer is gone: the ``images`` and ``published`` it holds, and the ``segments``
-    they are in, mapped here.
+    """A connection to a worker whose trainer is gone: the ``images`` and ``published`` it holds, and ``copies`` of the
+    images of other hosts; and the ``segments`` they are in, mapped here.
 
     The worker stays as long as the connection is open, and its ``linger`` beyond it.
     """
@@ -69,7 +68,8 @@ class Takeover:
         self._connection = connection
         self.worker = inventory.worker
         self.segments = segments
-        self.images = list(inventory.images)
+        self.images = [each for each in inventory.images if not each.is_copy]
+        self.copies = [each for each in inventory.images if each.is_copy]
         self.published = list(inventory.published)
         self._not_held = set(inventory.saves) - {image.request.path for image in self.images}
 
@@ -115,6 +115,11 @@ class Takeover:
     def images_in(self, number: int) -> tuple[HeldImage, ...]:
         """Those in the segment of that number."""
         return tuple(each for each in self.images if each.request.segment == number)
+
+    def copies_by_segment(self) -> dict[int, tuple[HeldImage, ...]]:
+        """The copies in each segment that has any."""
+        numbers = {each.request.segment for each in self.copies}
+        return {number: tuple(each for each in self.copies if each.request.segment == number) for number in numbers}
 
     def layouts(self) -> dict[int, CheckpointLayout | FileSetLayout]:
         """Those of the segments that saves were staged in, by their numbers."""

@@ -25,7 +25,7 @@ class WriteRequest:
     do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
     archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
     all created up to then. ``upload``, on the first rank: what follows when it is committed.
-    ``called_at``: when ``save`` was called, in seconds since the epoch.
+    ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``: other hosts are to have copies.
     """
 
     save_id: int
@@ -47,3 +47,4 @@ class WriteRequest:
     plan: int = 0
     upload: Upload | None = None
     called_at: float = 0.0
+    is_copied: bool = False

@@ -109,11 +109,13 @@ class Writer:
             self._begun[request.save_id] = image
             self._changed.notify_all()
 
-    def staged(self, save_id: int, timings: dict[str, float]) -> None:
-        """All of it is in the slot. ``timings``: the trainer's."""
+    def staged(self, save_id: int, timings: dict[str, float]) -> WriteRequest | None:
+        """All of it is in the slot. ``timings``: the trainer's. Returns what was staged; None: it was cancelled."""
         with self._changed:
-            if (image := self._begun.pop(save_id, None)) is not None:  # else it was cancelled
-                self._take_staged(image, timings)
+            if (image := self._begun.pop(save_id, None)) is None:
+                return None
+            self._take_staged(image, timings)
+            return image.request
 
     def cancel(self, asked: int, save_id: int, reason: CheckpointError) -> None:
         """The trainer takes a request back.

@@ -35,7 +35,7 @@ from asyncckpt.planning.torch_file_plan import TorchFileContents
 from asyncckpt.publication import Publication, Versions
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save, wait_for_actions
-from asyncckpt.staging.buffer import BufferPool
+from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.root_claim import Claim

@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -30,9 +31,12 @@ from asyncckpt.planning.replicas import warn_differing
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
-from asyncckpt.staging.buffer import BufferPool, StagingBuffer
+from asyncckpt.ranks.ring import RankPlace, copied_ranks
+from asyncckpt.staging.buffer import StagingBuffer, copy_bytes
+from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.endpoint import endpoint_scope
 from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.write_request import ANY_PLAN
 
@@ -176,6 +180,10 @@ class PlanSelection:
         """By a new plan, which takes the place of one for the same names in another form."""
         group, number = wanted.group, wanted.number
         plan = wanted.make_plan(None if group.alone else self.differing)
+        if self.config.replicas and isinstance(plan, CheckpointPlan):
+            place = RankPlace(self.config.domain or endpoint_scope(), copy_bytes(plan))
+            decide = partial(copied_ranks, replicas=self.config.replicas)
+            plan.copied_ranks = group.ask_all("copies", number, lambda: place, decide)
         made: list[StagingBuffer] = []
 
         def allocate() -> int:

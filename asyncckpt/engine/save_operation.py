@@ -32,6 +32,7 @@ from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
 from asyncckpt.worker.messages import Committed
+from asyncckpt.worker.segment_layout import CheckpointLayout
 from asyncckpt.worker.timings import note
 from asyncckpt.worker.write_request import WriteRequest
 
@@ -137,6 +138,7 @@ class SaveOperation(SaveState):
         self.buffer = captured.buffer
         self._events.planned(is_new=captured.is_new, nbytes=self.buffer.plan.layout.nbytes)
         self.request = self._write_request(slot, captured, retention)
+        self.is_copied = self.request.is_copied
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         ready = ready_events(tensors)
         # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
@@ -179,6 +181,7 @@ class SaveOperation(SaveState):
             plan=self.buffer.plan.number,
             upload=retention.upload() if group.rank == 0 and retention.upload is not None else None,
             called_at=self.called_at,
+            is_copied=self._config.replicas > 0 and isinstance(self.buffer.layout, CheckpointLayout),
         )
 
     def _begin(self) -> None:
@@ -249,6 +252,14 @@ class SaveOperation(SaveState):
             self.timings.setdefault(name, seconds)
         if "write_s" in timings and not self.has_ended:  # another rank may have failed it meanwhile
             self._events.tell("written", self.timings, timings["write_s"])
+
+    def on_replicated(self, failure: CheckpointError | None) -> None:
+        """Other hosts have copies of its image; or, for ``failure``, they will not."""
+        self.replication_failure = failure
+        if failure is None:
+            self.timings["replicated_s"] = time.perf_counter() - self.begun
+            self._events.tell("replicated", self.timings, self.timings["replicated_s"])
+        self.replicated.set()
 
     def on_end(self, outcome: Committed | CheckpointError, *, heard: bool = True) -> None:
         """The worker's part has ended, or, not ``heard``, the worker has. First the engine learns of it, then the

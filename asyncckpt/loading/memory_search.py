@@ -20,8 +20,8 @@ from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.ranks.address import own_address
 from asyncckpt.ranks.collectives import from_first, gather, rank_of
 from asyncckpt.worker.endpoint import endpoint_names, endpoint_scope
+from asyncckpt.worker.endpoint_messages import Images
 from asyncckpt.worker.held_image import ImageSummary
-from asyncckpt.worker.messages import Images
 from asyncckpt.worker.takeover import ReaderClient, is_running
 from asyncckpt.worker.transfer.transport import TransferAddress
 from asyncckpt.worker.write_request import WriteRequest

@@ -31,6 +31,7 @@ from asyncckpt.planning.structure import (
     has_no_bytes,
     picker,
 )
+from asyncckpt.worker.held_image import CopiedRank
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 
 StateDict = Mapping[str, Any]
@@ -67,6 +68,8 @@ class CheckpointPlan:
     files: Sequence[PlannedFile]
     replicas: Replicas
     metadata: bytes = b""
+    copied_ranks: tuple[CopiedRank, ...] = ()
+    """The ranks of other hosts that this rank's worker keeps copies of."""
 
     def capture(self, state_dict: StateDict, planner: SavePlanner | None = None) -> Sequence[torch.Tensor]:
         """The caller's own tensors, in the order of the layout; the objects are taken into ``objects``.

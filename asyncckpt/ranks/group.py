@@ -25,9 +25,10 @@ import torch.distributed as dist
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
-from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
+from asyncckpt.ranks.address import address_to_listen_at, loopback_scope, own_address
 from asyncckpt.ranks.collectives import cpu_group
 from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.endpoint_messages import Serve, Served
 from asyncckpt.worker.messages import Host, Rendezvous
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
@@ -49,7 +50,7 @@ _TELL_S = 1.0
 # to tell what has become of it.
 _RESOLVE_S = 30.0
 # What trainers ask each other in a save, one after the other.
-KINDS = ("agree", "plan", "layout", "memory", "slot")
+KINDS = ("agree", "plan", "layout", "copies", "memory", "slot")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -128,6 +129,8 @@ class Group:
         elif self.rank == 0:
             client.host(Host(self._rendezvous.port, self._listens_at, self._secret), self._config.start_timeout)
         client.join(self._rendezvous, self._config.start_timeout)
+        if self._config.replicas:
+            self._serve(client, self._rendezvous.secret)
         self._client = client
         self._tell_untold()
         return client
@@ -264,6 +267,16 @@ class Group:
         patience = Patience(_OWN_PATIENCE_S if self.rank == 0 else _PATIENCE_S)
         self._rounds = Rounds(rendezvous, self._config.start_timeout, patience, silence=_SILENCE_S)
         return rendezvous
+
+    def _serve(self, client: WorkerClient, key: bytes) -> None:
+        """Have the worker serve its images to those of the other ranks."""
+        address = own_address(self._config.address)
+        doing = "serving images to other hosts"
+        trouble = client.ask(Serve(key, address), Served, self._config.start_timeout, doing).trouble
+        if trouble is not None:
+            raise RankFailedError(
+                f"the worker cannot serve its images at {address}: {trouble} (see Config.address)", rank=self.rank
+            )
 
     def _tell_untold(self) -> None:
         """The others, or their workers, still wait to hear how those saves ended."""

@@ -1,4 +1,4 @@
-"""Staging buffers: a plan with the shared memory for it, and the pool of those that an engine keeps."""
+"""Staging buffers: a plan with the shared memory for it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
 from asyncckpt.planning.plan import CheckpointPlan
-from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
-from asyncckpt.save_handle import Save
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
@@ -27,16 +23,11 @@ from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.held_image import HeldImage
+from asyncckpt.worker.held_image import COPY_SLOTS, HeldImage
 from asyncckpt.worker.open_saves import TrackedSave
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
-from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
-
-_DEFAULT_SLOTS = 2
-# Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
-_MAX_PLANS = 4
 
 Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
 _Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
@@ -94,13 +85,7 @@ class StagingBuffer:
         self.saves: list[TrackedSave | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
-        regions: dict[str, Region] = {}
-        fixed: list[tuple[Region, bytes | memoryview]] = []
-        end = HEADER_BYTES
-        for name, data in plan.constants().items():
-            regions[name] = Region(end, len(data))
-            fixed.append((regions[name], data))
-            end = round_up(end + len(data))
+        regions, fixed, end = _laid_out(plan)
         self._offsets = tuple(end + number * plan.layout.nbytes for number in range(slots))
         self.layout = plan.segment_layout(self._offsets, regions)
         adopted = None
@@ -255,134 +240,21 @@ class StagingBuffer:
         return save is None or (save.is_written and save.copied.is_set() and (save.has_ended or save.is_withdrawn))
 
 
-@dataclass
-class CachedPlan:
-    """A plan, kept under a ``key``, and its memory while there is a worker that holds it."""
-
-    key: Any
-    plan: Plan
-    buffer: StagingBuffer | None = None
+def copy_bytes(plan: CheckpointPlan) -> int:
+    """How large a segment is that another host keeps copies of the plan's images in."""
+    return _laid_out(plan)[2] + COPY_SLOTS * plan.layout.nbytes
 
 
-class BufferPool:
-    """What an engine has planned, and where it is staged; ``known``: the most recently used first.
-
-    ``detached`` is memory whose worker is gone, for the next one to adopt.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.known: list[CachedPlan] = []
-        self.detached: list[DetachedBuffer] = []
-
-    def find(
-        self, key: Any, capture: Callable[[Any], Sequence[torch.Tensor]], client: WorkerClient
-    ) -> tuple[StagingBuffer, Sequence[torch.Tensor]] | None:
-        """Find the memory of what is to be saved, if it is as it was planned.
-
-        Args:
-            key: Equal for planners that plan alike, and for files that are laid out alike.
-            capture: Takes what is to be saved by a plan; raises ``StructureChanged`` where that is not for it.
-            client: The worker.
-
-        Returns:
-            The buffer, and the tensors that were captured; None: there is no such plan.
-        """
-        for known in self.known:
-            if known.key != key:
-                continue
-            try:
-                tensors = capture(known.plan)
-            except StructureChanged as error:
-                logger.debug("not the structure of plan %d: %s", known.plan.number, error)
-                continue
-            self.known = [known, *(other for other in self.known if other is not known)]
-            if known.buffer is not None and known.buffer.is_closed:
-                known.buffer.close()
-                known.buffer = None
-            if known.buffer is None:  # its worker died, and took the memory along
-                known.buffer = self._allocate(known.plan, client)
-            return known.buffer, tensors
-        return None
-
-    def make(self, key: Any, plan: Plan, client: WorkerClient) -> StagingBuffer:
-        """Take memory for a new plan.
-
-        Args:
-            key: As in ``find``.
-            plan: The plan; it takes the place of one for the same names, or of the oldest of many.
-            client: The worker.
-
-        Returns:
-            The buffer; ``keep`` it.
-        """
-        outdated = [known for known in self.known if known.key == key and known.plan.names == plan.names]
-        for known in outdated or self.known[_MAX_PLANS - 1 :]:
-            self._give_back(known, client, "writing the save before the structure changed")
-            self.known.remove(known)
-        return self._allocate(plan, client)
-
-    def keep(self, key: Any, buffer: StagingBuffer) -> None:
-        """``find`` it from now on."""
-        self.known.insert(0, CachedPlan(key, buffer.plan, buffer))
-
-    def image_of(self, save: Save) -> tuple[StagingBuffer, int] | None:
-        """Where what was staged for ``save`` still is, whole: the buffer and the slot."""
-        for buffer in (known.buffer for known in self.known if known.buffer is not None):
-            for slot, tracked in enumerate(buffer.saves):
-                if tracked is not None and tracked.is_whole and save.is_of(tracked):
-                    return buffer, slot
-        return None
-
-    def hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
-        """Have ``client`` adopt memory that outlived its worker: ours, or else what a ``predecessor`` holds.
-
-        Raises ``WorkerDiedError``, ``SaveTimeoutError``.
-        """
-        if predecessor is not None and not self.detached:
-            self.detached = [
-                DetachedBuffer(predecessor.segments[number], layout, predecessor.images_in(number))
-                for number, layout in predecessor.layouts().items()
-            ]
-        self.detached = [each for each in self.detached if not each.segment.closed]  # of a call that was interrupted
-        for detached in self.detached:
-            detached.number = client.adopt(detached.segment, detached.held, self._config.timeout)
-
-    def leave(self) -> None:
-        """Let go of the memory of all plans, which has lost its worker."""
-        for known in self.known:
-            if known.buffer is not None:
-                left = known.buffer.leave()
-                if all(each.segment is not left.segment for each in self.detached):  # else an interrupted call has
-                    self.detached.append(left)
-                known.buffer = None
-
-    def close(self) -> None:
-        """Give back memory that has no worker."""
-        while self.detached:
-            self.detached.pop().close()
-
-    def _allocate(self, plan: Plan, client: WorkerClient) -> StagingBuffer:
-        """Memory for ``plan``; where there is too little, for one slot, or in the place of what was not used lately."""
-        slots = self._config.slots or _DEFAULT_SLOTS
-        while True:
-            try:
-                return StagingBuffer(plan, client, slots, self._config.timeout, self.detached)
-            except OutOfMemoryError as error:
-                if self._config.slots is None and slots > 1:
-                    logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
-                    slots = 1
-                elif placed := [known for known in self.known if known.buffer is not None]:
-                    self._give_back(placed[-1], client, "writing what is in memory that is needed")
-                else:
-                    raise
-
-    def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str) -> None:
-        """Give back the memory of a plan, once nothing in it is under way."""
-        if known.buffer is not None:
-            client.wait_for(known.buffer.idle, self._config.timeout, doing)
-            known.buffer.close()
-            known.buffer = None
+def _laid_out(plan: Plan) -> tuple[dict[str, Region], _Constants, int]:
+    """Where what is constant stands in a segment, by name; what it is; and where the first slot begins."""
+    regions: dict[str, Region] = {}
+    fixed: list[tuple[Region, bytes | memoryview]] = []
+    end = HEADER_BYTES
+    for name, data in plan.constants().items():
+        regions[name] = Region(end, len(data))
+        fixed.append((regions[name], data))
+        end = round_up(end + len(data))
+    return regions, fixed, end
 
 
 def _is_on_pages(place: Place) -> bool:

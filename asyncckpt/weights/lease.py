@@ -16,7 +16,7 @@ from asyncckpt.shm.published_slots import ReadableSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, read_entries, read_indexes
-from asyncckpt.worker.messages import PublishedSegment
+from asyncckpt.worker.endpoint_messages import PublishedSegment
 from asyncckpt.worker.segment_layout import WeightsLayout
 from asyncckpt.worker.takeover import ReaderClient
 

@@ -12,6 +12,7 @@ from multiprocess.connection import Connection
 
 from asyncckpt.worker import messages, takeover
 from asyncckpt.worker.endpoint import Endpoint, endpoint_name
+from asyncckpt.worker.endpoint_messages import Inspect, Inventory, Retire, TrainerAlive
 from asyncckpt.worker.takeover import Takeover, retire_idle_workers
 
 
@@ -31,11 +32,11 @@ def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(takeover, "_NOTICE_S", 0.0)
     with subprocess.Popen(["true"]) as trainer:
         pass
-    answers = iter([messages.TrainerAlive(os.getpid(), trainer.pid)] * 3)
+    answers = iter([TrainerAlive(os.getpid(), trainer.pid)] * 3)
 
     def answer(connection: Connection) -> None:
         messages.receive(connection)
-        messages.send(connection, next(answers, None) or messages.Inventory(os.getpid(), False, (), (), ()))
+        messages.send(connection, next(answers, None) or Inventory(os.getpid(), False, (), (), ()))
         messages.receive(connection)
 
     with answering(trainer.pid, answer) as name:
@@ -51,16 +52,16 @@ def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPa
     with subprocess.Popen(["true"]) as dead:
         pass
     trainer = os.getpid() if has_trainer else dead.pid
-    answers = iter([messages.TrainerAlive(os.getpid(), trainer)] * 3)
+    answers = iter([TrainerAlive(os.getpid(), trainer)] * 3)
     asked: list[object] = []
 
     def answer(connection: Connection) -> None:
-        while isinstance(message := messages.receive(connection), messages.Inspect):
+        while isinstance(message := messages.receive(connection), Inspect):
             asked.append(message)
-            messages.send(connection, next(answers, None) or messages.Inventory(os.getpid(), False, (), (), ()))
+            messages.send(connection, next(answers, None) or Inventory(os.getpid(), False, (), (), ()))
         asked.append(message)
 
     with answering(trainer, answer):
         assert retire_idle_workers(30) is not has_trainer
     kinds = [type(each) for each in asked]
-    assert kinds == [messages.Inspect] * (1 if has_trainer else 4) + [messages.Retire] * (not has_trainer)
+    assert kinds == [Inspect] * (1 if has_trainer else 4) + [Retire] * (not has_trainer)

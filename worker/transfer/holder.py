@@ -45,6 +45,21 @@ class Holder:
         self._pinger = threading.Thread(target=self._ping, name="asyncckpt-ping", daemon=True)
         self._pinger.start()
 
+    def next_image(self, after: int, seconds: float) -> tuple[int, ImageKey] | None:
+        """Wait for the holder's trainer to stage another image.
+
+        Args:
+            after: How many it had staged when this was asked before; 0: whatever there is.
+            seconds: How long to wait at most, less than an answer may take.
+
+        Returns:
+            How many it has staged, and which is the newest; None: no other.
+        """
+        answer = self._ask(requests.NextImage(after, seconds))
+        if not isinstance(answer, requests.NewestStaged) or answer.key is None:
+            return None
+        return answer.count, answer.key
+
     def ping(self) -> None:
         """See that it is there."""
         self._ask(requests.Ping())

@@ -7,6 +7,8 @@ Any number of connections may stand between the two.
     reader  CloseImage                I have what I need of it
     reader  ReadBytes                 of an image that is open, on this connection or another one
     holder  bytes
+    reader  NextImage                 which is the newest that you have staged since?
+    holder  NewestStaged              this one, or none, after some seconds
     reader  Ping                      are you there?
     holder  Pong
 """
@@ -54,6 +56,22 @@ class ReadBytes:
     lease: str
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class NextImage:
+    """``after``: how many had been staged when this was asked before. ``seconds``: to wait for another."""
+
+    after: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NewestStaged:
+    """``key``: None where no other was staged; then ``count`` is as it was."""
+
+    count: int
+    key: ImageKey | None
 
 
 class Ping:

@@ -139,6 +139,9 @@ class TransferServer:
                         lease.close()
                 case requests.ReadBytes(name, offset, nbytes):
                     self._send_bytes(peer, name, offset, nbytes)
+                case requests.NextImage(after, seconds):
+                    count, newest = self._segment_store.wait_staged(after, seconds) or (after, None)
+                    peer.send(requests.NewestStaged(count, newest))
                 case requests.Ping():
                     peer.send(requests.Pong())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from asyncckpt.worker.endpoint_messages import Served
 from asyncckpt.worker.segment_store import SegmentStore
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class Serving:
         self._lock = threading.Lock()
         self._server: TransferServer | None = None
 
-    def begin(self, key: bytes, address: str) -> int:
+    def serve(self, key: bytes, address: str) -> Served:
         """Serve those who know ``key``, and from now on nobody else.
 
         Args:
@@ -27,19 +28,18 @@ class Serving:
             address: A numeric one of this host, to be reached there alone; "": at all.
 
         Returns:
-            The port.
-
-        Raises:
-            OSError: No socket can be had.
+            The port, or why it cannot.
         """
         # Loaded where it is needed: no other worker shall be slower to start.
         from asyncckpt.worker.transfer.server import TransferServer
 
         with self._lock:
-            if self._server is None:
-                self._server = TransferServer(self._segment_store, key, address)
+            try:
+                self._server = self._server or TransferServer(self._segment_store, key, address)
+            except OSError as error:
+                return Served(0, error.strerror or str(error))
             self._server.key = key
-            return self._server.port
+            return Served(self._server.port)
 
     def close(self) -> None:
         """Serve nobody."""

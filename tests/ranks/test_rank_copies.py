@@ -1,0 +1,100 @@
+"""Copies on other hosts: a host that is lost takes nothing along that was replicated."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from support.hosts import enter_host, host_folder
+from support.ranks import Job, run, say
+from support.states import equal, replicas
+from support.workers import send_away
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointError, OutOfMemoryError, UnsavableStateError
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+
+pytestmark = pytest.mark.usefixtures("forkserver")
+
+HOSTS = 4
+TWO_BY_TWO = [0, 0, 1, 1]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the hosts' folders."""
+    yield tmp_path
+    for host in range(HOSTS):
+        monkeypatch.setenv(FOLDER_VARIABLE, str(host_folder(tmp_path, host)))
+        send_away(host_folder(tmp_path, host))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(runtime))
+
+
+def lose(folder: Path, host: int, workers: list[int], places: list[int]) -> None:
+    """The host burns: its workers, and all that could be found of them."""
+    for worker, place in zip(workers, places, strict=True):
+        if place == host:
+            psutil.Process(worker).kill()
+    shutil.rmtree(host_folder(folder, host))
+
+
+def _save(folder: str, places: list[int], steps: int) -> None:
+    """Save some steps, all of them replicated and the last one not durable, and die."""
+    enter_host(folder, places[dist.get_rank()])
+    checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30))
+    for step in range(1, steps + 1):
+        save = checkpointer.save(step, replicas(step))
+        save.wait_replicated(30)
+        assert save.replicated()
+        save.result(30)
+    assert checkpointer._engine.worker is not None
+    say(checkpointer._engine.worker.pid)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _load(folder: str, places: list[int]) -> tuple[int, str, bool, set[str]]:
+    enter_host(folder, places[dist.get_rank()])
+    with Checkpointer(f"{folder}/root", Config(timeout=5)) as checkpointer:
+        into = replicas(99)
+        step = checkpointer.load(into)
+        assert checkpointer.loaded is not None
+        return step, checkpointer.loaded.source, equal(into, replicas(step)), {*checkpointer.loaded.nbytes_from}
+
+
+@pytest.mark.parametrize("then", [[2, 2, 0, 0], [0, 0], [0, 2, 2]], ids=["a spare host", "fewer", "another order"])
+def test_what_was_on_a_lost_host_is_read_from_the_next(hosts: Path, then: list[int]) -> None:
+    job = Job(4, _save, str(hosts), TWO_BY_TWO, 3, folder=hosts)
+    workers = [job.hear(rank) for rank in range(4)]
+    job.wait()
+    lose(hosts, 1, workers, TWO_BY_TWO)
+    found = run(len(then), _load, str(hosts), then, folder=hosts)
+    assert [each[:3] for each in found] == [(3, "memory", True)] * len(then)
+    for host, each in zip(then, found, strict=True):
+        assert each[3] == ({"memory"} if host == 0 else {"peer"})
+
+
+def _prepare(folder: str, places: list[int], replicas_: int, domain: bool) -> str:
+    enter_host(folder, places[dist.get_rank()])
+    config = Config(replicas=replicas_, timeout=30, domain="rack" if domain else None)
+    try:
+        with Checkpointer(f"{folder}/root", config) as checkpointer:
+            checkpointer.prepare(replicas(1))
+    except CheckpointError as error:
+        assert isinstance(error, (UnsavableStateError, OutOfMemoryError))
+        return str(error)
+    return ""
+
+
+def test_too_few_hosts_are_refused_before_anything_is_saved(hosts: Path) -> None:
+    for replicas_, domain, wanted in ((2, False, "are on 2"), (1, True, "are on 1")):
+        found = run(2, _prepare, str(hosts), [0, 1], replicas_, domain, folder=hosts)
+        assert all(wanted in each for each in found)
+    assert run(2, _prepare, str(hosts), [0, 1], 1, False, folder=hosts) == ["", ""]

@@ -1,0 +1,302 @@
+"""The replicator: a worker keeps copies of what the ranks of other hosts stage, so that a host may be lost.
+
+For each rank that it keeps copies of there is a thread, which waits for the next image there, and fetches it while it
+is being written to storage. When it has those of all its ranks, it reports that. Once all have reported, the step is
+*replicated*: the first rank's worker concludes it, and each tells its trainer. No trainer takes part.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from queue import SimpleQueue
+
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError, SaveDroppedError
+from asyncckpt.worker.held_image import CopiedRank, HeldImage, ImageKey
+from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.messages import Rendezvous, Replicated
+from asyncckpt.worker.rounds import Rounds, round_name
+from asyncckpt.worker.segment_store import SegmentStore
+from asyncckpt.worker.store_connection import Patience
+from asyncckpt.worker.transfer.copies import Copies, Incoming
+from asyncckpt.worker.transfer.holder import Holder, RemoteImage
+from asyncckpt.worker.transfer.sockets import CONNECTIONS
+from asyncckpt.worker.transfer.transport import TransferAddress
+from asyncckpt.worker.write_request import WriteRequest
+
+logger = logging.getLogger(__name__)
+
+_KIND = "replicated"
+_ADDRESS = "serves"
+# What is fetched at once, by one of some threads.
+_CHUNK_BYTES = 16 << 20
+# How long the holder waits for the next image before it says that there is none; and a puller before it tries again.
+_NEXT_S = 3.0
+_PAUSE_S = 0.5
+
+
+class Replicator:
+    """Of one worker."""
+
+    def __init__(
+        self,
+        segment_store: SegmentStore,
+        rendezvous: Rendezvous,
+        timeout: float,
+        transport: str,
+        rate: float | None,
+        send: Callable[[Replicated], object],
+    ) -> None:
+        """Copy nothing yet.
+
+        Args:
+            segment_store: Where copies are held.
+            rendezvous: Where the ranks meet.
+            timeout: Seconds that anything asked of the store may take.
+            transport: The kind by which bytes are moved.
+            rate: Bytes a second to fetch at most; None: as many as come.
+            send: Tells the trainer which saves are replicated.
+        """
+        self.copies = Copies(segment_store)
+        self._rendezvous, self._timeout = rendezvous, timeout
+        self._transport, self._limit, self._send = transport, _Limit(rate), send
+        self._rounds = Rounds(rendezvous, timeout, Patience(timeout))
+        self._outcomes = Rounds(rendezvous, timeout, Patience(timeout))
+        self._lock = threading.Lock()
+        self._missing: dict[int, set[int]] = {}  # by save: the ranks whose images are not here yet
+        self._expected = 0  # the newest save that this rank has staged
+        self._here: dict[int, int] = {}  # by rank: the save of its newest image here
+        self._pullers: dict[int, _Puller] = {}
+        self._queue: SimpleQueue[WriteRequest | None] = SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._conclude_all, name="asyncckpt-replicated", daemon=True)
+        self._thread.start()
+
+    def announce(self, address: TransferAddress) -> None:
+        """Tell the other ranks' workers where this one serves its images."""
+        self._rounds.put(_ADDRESS, pickle.dumps((address.host, address.port)))
+
+    def keep(self, plan: int, ranks: Collection[CopiedRank], plans: Collection[int]) -> None:
+        """Keep copies of what ``ranks`` stage by ``plan``. Raises ``OutOfMemoryError``. ``plans``: as of ``Copies``."""
+        self.copies.keep(plan, ranks, plans)
+        with self._lock:
+            for each in ranks:
+                if each.rank not in self._pullers:
+                    self._pullers[each.rank] = _Puller(each.rank, self._address_of, self._fetch)
+
+    def expect(self, request: WriteRequest) -> None:
+        """This rank has staged a save that is to be replicated."""
+        with self._lock:
+            missing = {rank for rank in self._pullers if self._here.get(rank, 0) < request.save_id}
+            self._missing[request.save_id] = missing
+            self._expected = request.save_id
+        self._queue.put(request)
+        if not missing:
+            self._report(request.save_id)
+
+    def on_failed(self, request: WriteRequest, error: CheckpointError) -> None:
+        """A save has failed. Where this rank has not staged it, there will be no copies; else there may be."""
+        if request.save_id > self._expected:
+            name = round_name(_KIND, request.save_id)
+            if request.rank > 0:
+                self._rounds.fail_soon(name, error, self._timeout)
+            else:
+                self._rounds.conclude_failed_soon(name, error, self._timeout)
+            self._send(Replicated(request.save_id, error))
+
+    def close(self) -> None:
+        """Copy no more. What is here stays."""
+        self._closed.set()
+        for puller in self._pullers.values():
+            puller.close()
+        self._rounds.close()
+        self._outcomes.close()
+        self._queue.put(None)
+        self._thread.join()
+        self.copies.close()
+
+    def _address_of(self, rank: int) -> tuple[TransferAddress, bytes, str] | None:
+        found = self._rounds.get(_ADDRESS, rank)
+        if found is None:
+            return None
+        host, port = pickle.loads(found)
+        return TransferAddress(host, port), self._rendezvous.secret, self._transport
+
+    def _fetch(self, holder: Holder, key: ImageKey, pool: ThreadPoolExecutor) -> None:
+        """Copy an image, if it is not here, and report that."""
+        image = holder.open(key)
+        try:
+            request = image.held.request
+            if self._here.get(key.rank, 0) >= request.save_id:
+                return
+            try:
+                incoming = self.copies.begin(image.held)
+                _copy(image, incoming, pool, self._limit)
+                incoming.finish()
+            except CheckpointError as error:
+                logger.warning("save %d of rank %d is not copied: %s", request.save_id, key.rank, error)
+                self._rounds.fail_soon(round_name(_KIND, request.save_id), error, self._timeout)
+                return
+        finally:
+            image.close()
+        self._on_copied(key.rank, request.save_id)
+
+    def _on_copied(self, rank: int, save_id: int) -> None:
+        with self._lock:
+            self._here[rank] = save_id
+            passed = [number for number, missing in self._missing.items() if number < save_id and rank in missing]
+            self._missing.get(save_id, set()).discard(rank)
+            is_done = self._missing.get(save_id) == set()
+            for number in passed:
+                del self._missing[number]
+        for number in passed:
+            newer = SaveDroppedError(f"a newer image of rank {rank} was copied first", rank=rank)
+            self._rounds.fail_soon(round_name(_KIND, number), newer, self._timeout)
+        if is_done:
+            self._report(save_id)
+
+    def _report(self, save_id: int) -> None:
+        self._rounds.report_soon(round_name(_KIND, save_id), b"", self._timeout)
+
+    def _conclude_all(self) -> None:
+        while (request := self._queue.get()) is not None:
+            failure = self._outcome(request)
+            with self._lock:
+                self._missing.pop(request.save_id, None)
+            if self._closed.is_set():
+                return
+            if failure is None:
+                self.copies.on_replicated(request.plan, request.save_id)
+            self._send(Replicated(request.save_id, failure))
+
+    def _outcome(self, request: WriteRequest) -> CheckpointError | None:
+        """Why a save is not replicated; None: it is."""
+        name = round_name(_KIND, request.save_id)
+        try:
+            if request.rank > 0:
+                outcome = self._outcomes.outcome(name, request.timeout)
+                return outcome if isinstance(outcome, CheckpointError) else None
+            try:
+                self._outcomes.collect(name, request.timeout)
+                self._outcomes.conclude(name, b"")
+            except CheckpointError as error:
+                self._outcomes.conclude_failed(name, error)
+                return error
+            finally:
+                self._outcomes.clear(_KIND, request.save_id)
+        except CheckpointError as error:
+            return error
+        return None
+
+
+class _Puller:
+    """A thread that fetches what one rank stages."""
+
+    def __init__(
+        self,
+        rank: int,
+        address_of: Callable[[int], tuple[TransferAddress, bytes, str] | None],
+        fetch: Callable[[Holder, ImageKey, ThreadPoolExecutor], None],
+    ) -> None:
+        self._rank, self._address_of, self._fetch = rank, address_of, fetch
+        self._closed = threading.Event()
+        self._holder: Holder | None = None
+        self._thread = threading.Thread(target=self._run, name="asyncckpt-copies", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, also in the middle of an image."""
+        self._closed.set()
+        if (holder := self._holder) is not None:
+            holder.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="asyncckpt-copy-io") as pool:
+            while not self._closed.is_set():
+                try:
+                    found = self._address_of(self._rank)
+                    if found is not None:
+                        self._follow(Holder(*found), pool)
+                except (OSError, CheckpointError) as error:
+                    logger.info("rank %d cannot be copied from, for now: %s", self._rank, error)
+                except Exception:
+                    logger.exception("copying from rank %d has failed: please report this", self._rank)
+                self._closed.wait(_PAUSE_S)
+
+    def _follow(self, holder: Holder, pool: ThreadPoolExecutor) -> None:
+        """Fetch one image after the other; raises ``OSError`` when the holder is gone."""
+        self._holder = holder
+        with holder:
+            count = 0
+            while not self._closed.is_set():
+                if (found := holder.next_image(count, _NEXT_S)) is not None:
+                    count, key = found
+                    try:
+                        self._fetch(holder, key, pool)
+                    except FileNotFoundError:  # it was overwritten just before
+                        continue
+
+
+class _Limit:
+    """Lets threads go on at a rate, in bytes a second; None: at any."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate = rate
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until so many bytes may be fetched."""
+        if self._rate is not None:
+            with self._lock:
+                at = max(self._free_at, time.monotonic())
+                self._free_at = at + nbytes / self._rate
+            time.sleep(max(0.0, at - time.monotonic()))
+
+
+def _copy(image: RemoteImage, incoming: Incoming, pool: ThreadPoolExecutor, limit: _Limit) -> None:
+    """Bring all of an image to where it is kept, each span checked. Raises ``OSError``, ``DamagedCheckpointError``."""
+    held, memory = image.held, incoming.memory
+    if not incoming.has_constants():
+        for region in held.layout.constants():
+            image.read(region.offset, memory[region.offset : region.offset + region.nbytes])
+    offset = incoming.layout.slots[incoming.slot] - held.layout.slots[held.request.slot]
+
+    def fetch(chunk: _Chunk) -> None:
+        begin, bounds, checksums = chunk
+        into = memory[begin + offset + bounds[0] : begin + offset + bounds[-1]]
+        limit.wait(len(into))
+        image.read(begin + bounds[0], into)
+        for (first, end), expected in zip(pairwise(bounds), checksums, strict=True):
+            if checksum(into[first - bounds[0] : end - bounds[0]]) != expected:
+                raise DamagedCheckpointError("an image did not arrive as it was sent", path=held.request.path)
+
+    for _ in pool.map(fetch, _chunks(held, memory)):
+        pass
+
+
+_Chunk = tuple[int, list[int], list[int]]
+
+
+def _chunks(held: HeldImage, memory: memoryview) -> Iterator[_Chunk]:
+    """Spans that are fetched at once: where their file begins in the segment, their bounds there, and checksums."""
+    checksums = array("Q", held.checksums)
+    at = 0
+    for file in held.layout.data_files:
+        words = memory[file.spans.offset : file.spans.offset + file.spans.nbytes].cast("Q")
+        begin, bounds = held.layout.data(held.request.slot, file).offset, words.tolist()
+        first = 0
+        while first < file.checksums:
+            last = first + 1
+            while last < file.checksums and bounds[last + 1] - bounds[first] <= _CHUNK_BYTES:
+                last += 1
+            yield begin, bounds[first : last + 1], checksums[at + first : at + last].tolist()
+            first = last
+        at += file.checksums
