@@ -37,6 +37,7 @@ def _run(ranks: int, root: Path, *options: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 @fsdp2_on_cpu
 def test_it_trains_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
@@ -45,6 +46,7 @@ def test_it_trains_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["asyncckpt.lock", "step-00000015"]
 
 
+@pytest.mark.slow
 @fsdp2_on_cpu
 def test_told_to_end_it_saves_first(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
