@@ -11,7 +11,6 @@ import torch.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -77,9 +76,11 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> object:
     value: object
     if name == "__version__":
+        from importlib import metadata  # here, as each worker that starts would take an eighth longer
+
         try:
-            value = importlib.metadata.version(__name__)
-        except importlib.metadata.PackageNotFoundError:
+            value = metadata.version(__name__)
+        except metadata.PackageNotFoundError:
             value = "unknown: it is not installed"
     elif name in _MODULES or name.endswith("Error"):  # an error has to be named to be caught, by whoever meets it
         value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)

@@ -17,10 +17,11 @@ asyncckpt_peer() {
     fi
 }
 
-# The same of one that there is as source alone. What it would compile it does without.
+# The same of one that there is as source alone. What it would compile it does without. It wants torch to be there,
+# so an environment that venv.sh has not finished yet does not get it.
 asyncckpt_peer_from_source() {
     local folder="$VENV/peers/$1" what=$2
-    if [ -d "$folder" ]; then
+    if [ -d "$folder" ] || [ ! -f "$VENV/asyncckpt.stamp" ]; then
         return
     fi
     echo "Building $what into $folder" >&2

@@ -51,6 +51,23 @@ def _maps() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:asyncckpt")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each of xdist's workers begins with some of the slow tests: none is to run alone when all others have ended.
+
+    A worker gets as many neighbours as each other one, and begins with the first of them.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    ordered = []
+    for worker in range(workers):
+        first = slow[worker::workers]
+        then = max(0, (len(items) + worker) // workers - len(first))
+        ordered += first + others[:then]
+        del others[:then]
+    items[:] = ordered + others
+
+
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[None]:
     """The process that ranks and trainers are forked from, so that each need not import torch."""

@@ -189,6 +189,7 @@ def _texts() -> Iterator[str]:
                     yield node.value
 
 
-def test_the_site_is_built_of_what_needs_no_torch() -> None:
+def test_what_builds_the_site_says_how_it_is_used() -> None:
+    """That it is built, of what needs no torch, is for ``.ci/run`` to see."""
     shown = subprocess.run([HERE / "scripts/docs", "--help"], capture_output=True, text=True, check=True, timeout=60)
     assert "scripts/docs serve" in shown.stdout

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support.ranks import Job
+from support.ranks import Job, script
 from support.workers import FAULTY, Faulty
 
 from asyncckpt import Checkpointer, Config
@@ -38,9 +38,9 @@ def _state(value: float) -> dict[str, Any]:
     return {"w": torch.full((1000,), value)}
 
 
-def _run(root: Path, script: str) -> tuple[subprocess.CompletedProcess[str], psutil.Process | None]:
+def _run(root: Path, code: str) -> tuple[subprocess.CompletedProcess[str], psutil.Process | None]:
     """The script, ended, and its worker where that is still there."""
-    ended = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=120)
     try:
         return ended, psutil.Process(int(ended.stdout))
     except psutil.NoSuchProcess:
@@ -137,12 +137,11 @@ def test_warnings_of_the_worker_are_logged(
 
 
 def test_what_it_says_to_a_dead_trainer_is_kept(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    script = (
+    code = (
         "from asyncckpt.worker import process; real = process.command();"
         f"process.command = lambda: [real[0], {FAULTY!r}, 'write:orphan'];" + _SAVE + "import time; time.sleep(60)"
     )
-    ended = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=120)
-    assert ended.returncode < 0
+    assert script(code, str(root)) < 0
     with caplog.at_level(logging.WARNING), Checkpointer(root) as checkpointer:
         checkpointer.load({"w": torch.zeros(3_000_000)})
         checkpointer.save(2, _state(2)).result(60)

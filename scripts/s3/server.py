@@ -21,7 +21,12 @@ def served(folder: Path, bucket: str) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     before = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    with open(folder / "store.log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+    # Else it has all that is larger than 5 MiB in files, and reads those anew for each range that is asked for.
+    environment = os.environ | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(1 << 30)}
+    with (
+        open(folder / "store.log", "wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as server,
+    ):
         try:
             deadline, endpoint = time.monotonic() + LIMIT_S, f"http://127.0.0.1:{port}"
             while not _listens(port):

@@ -6,8 +6,6 @@ import gc
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.events import Heard, all_heard
+from support.ranks import script
 from support.workers import wait_for
 
 import asyncckpt
@@ -168,9 +167,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_memory_that_is_taken_over_is_told(tmp_path: Path, heard: Heard) -> None:
-    done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path)], timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    assert script(_DIES, str(tmp_path)) == -signal.SIGKILL
     with Checkpointer(tmp_path, QUICK, on_event=heard) as checkpointer:
         checkpointer.load({"w": torch.zeros(100_000, dtype=torch.int64)})
         checkpointer.save(6, STATE).result(60)

@@ -7,14 +7,13 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.ranks import told
 from support.states import same, small_state, zeros_like
 from support.workers import FAULTY, Faulty, overdue, wait_reached
 
@@ -181,6 +180,7 @@ import os, signal, sys, torch
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.worker import process as worker_process
+from support.ranks import say
 real = worker_process.command
 code = """
 import runpy, sys
@@ -193,22 +193,20 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 worker_process.command = lambda: [real()[0], "-c", code, sys.argv[2], "write:hold"]
 checkpointer = Checkpointer(sys.argv[1], Config(commit_timeout=0.5))
 checkpointer.save(1, {"w": torch.ones(1000)})
-print(checkpointer._engine.worker.pid, flush=True)
+say(checkpointer._engine.worker.pid)
 os.kill(os.getpid(), signal.SIGKILL)
 '''
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_a_write_that_never_returns_keeps_no_process(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
-    script = FAULTY
-    trainer = subprocess.run(
-        [sys.executable, "-c", STUCK, str(root), script], stdout=subprocess.PIPE, timeout=120, cwd="/", check=False
-    )
-    assert trainer.returncode == -signal.SIGKILL
+    code, worker = told(STUCK, str(root), FAULTY)
+    assert code == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while is_running(int(trainer.stdout)):
+    while is_running(worker):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

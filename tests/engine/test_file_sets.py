@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.file_sets import LARGE, make, optimizer, weights
+from support.ranks import script
 from support.segments import mapped_segments
 from support.states import same, stock_load, zeros_like
 from support.workers import Faulty
@@ -354,10 +354,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_the_worker_of_a_dead_trainer_writes_it(tmp_path: Path) -> None:
-    here = os.path.dirname(__file__)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.path.dirname(here), *sys.path])}
-    subprocess.run([sys.executable, "-c", DIES, tmp_path / "it"], env=environment, timeout=60, check=False)
+    assert script(DIES, str(tmp_path / "it")) == -signal.SIGKILL
     deadline = time.monotonic() + 60
     while not (tmp_path / "it").exists() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -100,6 +98,7 @@ def test_a_copy_that_is_damaged(root: Path, fast: Path) -> None:
         assert checkpointer.steps() == [1]
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_the_newest_wins_wherever_it_is(root: Path, fast: Path, tmp_path: Path) -> None:
     """As where another host went on meanwhile; also against what the memory of a dead trainer's worker has."""
     state = {"weight": torch.arange(100.0), "step": 0}
@@ -107,7 +106,10 @@ def test_the_newest_wins_wherever_it_is(root: Path, fast: Path, tmp_path: Path) 
 
     def save_and_die(step: int, local_root: Path, **environment: str) -> None:
         places = [str(root), str(local_root), str(step)]
-        subprocess.run([sys.executable, "-c", DYING, *places], env={**os.environ, **environment}, timeout=100)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            ranks.script(DYING, *places)
 
     save_and_die(1, fast)
     with Checkpointer(root, config) as checkpointer:
@@ -160,6 +162,7 @@ def test_what_a_worker_dies_with_is_uploaded_by_the_next(
     assert complete_steps(os.path.dirname(path)) == [13]
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_what_a_trainer_dies_with_is_uploaded_by_the_next(
     root: Path, fast: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -168,7 +171,7 @@ def test_what_a_trainer_dies_with_is_uploaded_by_the_next(
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
     fault = "from asyncckpt.worker import process; real = process.command()\n"
     fault += f"process.command = lambda: [real[0], {FAULTY!r}, 'begin:hold:2']\n"
-    subprocess.run([sys.executable, "-c", fault + DYING, str(root), str(fast), "10"], timeout=100)
+    ranks.script(fault + DYING, str(root), str(fast), "10")
     wait_reached(gate)
     config = Config(local_root=str(fast), upload_every=10, local_keep_last=1)
     state = {"weight": torch.arange(100.0), "step": 10}
@@ -244,9 +247,10 @@ def test_a_set_of_files(root: Path, fast: Path) -> None:
     assert (folder / "config.json").read_bytes() == b"{}" and not verify(str(folder)).damages
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_a_trainer_that_dies_is_uploaded(root: Path, fast: Path) -> None:
     """Its worker writes what is staged, and uploads that, alone."""
-    subprocess.run([sys.executable, "-c", DYING.replace(".result(60)", ""), str(root), str(fast), "2"], timeout=100)
+    ranks.script(DYING.replace(".result(60)", ""), str(root), str(fast), "2")
     deadline = time.monotonic() + 60
     while complete_steps(str(root)) != [2]:
         assert time.monotonic() < deadline

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from support.ranks import told
 from support.segments import mapped_segments
 from support.states import same
 from support.workers import FAULTY, Faulty, overdue
@@ -145,29 +146,28 @@ import os, signal, sys, torch
 from asyncckpt.engine import shared as engines
 from asyncckpt import torch_save
 from asyncckpt.worker import process as worker_process
+from support.ranks import say
 real = worker_process.command
 worker_process.command = lambda: [real()[0], sys.argv[2], "begin:hold"]
 state = {"w": torch.arange(100_000), "list": [torch.ones(3)]}
 torch_save(state, sys.argv[1])
 state["w"].zero_()
 (engine,) = engines.shared._engines.values()
-print(engine.worker.pid, flush=True)
+say(engine.worker.pid)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("forkserver")
 def test_a_trainer_that_is_killed_when_it_has_staged(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "gate"
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
-    script = FAULTY
-    trainer = subprocess.run(
-        [sys.executable, "-c", TRAINER, str(path), script], stdout=subprocess.PIPE, timeout=200, cwd="/", check=False
-    )
-    assert trainer.returncode == -signal.SIGKILL and not path.exists()
-    worker = psutil.Process(int(trainer.stdout))
+    code, pid = told(TRAINER, str(path), FAULTY)
+    assert code == -signal.SIGKILL and not path.exists()
+    worker = psutil.Process(pid)
     gate.touch()
     worker.wait(60)
     assert same(torch.load(path), {"w": torch.arange(100_000), "list": [torch.ones(3)]})

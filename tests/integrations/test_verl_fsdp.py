@@ -19,6 +19,7 @@ HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", VERL)
 def test_as_the_trainers_do(release: str, tmp_path: Path) -> None:
     code = f"import sys; sys.path[:0] = {HERE!r}; import test_verl_fsdp; test_verl_fsdp.main()"

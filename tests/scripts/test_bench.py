@@ -79,6 +79,7 @@ def takes_part(found: dict[str, Any]) -> None:
     assert found["left_out"].keys() == MISSING
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # many processes, each with torch
 def test_saves_by_all_contestants(tmp_path: Path) -> None:
     found = run(tmp_path, "save --state 10x20kB --values 5 --changing 2 --rounds 1 --pause 0")["save"]
@@ -90,6 +91,7 @@ def test_saves_by_all_contestants(tmp_path: Path) -> None:
         assert 0 < blocked <= durable and 0 < result["first_blocked_s"] <= result["first_durable_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # many processes, each with torch
 def test_all_other_measurements(tmp_path: Path) -> None:
     few = "--state 10x400kB --rounds 1 --pause 0 --contestants"
@@ -118,12 +120,14 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert found["publish"]["results"].keys() > publications.WAYS.keys()
 
 
+@pytest.mark.slow
 def test_exports(tmp_path: Path) -> None:
     found = run(tmp_path, "export --gib 0.005 --tensors 5 --rounds 1 --pause 0")["export"]
     assert not found["left_out"] and found["results"].keys() == exports.WAYS.keys()
     assert all(len(result["export_s"]) == 1 for result in found["results"].values())
 
 
+@pytest.mark.slow
 def test_telemetry(tmp_path: Path) -> None:
     found = run(tmp_path, "telemetry --state 5 --gib 0.001 --rounds 3 --pause 0")["telemetry"]
     assert (
@@ -137,6 +141,7 @@ STORE_PEERS = {"DCP save, s3fs": "s3fs", "DCP async_save, s3fs": "s3fs"}
 STORE_PEERS |= {f"DCP {name}, S3StorageWriter": "s3torchconnector" for name in ("save", "async_save")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_store(tmp_path: Path) -> None:
     for name in ("moto", "boto3", "obstore"):

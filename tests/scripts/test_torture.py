@@ -13,6 +13,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(310)  # as long as the script may take
 def test_nothing_is_lost(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
@@ -35,6 +36,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     assert facts["losses"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(310)
 def test_nothing_is_lost_on_an_object_store(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
@@ -58,6 +60,7 @@ def test_nothing_is_lost_on_an_object_store(tmp_path: Path) -> None:
     assert facts["losses"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(310)
 @pytest.mark.parametrize(("framework", "kills"), [("huggingface", 2), ("verl", 1), ("deepspeed", 1)])
 def test_a_training_that_is_killed_goes_on(framework: str, kills: int, tmp_path: Path) -> None:
@@ -72,6 +75,7 @@ def test_a_training_that_is_killed_goes_on(framework: str, kills: int, tmp_path:
     assert facts["losses"] == []
 
 
+@pytest.mark.slow
 def test_no_read_is_torn(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     facts = _try("torture_weights.py", ["--publications=600", "--kills=8", "--seed=5", f"--json={report}"], report)

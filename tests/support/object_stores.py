@@ -18,21 +18,28 @@ BUCKET = "checkpoints"
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """The address of a server, which has a bucket."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    with pytest.MonkeyPatch.context() as patch:
-        set_environment(patch, endpoint)
-        boto3.client("s3").create_bucket(Bucket=BUCKET)
-    yield endpoint
-    server.stop()
+    with pytest.MonkeyPatch.context() as kept:
+        # Else it has all that is larger than 5 MiB in files, and reads those anew for each range that is asked for.
+        kept.setenv("MOTO_S3_DEFAULT_KEY_BUFFER_SIZE", str(1 << 30))
+        server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+        server.start()
+        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+        with pytest.MonkeyPatch.context() as patch:
+            set_environment(patch, endpoint)
+            boto3.client("s3").create_bucket(Bucket=BUCKET)
+        yield endpoint
+        server.stop()
 
 
 @pytest.fixture
-def s3_root(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3_root(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An address that nothing uses; this process, and those that it starts, find the server."""
     set_environment(monkeypatch, s3_server)
-    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    address = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    yield address
+    # As the server has it all in memory.
+    set_environment(monkeypatch, s3_server)
+    objects_at(address).delete(keys_below(address))
 
 
 def set_environment(patch: pytest.MonkeyPatch, endpoint: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -137,6 +138,7 @@ def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
 def _alone(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _speaker
     _speaker = pipe
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
@@ -145,7 +147,12 @@ def _alone(pipe: Connection, environment: dict[str, str], function: Callable[...
 
 def script(code: str, *arguments: str) -> int:
     """The exit code of ``python -c code arguments``, where torch is imported already."""
-    return alone(_run_script, code, arguments)[0]
+    return told(code, *arguments)[0]
+
+
+def told(code: str, *arguments: str) -> tuple[int, Any]:
+    """The same, and what it said by ``say``."""
+    return alone(_run_script, code, arguments)
 
 
 def _run_script(code: str, arguments: tuple[str, ...]) -> None:
@@ -174,6 +181,7 @@ def _main(
 ) -> None:
     global _speaker
     _speaker = pipe
+    gc.freeze()  # or each collection writes to, and so copies, all that the server has imported
     faulthandler.dump_traceback_later(LIMIT_S - 5, exit=True)
     torch.set_num_threads(1)  # as torchrun has it: many threads on few cores mostly wait for each other, in turns
     os.environ.clear()

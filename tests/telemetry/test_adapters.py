@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from support.ranks import script
 from support.workers import wait_for
 
 from asyncckpt import Checkpointer, Config
@@ -212,11 +213,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_the_file_outlives_a_trainer_that_dies(tmp_path: Path, folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path / "root"), str(folder)], timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    wait_for(lambda: any(folder.glob("*.prom")))
-    assert samples(folder)["asyncckpt_last_durable_step"] == 5
+    assert script(_DIES, str(tmp_path / "root"), str(folder)) == -signal.SIGKILL
+    wait_for(lambda: any(folder.glob("*.prom")) and samples(folder).get("asyncckpt_last_durable_step") == 5)
     with Checkpointer(tmp_path / "root", Config(linger=0, metrics_folder=str(folder))) as checkpointer:
         checkpointer.load({"w": torch.zeros(100_000, dtype=torch.int64)})
         checkpointer.save(6, STATE).result(60)
@@ -224,9 +224,9 @@ def test_the_file_outlives_a_trainer_that_dies(tmp_path: Path, folder: Path) -> 
     assert not [*folder.iterdir()]
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_what_was_durable_is_known_where_the_next_worker_commits_nothing(tmp_path: Path, folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path / "root"), str(folder)], timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    assert script(_DIES, str(tmp_path / "root"), str(folder)) == -signal.SIGKILL
     with Checkpointer(tmp_path / "root", Config(linger=0, metrics_folder=str(folder))) as checkpointer:
         checkpointer.load({"w": torch.zeros(100_000, dtype=torch.int64)})
         (tmp_path / "root").joinpath("step-00000006").touch()  # appears while the save is under way
