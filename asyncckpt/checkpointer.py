@@ -35,7 +35,7 @@ from asyncckpt.save_handle import Save
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.storage import absolute, is_address, step_folder
 from asyncckpt.worker.storage.history import newest_step
-from asyncckpt.worker.uploads import wait_for_uploads
+from asyncckpt.worker.uploads import AskUploads, UploadsUnderWay, wait_for_uploads
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +233,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._engine.worker is None:
             self._engine.start(alone=True)
         if (worker := self._engine.worker) is not None:
-            wait_for_uploads(partial(worker.uploads, timeout), timeout)
+            ask = partial(worker.ask, AskUploads(), UploadsUnderWay, timeout, "asking for uploads")
+            wait_for_uploads(ask, timeout)
 
     @property
     def failures(self) -> int:

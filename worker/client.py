@@ -22,7 +22,7 @@ from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
 from asyncckpt.worker.questions import Questions
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import SegmentLayout
-from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
+from asyncckpt.worker.uploads import Uploaded
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +97,6 @@ class WorkerClient:
         """Have the worker take the lock of a root, if it is free. Raises ``JobTakenError``: the root is of another."""
         return self.ask(claim, Claimed, timeout, "taking the lock of the folder")
 
-    def uploads(self, timeout: float) -> UploadsUnderWay:
-        """What is being copied to another root. Raises ``StorageError``."""
-        return self.ask(AskUploads(), UploadsUnderWay, timeout, "asking for uploads")
-
     def adopt(self, segment: Segment, held: tuple[HeldImage, ...], timeout: float) -> int:
         """Have the worker take over a segment whose worker is gone. Returns its number in this one.
 
@@ -110,10 +106,6 @@ class WorkerClient:
         """
         fd = segment.fileno()
         return self.ask(messages.Adopt(held), messages.Adopted, timeout, "handing over shared memory", fd).segment
-
-    def host(self, request: messages.Host, timeout: float) -> messages.Hosting:
-        """Have the worker host the store that joins the ranks."""
-        return self.ask(request, messages.Hosting, timeout, "hosting the store that joins the ranks")
 
     def describe(self, segment: int, layout: SegmentLayout, timeout: float) -> None:
         """Tell what stands where in a segment; whoever asks the worker from now on is told so.

@@ -29,7 +29,7 @@ from asyncckpt.ranks.address import address_to_listen_at, loopback_scope, own_ad
 from asyncckpt.ranks.collectives import cpu_group
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint_messages import Serve, Served
-from asyncckpt.worker.messages import Host, Rendezvous
+from asyncckpt.worker.messages import Host, Hosting, Rendezvous
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.store_connection import Patience
@@ -127,10 +127,10 @@ class Group:
         if self._rendezvous is None:
             self._rendezvous = self._connect(self._exchange(client))
         elif self.rank == 0:
-            client.host(Host(self._rendezvous.port, self._listens_at, self._secret), self._config.start_timeout)
+            _host(client, Host(self._rendezvous.port, self._listens_at, self._secret), self._config)
         client.join(self._rendezvous, self._config.start_timeout)
         if self._config.replicas:
-            self._serve(client, self._rendezvous.secret)
+            _serve(client, self._rendezvous.secret, self._config, self.rank)
         self._client = client
         self._tell_untold()
         return client
@@ -268,16 +268,6 @@ class Group:
         self._rounds = Rounds(rendezvous, self._config.start_timeout, patience, silence=_SILENCE_S)
         return rendezvous
 
-    def _serve(self, client: WorkerClient, key: bytes) -> None:
-        """Have the worker serve its images to those of the other ranks."""
-        address = own_address(self._config.address)
-        doing = "serving images to other hosts"
-        trouble = client.ask(Serve(key, address), Served, self._config.start_timeout, doing).trouble
-        if trouble is not None:
-            raise RankFailedError(
-                f"the worker cannot serve its images at {address}: {trouble} (see Config.address)", rank=self.rank
-            )
-
     def _tell_untold(self) -> None:
         """The others, or their workers, still wait to hear how those saves ended."""
         while self._untold and self._rounds is not None:
@@ -326,7 +316,7 @@ class Group:
             try:
                 name = self._address()
                 listens_at = address_to_listen_at(name, dist.get_world_size())
-                hosting = client.host(Host(0, listens_at, self._secret), self._config.start_timeout)
+                hosting = _host(client, Host(0, listens_at, self._secret), self._config)
                 self._listens_at = hosting.address
                 address = hosting.address or name
                 rendezvous = Rendezvous(address, hosting.port, self.token, self._secret, 0, self.world_size)
@@ -364,6 +354,21 @@ class Group:
 
     def _located(self, error: BaseException) -> CheckpointError:
         return located(error, rank=self.rank, otherwise=RankFailedError)
+
+
+def _host(client: WorkerClient, request: Host, config: Config) -> Hosting:
+    """Have the first rank's worker host the store that joins the ranks."""
+    return client.ask(request, Hosting, config.start_timeout, "hosting the store that joins the ranks")
+
+
+def _serve(client: WorkerClient, key: bytes, config: Config, rank: int) -> None:
+    """Have the worker serve its images to those of other hosts."""
+    address, doing = own_address(config.address), "serving images to other hosts"
+    trouble = client.ask(Serve(key, address), Served, config.start_timeout, doing).trouble
+    if trouble is not None:
+        raise RankFailedError(
+            f"the worker cannot serve its images at {address}: {trouble} (see Config.address)", rank=rank
+        )
 
 
 @contextlib.contextmanager
