@@ -23,6 +23,7 @@ from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.store_connection import Patience
+from asyncckpt.worker.survivors import Survivors
 from asyncckpt.worker.timings import note
 from asyncckpt.worker.uploader import Uploader
 from asyncckpt.worker.write_request import WriteRequest
@@ -62,7 +63,7 @@ class _SoloRounds:
 
     fail_soon = report_soon
 
-    def collect(self, name: str, timeout: float) -> list[bytes]:
+    def collect(self, name: str, timeout: float, is_lost: Callable[[int], bool]) -> list[bytes]:
         with self._changed:
             self._changed.wait_for(lambda: name in self._reports, timeout)
             report = self._reports.pop(name, None)
@@ -122,6 +123,7 @@ class Committer:
         self._rendezvous: Rendezvous | None = None
         self._rounds: Rounds | _SoloRounds = _SoloRounds()
         self._patience = Patience(_PATIENCE_S)
+        self._survivors: Survivors | None = None
         self._lock = threading.Lock()
         self._open: dict[int, Attempt | None] = {}
         self._unended: dict[int, WriteRequest] = {}  # those that are open, or just being ended
@@ -143,6 +145,16 @@ class Committer:
     def hurry(self) -> None:
         """The trainer is gone: nobody brings the store back for its saves."""
         self._patience.end()
+        if self._rendezvous is not None and not self.idle():
+            self._survivors = Survivors(self._rendezvous)
+
+    def restarted(self) -> None:
+        """The job is started again: ranks whose workers are gone, too, are waited for no more."""
+        if self._survivors is not None:
+            self._survivors.restarted()
+
+    def _is_lost(self, rank: int) -> bool:
+        return self._survivors is not None and self._survivors.is_lost(rank)
 
     def expect(self, request: WriteRequest) -> None:
         """A save has begun."""
@@ -208,6 +220,8 @@ class Committer:
         self._prunable.put(None)
         self._pruner.join()
         self._rounds.close(_TELL_S)
+        if self._survivors is not None:
+            self._survivors.close()
         # At worst the first rank's worker waits a little for one that has left: nothing is lost.
         with _logged("leaving", logging.INFO), self._probe(_TELL_LEFT_S) as rounds:
             if self._rank == 0:
@@ -283,7 +297,8 @@ class Committer:
 
     def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:
         """First rank: finalize what all have written, and tell them."""
-        reports = self._rounds.collect(name, max(_LEAST_S, deadline - time.monotonic()))
+        limit = max(_LEAST_S, deadline - time.monotonic())
+        reports = self._rounds.collect(name, limit, is_lost=self._is_lost)
         with self._lock:
             attempt = self._open[request.save_id]
         if attempt is None:

@@ -60,6 +60,8 @@ class EndpointService:
         self._retired = False
         self.unended_saves: Callable[[], tuple[WriteRequest, ...]] = tuple
         """Says which saves have not ended."""
+        self.on_restart: Callable[[], object] = lambda: None
+        """Told that the job is started again."""
 
     def open(self) -> None:
         """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` where there cannot be one."""
@@ -85,8 +87,9 @@ class EndpointService:
                 logger.warning("there is no log: %s", error)
 
     def retire(self) -> None:
-        """Linger no more."""
+        """Linger no more. A signal handler may call."""
         self._retired = True
+        self.on_restart()
 
     def linger(self, seconds: float) -> None:
         """Wait for somebody to take over what is held, until ``seconds`` after the last process has left."""
@@ -149,6 +152,8 @@ class EndpointService:
                         self._send_read_only(peer, number)
                     case endpoint_messages.AskImages():
                         trainer = self._trainer if self._segment_store.has_trainer() else None
+                        if trainer is None:  # who asks is of the job that was started in its place
+                            self.on_restart()
                         send(peer, endpoint_messages.Images(self._segment_store.summaries(), trainer))
                     case endpoint_messages.AskImage(key):
                         send(peer, endpoint_messages.FoundImage(self._segment_store.held(key)))

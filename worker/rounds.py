@@ -99,13 +99,16 @@ class Rounds:
 
         return self._behind.start(send, timeout)
 
-    def collect(self, name: str, timeout: float, also: str | None = None) -> list[bytes]:
+    def collect(
+        self, name: str, timeout: float, also: str | None = None, is_lost: Callable[[int], bool] = lambda _: False
+    ) -> list[bytes]:
         """First rank: wait for the reports of all ranks.
 
         Args:
             name: The round.
             timeout: Seconds to wait.
             also: Another round, whose failure ends this one too.
+            is_lost: Says of a rank that has not reported that it never will.
 
         Returns:
             The reported values, in the order of the ranks.
@@ -124,7 +127,7 @@ class Rounds:
                 break
             if also is not None and (failure := self._failure(self._keys(also))) is not None:
                 raise failure
-            self._check_missing(keys, timeout if left <= slice_s else None)
+            self._check_missing(keys, timeout if left <= slice_s else None, is_lost)
         self._call(lambda store: store.remove(f"{keys}/reports"))
         if (failure := self._failure(keys)) is not None:
             raise failure
@@ -284,7 +287,7 @@ class Rounds:
         self._call(lambda store: store.remove(key))
         return value or b""
 
-    def _check_missing(self, keys: str, timed_out: float | None) -> None:
+    def _check_missing(self, keys: str, timed_out: float | None, is_lost: Callable[[int], bool]) -> None:
         """Raise what is known of ranks that have not reported: one has said that it is gone, or the time is up."""
         # In this order: a rank that is gone has reported before.
         gone = self._call(lambda store: store.get(self._keys("gone")))
@@ -294,6 +297,8 @@ class Rounds:
             if error.rank not in reported:
                 raise error
         missing = [rank for rank in range(self.rendezvous.world_size) if rank not in reported]
+        if (lost := next(filter(is_lost, missing), None)) is not None:
+            raise RankFailedError("its trainer and its worker are gone", rank=lost)
         if timed_out is not None and missing:
             raise SaveTimeoutError(f"{_ranks(missing)} did not get here within {timed_out:g} s", rank=missing[0])
 

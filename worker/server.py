@@ -82,7 +82,7 @@ class Server:
         self._sending = threading.Lock()
         self._storage_for = storage_for
         self._committer = Committer(self._end)
-        endpoint_service.unended_saves = self._committer.unended
+        endpoint_service.unended_saves, endpoint_service.on_restart = self._committer.unended, self._committer.restarted
         self._writer = Writer(storage_for, segment_store, self._committer, self._send, io_threads)
         self._store: Store | None = None
         self._serving = serving

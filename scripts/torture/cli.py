@@ -14,7 +14,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
-from torture import damages, disks, forks, interruptions, kills, leftovers, restarts, stores, system_calls
+from torture import damages, disks, forks, hosts, interruptions, kills, leftovers, restarts, stores, system_calls
 from torture.frameworks import trials
 from torture.jobs import MARK
 from torture.tally import Tally
@@ -45,6 +45,7 @@ def main() -> int:
         default=trials.FRAMEWORKS,
         help="those that are not installed are left out, and the tally says so",
     )
+    parser.add_argument("--host-kills", type=int, default=300, help="hosts of a job that are lost with their memory")
     parser.add_argument("--restart-mib", type=int, default=1024, help="of a state that is restarted; 0: none is")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to write; by default the folder for temporary files")
@@ -105,4 +106,6 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         disks.fill_disks(tally, folder, args.full, choice("disks"))
     for name in args.frameworks if args.framework_kills else ():
         trials.kill_trainings(tally, folder, args.framework_kills, choice(name), name)
+    if args.host_kills:
+        hosts.kill_hosts(tally, folder, args.host_kills, choice("hosts"), "sockets")
     return restarts.time_restarts(folder, 5, args.restart_mib << 20) if args.restart_mib else {}

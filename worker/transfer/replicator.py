@@ -113,10 +113,11 @@ class Replicator:
     def close(self) -> None:
         """Copy no more. What is here stays."""
         self._closed.set()
-        for puller in self._pullers.values():
-            puller.close()
+        # First, so that nobody waits for a store that may be gone for good.
         self._rounds.close()
         self._outcomes.close()
+        for puller in self._pullers.values():
+            puller.close()
         self._queue.put(None)
         self._thread.join()
         self.copies.close()

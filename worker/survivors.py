@@ -1,0 +1,77 @@
+"""The survivors: which workers of a job are still there when its trainers are gone.
+
+A trainer that has died is told of by its worker. But a host may be lost with all that was on it, and then nobody says
+anything. So each worker whose trainer is gone says from then on that it is there, and once the job is started again,
+which shows that all trainers are gone, the first rank's worker waits no more for those that say nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.worker.messages import Rendezvous
+from asyncckpt.worker.rounds import Rounds
+from asyncckpt.worker.store_connection import Patience
+
+logger = logging.getLogger(__name__)
+
+_KIND = "survives"
+# How often each says that it is there, and after how long a silence it is not.
+_SAY_S = 0.5
+_SILENCE_S = 5.0
+_ANSWER_S = 5.0
+
+
+class Survivors:
+    """One worker's part, from when its trainer is gone."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        """Begin to say that this one is there."""
+        self._rounds = Rounds(rendezvous, _ANSWER_S, Patience(0.0))
+        self._rank = rendezvous.rank
+        self._lock = threading.Lock()
+        self._heard: dict[int, tuple[bytes | None, float]] = {}  # by rank: what it has said last, and since when
+        self._restarted_at: float | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._say, name="asyncckpt-survives", daemon=True)
+        if self._rank > 0:
+            self._thread.start()
+
+    def restarted(self) -> None:
+        """The job is started again: no trainer of it is there any more. Waits for nothing."""
+        self._restarted_at = self._restarted_at or time.monotonic()
+
+    def is_lost(self, rank: int) -> bool:
+        """First rank: whether the worker of ``rank`` has gone without a word. Asked again and again."""
+        if self._restarted_at is None or rank == self._rank:
+            return False
+        now = time.monotonic()
+        try:
+            said = self._rounds.get(_KIND, rank)
+        except CheckpointError:  # the store is this worker's own: it is closing
+            return False
+        with self._lock:
+            before, since = self._heard.get(rank, (b"", now))
+            if said != before:
+                before, since = said, now
+            self._heard[rank] = before, since
+        return now - max(since, self._restarted_at) > _SILENCE_S
+
+    def close(self) -> None:
+        """Say nothing any more."""
+        self._closed.set()
+        if self._rank > 0:
+            self._thread.join()
+        self._rounds.close()
+
+    def _say(self) -> None:
+        number = 0
+        while not self._closed.wait(_SAY_S):
+            number += 1
+            try:
+                self._rounds.put(_KIND, str(number).encode())
+            except CheckpointError as error:
+                logger.debug("nobody hears that this worker is there: %s", error)
