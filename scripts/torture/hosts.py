@@ -26,7 +26,7 @@ from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 from torture.jobs import Job, worker_of
-from torture.leftovers import check_left
+from torture.leftovers import send_away
 from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
 
 _FAULTY = Path(__file__).parent.parent.parent / "tests" / "support" / "faulty_worker.py"
@@ -56,7 +56,7 @@ def kill_hosts(tally: Tally, folder: Path, kills: int, choice: random.Random, tr
             gate.touch()
     for host in range(cluster.seen):
         os.environ[FOLDER_VARIABLE] = str(place / f"host-{host}")
-        check_left(tally, place / f"host-{host}")
+        send_away(place / f"host-{host}")
     os.environ[FOLDER_VARIABLE] = str(folder / "runtime")
     check_root(tally, str(place / "root"))
 

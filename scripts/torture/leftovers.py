@@ -15,12 +15,17 @@ from torture.jobs import MARK
 from torture.tally import LIMIT_S, Tally
 
 
-def check_left(tally: Tally, runtime: Path) -> None:
-    """Send the workers away that linger; no process, socket or file may be left then."""
+def send_away(runtime: Path) -> None:
+    """Send the workers away that linger."""
     for lock in runtime.glob("*.lock"):
         if (takeover := Takeover.find(lock.stem, LIMIT_S)) is not None:
             with takeover:
                 takeover.retire(LIMIT_S)
+
+
+def check_left(tally: Tally, runtime: Path) -> None:
+    """Send the workers away that linger; no process, socket or file may be left then."""
+    send_away(runtime)
     deadline = time.monotonic() + LIMIT_S
     while (left := _processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
