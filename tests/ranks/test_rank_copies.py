@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from support.hosts import enter_host, host_folder
-from support.ranks import Job, run, say
+from support.ranks import Job, faulty, run, say
 from support.states import equal, replicas
 from support.workers import send_away
 
@@ -79,6 +79,89 @@ def test_what_was_on_a_lost_host_is_read_from_the_next(hosts: Path, then: list[i
     assert [each[:3] for each in found] == [(3, "memory", True)] * len(then)
     for host, each in zip(then, found, strict=True):
         assert each[3] == ({"memory"} if host == 0 else {"peer"})
+
+
+def _prepare_and_die(folder: str, places: list[int]) -> None:
+    enter_host(folder, places[dist.get_rank()])
+    checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30))
+    into = replicas(99)
+    assert checkpointer.load(into) == 3 and equal(into, replicas(3))
+    checkpointer.prepare(into)
+    assert checkpointer._engine.worker is not None
+    say(checkpointer._engine.worker.pid)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_copies_outlive_the_worker_that_made_them(hosts: Path) -> None:
+    """A job that is started again takes them over, and its next host may be lost before it has saved anything."""
+    places = [0, 1]
+    Job(2, _save, str(hosts), places, 3, folder=hosts).wait()
+    job = Job(2, _prepare_and_die, str(hosts), places, folder=hosts)
+    workers = [job.hear(rank) for rank in range(2)]
+    job.wait()
+    lose(hosts, 1, workers, places)
+    found = run(2, _load, str(hosts), [0, 2], folder=hosts)
+    assert [each[:3] for each in found] == [(3, "memory", True)] * 2
+    assert found[0][3] == {"memory"} and found[1][3] == {"peer"}
+
+
+def _go_on_and_die(folder: str, places: list[int], steps: int) -> None:
+    """Save on, from what is there; nothing is written any more from the second save on."""
+    os.environ["ASYNCCKPT_TEST_GATE"] = f"{folder}/gate"
+    faulty("create:hold:2")
+    enter_host(folder, places[dist.get_rank()])
+    checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30))
+    into = replicas(99)
+    first = checkpointer.load(into) + 1 if checkpointer.latest() is not None else 1
+    for step in range(first, first + steps):
+        save = checkpointer.save(step, replicas(step))
+        save.wait_replicated(30)
+    assert checkpointer._engine.worker is not None
+    say(checkpointer._engine.worker.pid)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_one_host_after_the_other_is_lost_while_storage_stands_still(hosts: Path) -> None:
+    places = [0, 1]
+    for lost, spare in ((1, 2), (0, 3)):
+        job = Job(2, _go_on_and_die, str(hosts), places, 2, folder=hosts)
+        workers = [job.hear(rank) for rank in range(2)]
+        job.wait()
+        lose(hosts, lost, workers, places)
+        places = [spare if host == lost else host for host in places]
+        (hosts / "gate").touch()
+        (hosts / "gate").rename(hosts / "gate-before")
+    found = run(2, _load_step, str(hosts), places, folder=hosts)
+    assert found == [(4, "memory", True)] * 2
+
+
+def _load_step(folder: str, places: list[int]) -> tuple[int, str, bool]:
+    enter_host(folder, places[dist.get_rank()])
+    with Checkpointer(f"{folder}/root", Config(timeout=5)) as checkpointer:
+        into = replicas(99)
+        step = checkpointer.load(into)
+        assert checkpointer.loaded is not None
+        return step, checkpointer.loaded.source, equal(into, replicas(step))
+
+
+def _poor(folder: str, places: list[int]) -> str:
+    """The second host has no memory for copies."""
+    enter_host(folder, places[dist.get_rank()])
+    if dist.get_rank() == 1:
+        faulty("start:poor")
+    try:
+        with Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30, slots=2)) as checkpointer:
+            checkpointer.prepare(replicas(1))
+    except OutOfMemoryError as error:
+        return str(error)
+    return ""
+
+
+def test_too_little_memory_is_refused_before_anything_is_saved(hosts: Path) -> None:
+    found = run(2, _poor, str(hosts), [0, 1], folder=hosts)
+    assert all("rank 1" in each for each in found)
 
 
 def _prepare(folder: str, places: list[int], replicas_: int, domain: bool) -> str:

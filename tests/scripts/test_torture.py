@@ -27,6 +27,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
         "--full=6",
         "--store=0",
         "--framework-kills=0",
+        "--host-kills=0",
     ]
     facts = _try("torture", [*counts, "--restart-mib=16", "--seed=3", f"--json={report}"], report)
     assert facts["trainers killed"] >= 6 and facts["workers killed"] == 6
@@ -51,6 +52,7 @@ def test_nothing_is_lost_on_an_object_store(tmp_path: Path) -> None:
         "full",
         "restart-mib",
         "framework-kills",
+        "host-kills",
     )
     facts = _try(
         "torture", [*(f"--{other}=0" for other in others), "--store=1", "--seed=3", f"--json={report}"], report
@@ -65,13 +67,46 @@ def test_nothing_is_lost_on_an_object_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("framework", "kills"), [("huggingface", 2), ("verl", 1), ("deepspeed", 1)])
 def test_a_training_that_is_killed_goes_on(framework: str, kills: int, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    others = ("kills", "interruptions", "calls", "forks", "damages", "exchanges", "full", "store", "restart-mib")
+    others = (
+        "kills",
+        "interruptions",
+        "calls",
+        "forks",
+        "damages",
+        "exchanges",
+        "full",
+        "store",
+        "restart-mib",
+        "host-kills",
+    )
     chosen = [f"--framework-kills={kills}", "--frameworks", framework, "--seed=3", f"--json={report}"]
     facts = _try("torture", [*(f"--{other}=0" for other in others), *chosen], report)
     if f"{framework}: not installed, no kills" in facts:
         pytest.skip(f"{framework} is not installed")
     assert sum(count for name, count in facts.items() if name.startswith(f"{framework}: kills of ")) == kills
     assert facts[f"{framework}: losses compared"] >= 12
+    assert facts["losses"] == []
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_with_a_host(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    others = (
+        "kills",
+        "interruptions",
+        "calls",
+        "forks",
+        "damages",
+        "exchanges",
+        "full",
+        "store",
+        "restart-mib",
+        "framework-kills",
+    )
+    chosen = ["--host-kills=4", "--seed=3", f"--json={report}"]
+    facts = _try("torture", [*(f"--{other}=0" for other in others), *chosen], report)
+    assert facts["hosts lost"] + facts.get("hosts lost, all at once", 0) == 5
+    assert facts["hosts: recovered from memory"] >= 1
     assert facts["losses"] == []
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.shm.slots import State
-from asyncckpt.worker.held_image import ImageKey
+from asyncckpt.worker.held_image import COPY_SLOTS, ImageKey
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.segment_store import SegmentStore
@@ -35,11 +35,22 @@ def image_bytes(nbytes: int) -> bytes:
     return bytes(data)
 
 
+def copy_bytes(nbytes: int) -> int:
+    """How large a segment is that copies of such an image are kept in."""
+    return _begin(nbytes) + COPY_SLOTS * nbytes
+
+
+def _begin(nbytes: int) -> int:
+    """Where the slot begins."""
+    bounds = nbytes // min(SPAN_BYTES, nbytes) + 1
+    return PAGE * (2 + -(-bounds * 8 // PAGE))
+
+
 def hold(store: SegmentStore, nbytes: int) -> int:
     """Have ``store`` hold an image of ``nbytes`` (whole pages), in slot 0 of a segment whose number is returned."""
     bounds = array("Q", range(0, nbytes + 1, min(SPAN_BYTES, nbytes)))
     constants = PAGE, PAGE + PAGE
-    begin = PAGE * (2 + -(-len(bounds) * 8 // PAGE))
+    begin = _begin(nbytes)
     number, segment = store.allocate(begin + nbytes)
     words = memoryview(bounds).cast("B")
     segment.view[constants[0] : constants[0] + 8] = b"metadata"
