@@ -14,7 +14,19 @@ from pathlib import Path
 from tabulate import tabulate
 
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
-from torture import damages, disks, forks, hosts, interruptions, kills, leftovers, restarts, stores, system_calls
+from torture import (
+    damages,
+    disks,
+    forks,
+    host_restarts,
+    hosts,
+    interruptions,
+    kills,
+    leftovers,
+    restarts,
+    stores,
+    system_calls,
+)
 from torture.frameworks import trials
 from torture.jobs import MARK
 from torture.tally import Tally
@@ -47,6 +59,9 @@ def main() -> int:
     )
     parser.add_argument("--host-kills", type=int, default=300, help="hosts of a job that are lost with their memory")
     parser.add_argument("--restart-mib", type=int, default=1024, help="of a state that is restarted; 0: none is")
+    parser.add_argument(
+        "--host-restart-mib", type=int, default=1024, help="of each of four ranks on two hosts; 0: none"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to write; by default the folder for temporary files")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -64,7 +79,11 @@ def main() -> int:
 
     rows: list[tuple[str, object]] = sorted(tally.counts.items())
     rows += [(name, f"{value:.3f}") for name, value in took.items()]
-    if took:
+    if "hosts_load_s" in took:
+        rows.append(
+            ("restart from another host, / (memcpy + loopback)", f"{took['hosts_load_s'] / took['hosts_limit_s']:.2f}")
+        )
+    if "load_s" in took:
         rows.append(("restart from memory, of memcpy speed", f"{took['memcpy_s'] / took['load_s']:.2f}"))
         rows.append(
             ("the same, of a memcpy out of attached memory", f"{took['memcpy_attached_s'] / took['load_s']:.2f}")
@@ -108,4 +127,9 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         trials.kill_trainings(tally, folder, args.framework_kills, choice(name), name)
     if args.host_kills:
         hosts.kill_hosts(tally, folder, args.host_kills, choice("hosts"), "sockets")
-    return restarts.time_restarts(folder, 5, args.restart_mib << 20) if args.restart_mib else {}
+    took: dict[str, float] = {}
+    if args.restart_mib:
+        took = restarts.time_restarts(folder, 5, args.restart_mib << 20)
+    if args.host_restart_mib:
+        took |= host_restarts.time_host_restarts(folder, 5, args.host_restart_mib << 20)
+    return took

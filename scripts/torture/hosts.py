@@ -31,7 +31,7 @@ from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
 
 _FAULTY = Path(__file__).parent.parent.parent / "tests" / "support" / "faulty_worker.py"
 _GATE = "ASYNCCKPT_TEST_GATE"
-_ADDRESS = "ASYNC_CKPT_ADDRESS"
+ADDRESS_VARIABLE = "ASYNC_CKPTADDRESS_VARIABLE"
 # How many ranks there are on each host, in turns: as before, in another order, more, fewer.
 _SHAPES: tuple[tuple[int, ...], ...] = ((2, 2), (1, 1, 1), (1, 2), (2, 1), (1, 1))
 
@@ -85,13 +85,18 @@ class _Cluster:
 
     def lose(self, host: int, workers: list[int]) -> None:
         """It burns."""
-        for worker in workers:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(worker)
-                process.kill()
-                process.wait(LIMIT_S)
-        shutil.rmtree(self.place / f"host-{host}", ignore_errors=True)
+        lose_host(self.place, host, workers)
         self.hosts.remove(host)
+
+
+def lose_host(place: Path, host: int, workers: list[int]) -> None:
+    """A host of ``place`` burns: these workers, and all that could be found of them."""
+    for worker in workers:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(worker)
+            process.kill()
+            process.wait(LIMIT_S)
+    shutil.rmtree(place / f"host-{host}", ignore_errors=True)
 
 
 def _round(tally: Tally, cluster: _Cluster, job: Job, places: list[int], choice: random.Random) -> None:
@@ -141,7 +146,7 @@ def _train(
     """Load, then save without end."""
     choice = random.Random(f"{seed} {rank}")
     os.environ[FOLDER_VARIABLE] = f"{place}/host-{places[rank]}"
-    os.environ[_ADDRESS] = f"127.{places[rank] // 60000}.{places[rank] // 250 % 240}.{places[rank] % 250 + 2}"
+    os.environ[ADDRESS_VARIABLE] = f"127.{places[rank] // 60000}.{places[rank] // 250 % 240}.{places[rank] % 250 + 2}"
     if hold_at:
         os.environ[_GATE] = gate
         real = worker_process.command()

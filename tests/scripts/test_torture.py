@@ -28,6 +28,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
         "--store=0",
         "--framework-kills=0",
         "--host-kills=0",
+        "--host-restart-mib=0",
     ]
     facts = _try("torture", [*counts, "--restart-mib=16", "--seed=3", f"--json={report}"], report)
     assert facts["trainers killed"] >= 6 and facts["workers killed"] == 6
@@ -53,6 +54,7 @@ def test_nothing_is_lost_on_an_object_store(tmp_path: Path) -> None:
         "restart-mib",
         "framework-kills",
         "host-kills",
+        "host-restart-mib",
     )
     facts = _try(
         "torture", [*(f"--{other}=0" for other in others), "--store=1", "--seed=3", f"--json={report}"], report
@@ -78,6 +80,7 @@ def test_a_training_that_is_killed_goes_on(framework: str, kills: int, tmp_path:
         "store",
         "restart-mib",
         "host-kills",
+        "host-restart-mib",
     )
     chosen = [f"--framework-kills={kills}", "--frameworks", framework, "--seed=3", f"--json={report}"]
     facts = _try("torture", [*(f"--{other}=0" for other in others), *chosen], report)
@@ -103,10 +106,10 @@ def test_nothing_is_lost_with_a_host(tmp_path: Path) -> None:
         "restart-mib",
         "framework-kills",
     )
-    chosen = ["--host-kills=4", "--seed=3", f"--json={report}"]
+    chosen = ["--host-kills=4", "--host-restart-mib=8", "--seed=3", f"--json={report}"]
     facts = _try("torture", [*(f"--{other}=0" for other in others), *chosen], report)
     assert facts["hosts lost"] + facts.get("hosts lost, all at once", 0) == 5
-    assert facts["hosts: recovered from memory"] >= 1
+    assert facts["hosts: recovered from memory"] >= 1 and facts["hosts_load_s"] > 0
     assert facts["losses"] == []
 
 
