@@ -63,7 +63,7 @@ class _SoloRounds:
 
     fail_soon = report_soon
 
-    def collect(self, name: str, timeout: float, is_lost: Callable[[int], bool]) -> list[bytes]:
+    def collect(self, name: str, timeout: float, lost: Callable[[int], CheckpointError | None]) -> list[bytes]:
         with self._changed:
             self._changed.wait_for(lambda: name in self._reports, timeout)
             report = self._reports.pop(name, None)
@@ -153,8 +153,8 @@ class Committer:
         if self._survivors is not None:
             self._survivors.restarted()
 
-    def _is_lost(self, rank: int) -> bool:
-        return self._survivors is not None and self._survivors.is_lost(rank)
+    def _lost(self, rank: int) -> CheckpointError | None:
+        return None if self._survivors is None else self._survivors.lost(rank)
 
     def expect(self, request: WriteRequest) -> None:
         """A save has begun."""
@@ -298,7 +298,7 @@ class Committer:
     def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:
         """First rank: finalize what all have written, and tell them."""
         limit = max(_LEAST_S, deadline - time.monotonic())
-        reports = self._rounds.collect(name, limit, is_lost=self._is_lost)
+        reports = self._rounds.collect(name, limit, lost=self._lost)
         with self._lock:
             attempt = self._open[request.save_id]
         if attempt is None:

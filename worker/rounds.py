@@ -100,7 +100,11 @@ class Rounds:
         return self._behind.start(send, timeout)
 
     def collect(
-        self, name: str, timeout: float, also: str | None = None, is_lost: Callable[[int], bool] = lambda _: False
+        self,
+        name: str,
+        timeout: float,
+        also: str | None = None,
+        lost: Callable[[int], CheckpointError | None] = lambda _: None,
     ) -> list[bytes]:
         """First rank: wait for the reports of all ranks.
 
@@ -108,7 +112,7 @@ class Rounds:
             name: The round.
             timeout: Seconds to wait.
             also: Another round, whose failure ends this one too.
-            is_lost: Says of a rank that has not reported that it never will.
+            lost: Says of a rank that has not reported why it never will; None: it may.
 
         Returns:
             The reported values, in the order of the ranks.
@@ -127,11 +131,15 @@ class Rounds:
                 break
             if also is not None and (failure := self._failure(self._keys(also))) is not None:
                 raise failure
-            self._check_missing(keys, timeout if left <= slice_s else None, is_lost)
+            self._check_missing(keys, timeout if left <= slice_s else None, lost)
         self._call(lambda store: store.remove(f"{keys}/reports"))
         if (failure := self._failure(keys)) is not None:
             raise failure
         return [self._opened(f"{keys}/value/{rank}", reports.get(rank, b"")) for rank in range(every)]
+
+    def who_reported(self, name: str) -> set[int]:
+        """The ranks that have reported in a round that nobody collects yet."""
+        return self._call(lambda store: store.fields(f"{self._keys(name)}/reports"))
 
     def conclude(self, name: str, outcome: bytes, each: Mapping[int, bytes] | None = None) -> None:
         """First rank: conclude a round.
@@ -287,7 +295,7 @@ class Rounds:
         self._call(lambda store: store.remove(key))
         return value or b""
 
-    def _check_missing(self, keys: str, timed_out: float | None, is_lost: Callable[[int], bool]) -> None:
+    def _check_missing(self, keys: str, timed_out: float | None, lost: Callable[[int], CheckpointError | None]) -> None:
         """Raise what is known of ranks that have not reported: one has said that it is gone, or the time is up."""
         # In this order: a rank that is gone has reported before.
         gone = self._call(lambda store: store.get(self._keys("gone")))
@@ -297,8 +305,8 @@ class Rounds:
             if error.rank not in reported:
                 raise error
         missing = [rank for rank in range(self.rendezvous.world_size) if rank not in reported]
-        if (lost := next(filter(is_lost, missing), None)) is not None:
-            raise RankFailedError("its trainer and its worker are gone", rank=lost)
+        if (why := next(filter(None, map(lost, missing)), None)) is not None:
+            raise why
         if timed_out is not None and missing:
             raise SaveTimeoutError(f"{_ranks(missing)} did not get here within {timed_out:g} s", rank=missing[0])
 

@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm import budget
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 _GIVE_BACK_S = 10.0
 # How long to wait for other workers, each of which may be taking some hundred GiB.
 _TURN_S = 120.0
+# Saves whose ends are remembered, for copies that come later.
+_ENDS = 64
 _HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
 
 
@@ -108,6 +111,21 @@ class _ImageRecord:
         return ImageKey(self.request.attempt, self.request.rank)
 
 
+def _checksums(
+    hosted: HostedSegment, layout: CheckpointLayout, slot: int, first: int = 0, last: int | None = None
+) -> array[int]:
+    """Those of the spans from ``first`` up to ``last`` (None: all) of the image in ``slot``, made anew."""
+    found = array("Q")
+    before = 0
+    for file in layout.data_files:
+        begin = min(max(first - before, 0), file.checksums)
+        end = file.checksums if last is None else min(max(last - before, 0), file.checksums)
+        bounds, data = hosted.region(file.spans).cast("Q")[begin : end + 1], hosted.region(layout.data(slot, file))
+        found.extend(checksum(data[start:stop]) for start, stop in pairwise(bounds))
+        before += file.checksums
+    return found
+
+
 class LeasedImage:
     """An image that somebody reads, in ``memory``, a whole segment: nobody writes in its slot until this is closed."""
 
@@ -118,6 +136,12 @@ class LeasedImage:
         """Keeps the memory, whatever becomes of the lease."""
         self.memory = hosted.segment.view
         self._hosted, self._lease = hosted, lease
+
+    def checksums(self, first: int, last: int) -> array[int]:
+        """Those of the spans from ``first`` up to ``last``."""
+        if self.held.checksums:
+            return array("Q", self.held.checksums)[first:last]
+        return _checksums(self._hosted, self.held.layout, self.held.request.slot, first, last)
 
     def close(self) -> None:
         """End the lease. To be called once."""
@@ -135,6 +159,7 @@ class SegmentStore:
         self._images: dict[tuple[int, int], _ImageRecord] = {}  # by segment and slot
         self._released: list[HostedSegment] = []
         self._trainer_is_gone = False
+        self._ended: dict[int, bool] = {}  # of the last saves, whether they are committed
         self._staged = 0  # how many images were, of the trainer's own
         self._is_staged = threading.Condition(self._lock)
 
@@ -223,7 +248,8 @@ class SegmentStore:
     def copy_made(self, request: WriteRequest, layout: CheckpointLayout, checksums: array[int]) -> None:
         """The copy of an image of another host is whole, and checked."""
         with self._lock:
-            record = _ImageRecord(request, layout, time.monotonic(), checksums, is_copy=True)
+            committed = self._ended.get(request.save_id)
+            record = _ImageRecord(request, layout, time.monotonic(), checksums, committed, is_copy=True)
             self._images[request.segment, request.slot] = record
 
     def image_written(self, request: WriteRequest, checksums: array[int]) -> None:
@@ -235,6 +261,8 @@ class SegmentStore:
     def save_ended(self, save_id: int, *, committed: bool) -> None:
         """A save has come to its end."""
         with self._lock:
+            self._ended[save_id] = committed
+            self._ended.pop(save_id - _ENDS, None)
             for image in self._images.values():
                 if image.request.save_id == save_id and not image.adopted:
                     image.committed = committed
@@ -278,8 +306,11 @@ class SegmentStore:
             whole.sort(key=lambda image: image.staged_at)
             return tuple(ImageSummary(replace(each.request, small_files=()), each.committed) for each in whole)
 
-    def lease(self, key: ImageKey) -> LeasedImage | None:
-        """Let somebody read an image; None where it is not here, or is just being overwritten."""
+    def lease(self, key: ImageKey, *, with_checksums: bool = True) -> LeasedImage | None:
+        """Let somebody read an image; None where it is not here, or is just being overwritten.
+
+        ``with_checksums``: make those that are not known yet, of all of it.
+        """
         with contextlib.ExitStack() as undo:
             with self._lock:
                 image = next((each for each in self._images.values() if each.key == key), None)
@@ -294,7 +325,7 @@ class SegmentStore:
             undo.callback(os.close, fd)
             if not self._is_whole(image):  # its slot was taken just before
                 return None
-            leased = LeasedImage(self._held(image), hosted, fd)
+            leased = LeasedImage(self._held(image, with_checksums=with_checksums), hosted, fd)
             undo.pop_all()
             return leased
 
@@ -339,21 +370,17 @@ class SegmentStore:
         slots = self._hosted[request.segment].slots
         return slots.save_id(request.slot) == request.save_id and slots.state(request.slot) is not State.STAGING
 
-    def _held(self, image: _ImageRecord) -> HeldImage:
+    def _held(self, image: _ImageRecord, *, with_checksums: bool = True) -> HeldImage:
         hosted = self._hosted[image.request.segment]
         checksums, layout = image.checksums, image.layout
-        if checksums is None:  # not written yet, or writing failed
-            checksums = array("Q")
-            for each in layout.data_files:
-                bounds, data = hosted.region(each.spans).cast("Q"), hosted.region(layout.data(image.request.slot, each))
-                spans = zip(bounds[:-1], bounds[1:], strict=True)
-                checksums.extend(checksum(data[begin:end]) for begin, end in spans)
+        if checksums is None and with_checksums:  # not written yet, or writing failed
+            checksums = _checksums(hosted, layout, image.request.slot)
             image.checksums = checksums  # whole: somebody else may ask meanwhile
         return HeldImage(
             image.request,
             image.layout,
             hosted.constants,
-            checksums.tobytes(),
+            b"" if checksums is None else checksums.tobytes(),
             image.committed,
             image.staged_at,
             image.is_copy,

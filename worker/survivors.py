@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, RankFailedError
 from asyncckpt.worker.messages import Rendezvous
 from asyncckpt.worker.rounds import Rounds
 from asyncckpt.worker.store_connection import Patience
@@ -44,21 +44,22 @@ class Survivors:
         """The job is started again: no trainer of it is there any more. Waits for nothing."""
         self._restarted_at = self._restarted_at or time.monotonic()
 
-    def is_lost(self, rank: int) -> bool:
-        """First rank: whether the worker of ``rank`` has gone without a word. Asked again and again."""
+    def lost(self, rank: int) -> CheckpointError | None:
+        """First rank: an error where the worker of ``rank`` has gone without a word. Asked again and again."""
         if self._restarted_at is None or rank == self._rank:
-            return False
+            return None
         now = time.monotonic()
         try:
             said = self._rounds.get(_KIND, rank)
         except CheckpointError:  # the store is this worker's own: it is closing
-            return False
+            return None
         with self._lock:
             before, since = self._heard.get(rank, (b"", now))
             if said != before:
                 before, since = said, now
             self._heard[rank] = before, since
-        return now - max(since, self._restarted_at) > _SILENCE_S
+        is_lost = now - max(since, self._restarted_at) > _SILENCE_S
+        return RankFailedError("its trainer and its worker are gone", rank=rank) if is_lost else None
 
     def close(self) -> None:
         """Say nothing any more."""

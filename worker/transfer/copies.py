@@ -46,9 +46,10 @@ class Incoming:
         found = (self.memory[region.offset : region.offset + region.nbytes] for region in regions)
         return tuple(map(checksum, found)) == self.source.constants
 
-    def finish(self) -> None:
-        """All of it is here, and checked: it is held from now on."""
-        self._owner.add(self._segment, self._slot, self.layout, self.source)
+    def finish(self, checksums: array[int]) -> None:
+        """All of it is here, and has these ``checksums``: it is held from now on."""
+        held = replace(self.source, checksums=checksums.tobytes())
+        self._owner.add(self._segment, self._slot, self.layout, held)
 
 
 class Copies:

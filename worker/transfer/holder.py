@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from array import array
 from types import TracebackType
 
 from asyncckpt.worker.held_image import HeldImage, ImageKey
@@ -16,6 +17,8 @@ from asyncckpt.worker.transfer.transport import Reading, TransferAddress
 # How often the other end is asked whether it is there, and how long it may take to say so.
 _PING_S = SILENCE_S / 3
 _ANSWER_S = 10.0
+# How long it may take to make the checksums of an image, some GB/s, beside others that do.
+_CHECKSUMS_S = 300.0
 
 
 class Holder:
@@ -64,9 +67,19 @@ class Holder:
         """See that it is there."""
         self._ask(requests.Ping())
 
-    def open(self, key: ImageKey) -> RemoteImage:
-        """Read an image, which stays as it is until it is closed. Raises ``FileNotFoundError`` where it is not held."""
-        answer = self._ask(requests.OpenImage(key, self._kind))
+    def open(self, key: ImageKey, with_checksums: bool = True) -> RemoteImage:
+        """Read an image, which stays as it is until it is closed.
+
+        Args:
+            key: Which one.
+            with_checksums: Have them all, which may take as long as to make them of all of it; else ask for those of
+                each span (``RemoteImage.checksums``).
+
+        Raises:
+            FileNotFoundError: It is not held.
+        """
+        question = requests.OpenImage(key, self._kind, with_checksums)
+        answer = self._ask(question, _CHECKSUMS_S if with_checksums else self._answer_s)
         if not isinstance(answer, requests.Opened):
             why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
             raise FileNotFoundError(f"the image of rank {key.rank} cannot be read at {self._connection.peer}: {why}")
@@ -90,6 +103,11 @@ class Holder:
         if self._pinger is not threading.current_thread():
             self._pinger.join()
 
+    def checksums(self, lease: str, first: int, last: int) -> array[int]:
+        """As of ``RemoteImage``, of the one with that ``lease``."""
+        answer = self._ask(requests.AskChecksums(lease, first, last))
+        return array("Q", answer.checksums if isinstance(answer, requests.Checksums) else b"")
+
     def release(self, image: RemoteImage, lease: str) -> None:
         """An image is closed here."""
         with contextlib.suppress(ValueError):
@@ -97,9 +115,10 @@ class Holder:
         with contextlib.suppress(OSError), self._asking:
             self._connection.send(requests.CloseImage(lease))
 
-    def _ask(self, question: object) -> object:
+    def _ask(self, question: object, answer_s: float | None = None) -> object:
         with self._asking:
             try:
+                self._connection.limit(self._answer_s, answer_s)
                 self._connection.send(question)
                 return self._connection.receive()
             except OSError:
@@ -126,9 +145,9 @@ class Holder:
 class RemoteImage:
     """An image that another worker holds, leased: what it is (``held``), and its bytes."""
 
-    def __init__(self, peer: Holder, opened: requests.Opened, reading: Reading) -> None:
+    def __init__(self, holder: Holder, opened: requests.Opened, reading: Reading) -> None:
         self.held: HeldImage = opened.held
-        self._peer, self._lease, self._reading = peer, opened.lease, reading
+        self._holder, self._lease, self._reading = holder, opened.lease, reading
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of the segment from ``offset`` on. Any thread may call.
@@ -137,7 +156,11 @@ class RemoteImage:
         """
         self._reading.read(offset, into)
 
+    def checksums(self, first: int, last: int) -> array[int]:
+        """Those of the spans from ``first`` up to ``last``. Raises ``OSError``."""
+        return self._holder.checksums(self._lease, first, last)
+
     def close(self) -> None:
         """End the lease. What is being read raises. Safe to call twice."""
         self._reading.close()
-        self._peer.release(self, self._lease)
+        self._holder.release(self, self._lease)

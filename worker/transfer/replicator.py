@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
 
@@ -39,6 +40,8 @@ _CHUNK_BYTES = 16 << 20
 # How long the holder waits for the next image before it says that there is none; and a puller before it tries again.
 _NEXT_S = 3.0
 _PAUSE_S = 0.5
+# At how many of the newest saves it is looked whether all have copies of them already.
+_LATER = 4
 
 
 class Replicator:
@@ -70,6 +73,7 @@ class Replicator:
         self._outcomes = Rounds(rendezvous, timeout, Patience(timeout))
         self._lock = threading.Lock()
         self._missing: dict[int, set[int]] = {}  # by save: the ranks whose images are not here yet
+        self._waiting: set[int] = set()  # saves of which it is not known yet whether they are replicated
         self._expected = 0  # the newest save that this rank has staged
         self._here: dict[int, int] = {}  # by rank: the save of its newest image here
         self._pullers: dict[int, _Puller] = {}
@@ -96,6 +100,7 @@ class Replicator:
             missing = {rank for rank in self._pullers if self._here.get(rank, 0) < request.save_id}
             self._missing[request.save_id] = missing
             self._expected = request.save_id
+            self._waiting.add(request.save_id)
         self._queue.put(request)
         if not missing:
             self._report(request.save_id)
@@ -131,15 +136,14 @@ class Replicator:
 
     def _fetch(self, holder: Holder, key: ImageKey, pool: ThreadPoolExecutor) -> None:
         """Copy an image, if it is not here, and report that."""
-        image = holder.open(key)
+        image = holder.open(key, with_checksums=False)
         try:
             request = image.held.request
             if self._here.get(key.rank, 0) >= request.save_id:
                 return
             try:
                 incoming = self.copies.begin(image.held)
-                _copy(image, incoming, pool, self._limit)
-                incoming.finish()
+                incoming.finish(_copy(image, incoming, pool, self._limit))
             except CheckpointError as error:
                 logger.warning("save %d of rank %d is not copied: %s", request.save_id, key.rank, error)
                 self._rounds.fail_soon(round_name(_KIND, request.save_id), error, self._timeout)
@@ -170,11 +174,25 @@ class Replicator:
             failure = self._outcome(request)
             with self._lock:
                 self._missing.pop(request.save_id, None)
+                self._waiting.discard(request.save_id)
             if self._closed.is_set():
                 return
             if failure is None:
                 self.copies.on_replicated(request.plan, request.save_id)
             self._send(Replicated(request.save_id, failure))
+
+    def _superseded(self, save_id: int, rank: int) -> CheckpointError | None:
+        """First rank: why the image of ``rank`` of that save will not be copied any more; None: it may be.
+
+        Who keeps copies and has not seen that save, as after the death of a worker, copies the next one, and says
+        nothing of this one.
+        """
+        with self._lock:
+            later = sorted(number for number in self._waiting if number > save_id)[-_LATER:]
+        for number in later:
+            if len(self._outcomes.who_reported(round_name(_KIND, number))) == self._rendezvous.world_size:
+                return SaveDroppedError("a newer image of this rank was copied first", rank=rank)
+        return None
 
     def _outcome(self, request: WriteRequest) -> CheckpointError | None:
         """Why a save is not replicated; None: it is."""
@@ -184,7 +202,7 @@ class Replicator:
                 outcome = self._outcomes.outcome(name, request.timeout)
                 return outcome if isinstance(outcome, CheckpointError) else None
             try:
-                self._outcomes.collect(name, request.timeout)
+                self._outcomes.collect(name, request.timeout, lost=partial(self._superseded, request.save_id))
                 self._outcomes.conclude(name, b"")
             except CheckpointError as error:
                 self._outcomes.conclude_failed(name, error)
@@ -262,34 +280,42 @@ class _Limit:
             time.sleep(max(0.0, at - time.monotonic()))
 
 
-def _copy(image: RemoteImage, incoming: Incoming, pool: ThreadPoolExecutor, limit: _Limit) -> None:
-    """Bring all of an image to where it is kept, each span checked. Raises ``OSError``, ``DamagedCheckpointError``."""
+def _copy(image: RemoteImage, incoming: Incoming, pool: ThreadPoolExecutor, limit: _Limit) -> array[int]:
+    """Bring all of an image to where it is kept, each span checked. Returns the checksums.
+
+    Raises ``OSError``, ``DamagedCheckpointError``.
+    """
     held, memory = image.held, incoming.memory
     if not incoming.has_constants():
         for region in held.layout.constants():
             image.read(region.offset, memory[region.offset : region.offset + region.nbytes])
     offset = incoming.layout.slots[incoming.slot] - held.layout.slots[held.request.slot]
 
-    def fetch(chunk: _Chunk) -> None:
-        begin, bounds, checksums = chunk
+    def fetch(chunk: _Chunk) -> array[int]:
+        begin, bounds, first = chunk
         into = memory[begin + offset + bounds[0] : begin + offset + bounds[-1]]
         limit.wait(len(into))
         image.read(begin + bounds[0], into)
-        for (first, end), expected in zip(pairwise(bounds), checksums, strict=True):
-            if checksum(into[first - bounds[0] : end - bounds[0]]) != expected:
+        checksums = image.checksums(first, first + len(bounds) - 1)
+        for (start, end), expected in zip(pairwise(bounds), checksums, strict=True):
+            if checksum(into[start - bounds[0] : end - bounds[0]]) != expected:
                 raise DamagedCheckpointError("an image did not arrive as it was sent", path=held.request.path)
+        return checksums
 
-    for _ in pool.map(fetch, _chunks(held, memory)):
-        pass
+    found = array("Q")
+    for checksums in pool.map(fetch, _chunks(held, memory)):
+        found.extend(checksums)
+    return found
 
 
-_Chunk = tuple[int, list[int], list[int]]
+_Chunk = tuple[int, list[int], int]
 
 
 def _chunks(held: HeldImage, memory: memoryview) -> Iterator[_Chunk]:
-    """Spans that are fetched at once: where their file begins in the segment, their bounds there, and checksums."""
-    checksums = array("Q", held.checksums)
-    at = 0
+    """Spans that are fetched at once: where their file begins in the segment, their bounds there, and the number of the
+    first.
+    """
+    before = 0
     for file in held.layout.data_files:
         words = memory[file.spans.offset : file.spans.offset + file.spans.nbytes].cast("Q")
         begin, bounds = held.layout.data(held.request.slot, file).offset, words.tolist()
@@ -298,6 +324,6 @@ def _chunks(held: HeldImage, memory: memoryview) -> Iterator[_Chunk]:
             last = first + 1
             while last < file.checksums and bounds[last + 1] - bounds[first] <= _CHUNK_BYTES:
                 last += 1
-            yield begin, bounds[first : last + 1], checksums[at + first : at + last].tolist()
+            yield begin, bounds[first : last + 1], before + first
             first = last
-        at += file.checksums
+        before += file.checksums

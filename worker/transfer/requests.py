@@ -4,6 +4,8 @@ Any number of connections may stand between the two.
 
     reader  OpenImage                 let me read this one
     holder  Opened                    under a lease that ends with this connection      (or NotHeld)
+    reader  AskChecksums              of some spans of it
+    holder  Checksums
     reader  CloseImage                I have what I need of it
     reader  ReadBytes                 of an image that is open, on this connection or another one
     holder  bytes
@@ -22,10 +24,13 @@ from asyncckpt.worker.held_image import HeldImage, ImageKey
 
 @dataclass(frozen=True)
 class OpenImage:
-    """``transport``: the kind by which its bytes are to be read."""
+    """``transport``: the kind by which its bytes are to be read. Without its checksums it is open at once: these may
+    have to be made, of all of it.
+    """
 
     key: ImageKey
     transport: str
+    with_checksums: bool
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,22 @@ class NotHeld:
 @dataclass(frozen=True)
 class CloseImage:
     lease: str
+
+
+@dataclass(frozen=True)
+class AskChecksums:
+    """Of the spans from ``first`` up to ``last`` of an image that is open."""
+
+    lease: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """``checksums``: unsigned 64-bit numbers."""
+
+    checksums: bytes
 
 
 @dataclass(frozen=True)

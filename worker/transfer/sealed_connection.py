@@ -79,12 +79,14 @@ class SealedConnection:
             self.close()
             raise
 
-    def limit(self, silence: float) -> None:
-        """From now on the other end may be silent for that many seconds, and more than 0."""
+    def limit(self, silence: float, before: float | None = None) -> None:
+        """From now on the other end may be silent for that many ``silence`` seconds, where it has something to say or
+        to take; and ``before`` it says something (None: as long; 0: as long as it likes).
+        """
         self._socket.settimeout(None)
-        limit = struct.pack("ll", int(silence), int(silence % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        before = silence if before is None else before
+        for option, seconds in ((socket.SO_SNDTIMEO, silence), (socket.SO_RCVTIMEO, before)):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
     def send(self, message: object) -> None:
         """Send a message."""

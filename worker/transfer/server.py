@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncckpt.worker.held_image import ImageKey
@@ -108,7 +109,8 @@ class TransferServer:
                 self._known.add(peer)
                 if self._closed:
                     peer.close()
-            peer.limit(SILENCE_S)
+            # Until it has a lease: nobody waits for what it does.
+            peer.limit(SILENCE_S, before=0)
             self._attend(peer)
         except OSError as error:
             logger.debug("a connection to the images held here has ended: %s", error)
@@ -130,8 +132,11 @@ class TransferServer:
         """Answer one that is known until it leaves, which raises ``OSError``."""
         while True:
             match peer.receive():
-                case requests.OpenImage(key, transport):
-                    peer.send(self._open(peer, key, transport))
+                case requests.OpenImage(key, transport, with_checksums):
+                    peer.send(self._open(peer, key, transport, with_checksums))
+                case requests.AskChecksums(name, first, last):
+                    with self._used(name) as image:
+                        peer.send(requests.Checksums(image.checksums(first, last).tobytes()))
                 case requests.CloseImage(name):
                     with self._lock:
                         lease = self._leases.pop(name, None)
@@ -145,8 +150,10 @@ class TransferServer:
                 case requests.Ping():
                     peer.send(requests.Pong())
 
-    def _open(self, peer: SealedConnection, key: ImageKey, transport: str) -> requests.Opened | requests.NotHeld:
-        image = self._segment_store.lease(key)
+    def _open(
+        self, peer: SealedConnection, key: ImageKey, transport: str, with_checksums: bool
+    ) -> requests.Opened | requests.NotHeld:
+        image = self._segment_store.lease(key, with_checksums=with_checksums)
         if image is None:
             return requests.NotHeld("it is not held any more, or not yet")
         try:
@@ -157,17 +164,23 @@ class TransferServer:
         name = secrets.token_hex(8)
         with self._lock:
             self._leases[name] = _Lease(image, offering, peer)
+        peer.limit(SILENCE_S)
         return requests.Opened(name, image.held, offering.description)
 
     def _send_bytes(self, peer: SealedConnection, name: str, offset: int, nbytes: int) -> None:
-        held = contextlib.ExitStack()
-        with self._lock:
-            lease = self._leases.get(name)
-            if lease is None or lease.connection not in self._known:
-                raise ConnectionAbortedError("bytes were asked for without a lease")
-            held.enter_context(lease.image.used())  # should the lease end meanwhile
-        with held:
-            peer.send_bytes(lease.image.memory[offset : offset + nbytes])
+        with self._used(name) as image:
+            peer.send_bytes(image.memory[offset : offset + nbytes])
+
+    @contextlib.contextmanager
+    def _used(self, name: str) -> Iterator[LeasedImage]:
+        """What is leased under that name; its memory stays, also should the lease end meanwhile."""
+        with contextlib.ExitStack() as held:
+            with self._lock:
+                lease = self._leases.get(name)
+                if lease is None or lease.connection not in self._known:
+                    raise ConnectionAbortedError("something was asked for without a lease")
+                held.enter_context(lease.image.used())
+            yield lease.image
 
 
 def _shut(connection: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -44,7 +45,7 @@ def _copy(source: SegmentStore, copies: Copies, save_id: int) -> int:
         incoming.memory[region.offset : region.offset + region.nbytes] = memory[region.offset :][: region.nbytes]
     begin, its = incoming.layout.slots[incoming.slot], held.layout.slots[0]
     incoming.memory[begin : begin + NBYTES] = memory[its : its + NBYTES]
-    incoming.finish()
+    incoming.finish(array("Q", held.checksums))
     return incoming.slot
 
 
