@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import ctypes
+import dis
+import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 
 
 class Interrupted(Exception):
     """Out of a signal handler."""
 
 
-def interrupted_everywhere(call: Callable[[], object], part: str) -> Iterator[None]:
-    """Make ``call`` again and again, interrupted before the first instruction of a file whose path holds ``part``, the
-    second, and so on, until it comes to its end; and go on after each of them.
+class Restarted(BaseException):
+    """Out of another thread."""
+
+
+def interrupted_once(call: Callable[[], object], seconds: float) -> None:
+    """Make ``call`` again and again, until another thread raises ``Restarted`` in this one, after ``seconds``."""
+    set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    raised = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(Restarted)
+    timer = threading.Timer(seconds, set_exception, raised)
+    try:
+        timer.start()
+        while True:
+            call()
+    except Restarted:
+        pass
+    finally:
+        timer.join()
+
+
+def interrupted_everywhere(
+    call: Callable[[], object], part: str, *, every: int = 1, error: type[BaseException] = Interrupted
+) -> Iterator[None]:
+    """Make ``call`` again and again, interrupted before the first instruction of a file whose path holds ``part``, then
+    before the one ``every`` so many later, and so on, until it comes to its end; and go on after each. ``error``
+    is what interrupts it.
     """
-    for instruction in itertools.count(1):
+    for instruction in itertools.count(1, every):
         seen = itertools.count(1)
 
         def trace(
@@ -24,8 +50,8 @@ def interrupted_everywhere(call: Callable[[], object], part: str) -> Iterator[No
         ) -> object:
             # Lines stay traced, too: where they are not, Python 3.13 misses the instructions of the first call.
             frame.f_trace_opcodes = part in frame.f_code.co_filename
-            if event == "opcode" and next(seen) == instruction:
-                raise Interrupted
+            if event == "opcode" and not _leaves_a_block(frame) and next(seen) == instruction:
+                raise error
             return trace
 
         before = sys.gettrace()
@@ -34,10 +60,30 @@ def interrupted_everywhere(call: Callable[[], object], part: str) -> Iterator[No
         sys.settrace(trace)  # type: ignore[arg-type]
         try:
             call()
-        except Interrupted:
+        except error:
             pass
         finally:
             sys.settrace(before)
         yield
         if next(seen) <= instruction:
             return
+
+
+def _leaves_a_block(frame: FrameType) -> bool:
+    """Whether the next instruction is one of those that leave a ``with`` block, between which no handler is called and
+    no exception of another thread comes: Python looks for these after calls, at jumps back, and where functions begin.
+    """
+    return frame.f_lasti in _leaving(frame.f_code)
+
+
+@functools.cache
+def _leaving(code: CodeType) -> frozenset[int]:
+    found: set[int] = set()
+    steps = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PRECALL")]
+    for at in range(1, len(steps) - 3):
+        before, *three, call = steps[at - 1 : at + 4]
+        if call.opname == "CALL" and all(each.opname == "LOAD_CONST" and each.argval is None for each in three):
+            found.update(range(three[0].offset, call.offset + 1))
+            if before.opname in ("SWAP", "NOP"):
+                found.add(before.offset)
+    return frozenset(found)
