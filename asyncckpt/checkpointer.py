@@ -19,10 +19,7 @@ from asyncckpt.engine.loads import Loaded, Loads
 from asyncckpt.engine.recent_saves import RecentSaves
 from asyncckpt.engine.retention import retention_of
 from asyncckpt.engine.save_input import check_file_set_place
-from asyncckpt.errors import (
-    CheckpointError,
-    ClosedError,
-)
+from asyncckpt.errors import CheckpointError
 from asyncckpt.events import Event
 from asyncckpt.interval import Advice, parse_duration
 from asyncckpt.loading.load import load
@@ -87,7 +84,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
         """What the last ``load`` has loaded, and from where."""
-        self._closed = False
 
     @property
     def config(self) -> Config:
@@ -196,8 +192,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             RankFailedError: The ranks do not load the same step.
             MismatchError, UntrustedValueError: The state does not fit it, or a value could run code.
         """
-        if self._closed:
-            raise ClosedError("this checkpointer is closed; make a new one", path=self.root)
+        self._engine.check_open()
         ranks, shows = self._process_group, self.config.progress
         fill = partial(load, state_dict, verify=verify, weights_only=weights_only, process_group=ranks, progress=shows)
         self.loaded = self._loads.load(fill, step, memory=memory, fallback=fallback)
@@ -297,10 +292,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._close(linger=False)
 
     def _close(self, *, linger: bool) -> None:
-        self._closed, had = True, self._had_sigterm
+        had, self._had_sigterm = self._had_sigterm, None
         if had is not None:
             signal.signal(signal.SIGTERM, had)
-        self._had_sigterm = None
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._staging = [], []
@@ -316,8 +310,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.close()
             return
         try:
-            # A training that ends by an error is likely to be started again.
-            self._close(linger=issubclass(kind, Exception))
+            # A training that ends by an error is likely to be started again; also by what nvrx restarts it with.
+            self._close(linger=not issubclass(kind, (KeyboardInterrupt, SystemExit)))
         except CheckpointError as trouble:
             logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
 

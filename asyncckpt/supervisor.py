@@ -1,7 +1,8 @@
 """The supervisor of workers: it starts one, has it take over from a dead trainer's, and starts another with a limit.
 
 An orderly end of the process is no death: whatever still has a worker then is closed, and no worker lingers. After an
-error that nobody has caught the workers linger, as the training is likely to be started again.
+error that nobody has caught the workers linger, as the training is likely to be started again. Where that is done in
+the same process, what was there before is closed, and its workers linger, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError
@@ -30,7 +32,26 @@ from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
 
-_open: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+_CLOSED = "this checkpointer is closed; make a new one"
+_TAKEN_OVER = "another one of this process for the same folder or address has taken over from this one: use that"
+_GIVEN_UP = "this was given up, as its process begins anew; make a new one"
+
+# By their ids: all of them can be looked at in one step, while others come and go in other threads.
+_open: weakref.WeakValueDictionary[int, Supervisor] = weakref.WeakValueDictionary()
+
+
+class Ranks(Protocol):
+    """The ranks that save together."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one."""
+
+    def is_current(self) -> bool:
+        """Whether their job is still there."""
+
+    def close(self) -> None:
+        """End all waits for each other at once, in whatever thread they are."""
 
 
 class Supervisor:
@@ -44,6 +65,7 @@ class Supervisor:
         hand_over: Callable[[WorkerClient, Takeover | None], object],
         close: Callable[[bool], object],
         claim: Claim | None = None,
+        ranks: Callable[[], Ranks | None] | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -57,13 +79,16 @@ class Supervisor:
             close: Closes all that this worker is for, once the process ends, or something else in it wants a worker for
                 the same job. Told whether the worker is to linger. May raise ``CheckpointError``.
             claim: The folder that the first rank's worker is to lock; None: there is none.
+            ranks: Says which it is for, if they have met; None: none, and this is never given up.
         """
         self._config = config
         self._job = job
         self._claim = claim
         self._on_death, self._hand_over, self._close_owner = on_death, hand_over, close
+        self._ranks = ranks
         self._predecessor: Takeover | None = None
-        self._has_looked = self._closed = self._is_warned = False
+        self._has_looked = self._is_warned = False
+        self._over = ""  # why nothing can be asked any more
         self._owner = os.getpid()
         self._deaths = 0  # of workers, since a save was committed
         self._restart_at = 0.0
@@ -71,12 +96,13 @@ class Supervisor:
         """Who is told what becomes of all that this worker is for."""
         self.client: WorkerClient | None = None
         """The worker, once there is one; it may have died."""
-        _open.add(self)
+        _open[id(self)] = self
 
     def running(self, rank: int) -> WorkerClient:
         """The worker of ``rank``; a new one where there is none yet, or it has died.
 
-        Raises ``JobTakenError``, ``SaveTimeoutError``, ``WorkerDiedError`` (also where too many have died in a row).
+        Raises ``JobTakenError``, ``SaveTimeoutError``, ``WorkerDiedError`` (also where too many have died in a row),
+        ``ClosedError``.
         """
         self.check_usable()
         if self.client is not None and not self.client.alive:
@@ -92,6 +118,9 @@ class Supervisor:
             except WorkerDiedError:
                 self._record_death()
                 raise
+            if self._over:  # it was given up meanwhile, when there was nobody to leave yet
+                self.client.detach()
+                self.check_open()
             phase: EventPhase = "worker restarted" if self._deaths else "worker started"
             self._tell(phase, rank, time.perf_counter() - begun)
         return self.client
@@ -102,6 +131,7 @@ class Supervisor:
         Raises ``JobTakenError`` where that trainer lives, ``SaveTimeoutError`` where its worker does not answer.
         """
         if self._job is not None and not self._has_looked and self.client is None:
+            self._close_others(only_stale=True)
             self._predecessor = Takeover.find(endpoint_name(self._job, rank), self._config.timeout, detached_workers())
             self._has_looked, self._owner = True, os.getpid()
         return self._predecessor
@@ -110,10 +140,23 @@ class Supervisor:
         """A save is committed: workers do not die in a row."""
         self._deaths = 0
 
+    def is_over(self) -> bool:
+        """Whether another is to take the place: the job of its ranks is no more; or, of one process alone, this is
+        closed or given up. Ranks that were given up have to be joined anew first, or each would save by itself.
+        """
+        ranks = self._ranks and self._ranks()
+        if ranks is not None and not ranks.is_current():
+            return True
+        return bool(self._over) and (ranks is None or ranks.alone)
+
+    def check_open(self) -> None:
+        """Raise ``ClosedError`` once this is closed, or given up."""
+        if self._over:
+            raise ClosedError(self._over)
+
     def check_usable(self) -> None:
-        """Raise ``ClosedError`` once this is closed, and in a fork of the process that the worker was started by."""
-        if self._closed:
-            raise ClosedError("this checkpointer is closed; make a new one")
+        """As ``check_open``; also in a fork of the process that the worker was started by."""
+        self.check_open()
         if self.client is not None:
             self.client.check_owner()
         elif self._predecessor is not None and self._owner != os.getpid():
@@ -124,13 +167,24 @@ class Supervisor:
 
         Raises ``SaveTimeoutError`` where it is still writing after ``Config.timeout`` seconds.
         """
-        self._closed = True
-        _open.discard(self)
+        self._over = self._over or _CLOSED
+        _open.pop(id(self), None)
         if self.client is not None:
             if linger:
                 self.client.detach()
             else:
                 self.client.close(self._config.timeout)
+
+    def give_up(self, timeout: float) -> None:
+        """Leave the worker as if this process had died, at once, whatever its owner is doing in another thread: what
+        that waits for ends, with an error. ``timeout``: seconds that this may take. The owner is still to be closed.
+        """
+        if self._ranks is not None:
+            self._over = self._over or _GIVEN_UP
+            if self.client is not None:
+                self.client.detach(timeout)
+            if (ranks := self._ranks()) is not None:
+                ranks.close()
 
     def close(self) -> None:
         """Let go of a predecessor's memory that no worker has taken over, and of those who listen."""
@@ -144,7 +198,7 @@ class Supervisor:
         self.listeners.tell(Event(phase=phase, rank=rank, path=path, seconds=seconds, nbytes=nbytes))
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self.client is not None:
+        if not getattr(self, "_over", True) and self.client is not None:
             self.client.abandon()
             warnings.warn("what saves or publishes was not closed", ResourceWarning, stacklevel=2, source=self)
 
@@ -167,7 +221,7 @@ class Supervisor:
 
     def _start(self, rank: int) -> WorkerClient:
         config = self._config
-        self._close_forgotten()
+        self._close_others()
         endpoint = None if self._job is None else endpoint_name(self._job, rank)
         predecessor, listeners = self.find_predecessor(rank), self.listeners
         begun = time.perf_counter()
@@ -212,19 +266,26 @@ class Supervisor:
             self._is_warned = True
             logger.warning("%s is not locked, and another job can save there: %s", claim.root, trouble)
 
-    def _close_forgotten(self) -> None:
-        """A cell of a notebook that is run again makes another one, and nobody has closed the one before."""
-        for other in list(_open):
-            if other is not self and other.client is not None and other._job == self._job is not None:
+    def _close_others(self, *, only_stale: bool = False) -> None:
+        """Close what nobody has closed: a cell of a notebook that is run again makes another one, and so does a
+        training that is started again in the same process. ``only_stale``: as long as this has only loaded.
+        """
+        for other in known_supervisors():
+            if other is self or other.client is None:
+                continue
+            is_taken_over = other._job == self._job is not None and (other.is_over() or not only_stale)
+            if is_taken_over and not other._over:
                 logger.warning("what this process had for the same folder or address is closed: it is used anew")
-                other.close_owner(linger=True)
+                other._over = _TAKEN_OVER
+            if other._over:
+                other.close_owner("as another takes over", linger=True)
 
-    def close_owner(self, *, linger: bool) -> None:
+    def close_owner(self, when: str, *, linger: bool) -> None:
         """Close all that the worker is for. What goes wrong is logged: there is nobody to be told."""
         try:
             self._close_owner(linger)
         except CheckpointError as error:
-            logger.error("while closing at the end of the process: %s", str(error))
+            logger.error("while closing %s: %s", when, str(error))
 
     def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
         """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""
@@ -241,12 +302,17 @@ class Supervisor:
                     left.retire(timeout, longest(self._config.commit_timeout))
 
 
+def known_supervisors() -> list[Supervisor]:
+    """Those of this process that are not closed."""
+    return [each for ref in _open.valuerefs() if (each := ref()) is not None]
+
+
 @atexit.register
 def _close_all() -> None:
     # A shell, or a notebook, goes on after an error.
     by_error = isinstance(getattr(sys, "last_value", None), Exception) and not hasattr(sys, "ps1")
-    for each in list(_open):
-        each.close_owner(linger=by_error)
+    for each in known_supervisors():
+        each.close_owner("at the end of the process", linger=by_error)
 
 
 os.register_at_fork(after_in_child=_open.clear)

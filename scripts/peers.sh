@@ -35,6 +35,8 @@ asyncckpt_peer_from_source() {
 asyncckpt_peer nvrx-0.4.1 3.11 manylinux_2_31_x86_64 nvidia-resiliency-ext==0.4.1
 asyncckpt_peer nvrx-0.6.0 3.12 manylinux_2_39_x86_64 nvidia-resiliency-ext==0.6.0
 asyncckpt_peer nvrx-0.7.0 3.12 manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0
+# What nvrx imports for its in-process restart, and is not here for something else.
+asyncckpt_peer defusedxml-0.7.1 3.11 any defusedxml==0.7.1
 asyncckpt_peer megatron-core-0.16.1 3.11 manylinux_2_28_x86_64 megatron-core==0.16.1
 # Its own classes alone: what it needs to run (Ray, and a torch of its choice) the tests do without.
 asyncckpt_peer verl-0.8.0 3.11 any verl==0.8.0

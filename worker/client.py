@@ -198,16 +198,16 @@ class WorkerClient:
                 )
             self._listener.join(timeout)
 
-    def detach(self) -> None:
-        """Leave as one that dies does: the worker writes what was handed over, and lingers. This waits for nothing, as
-        other ranks may never come to what this one has saved.
+    def detach(self, timeout: float | None = None) -> None:
+        """Leave as one that dies does: the worker writes what was handed over, and lingers. This waits for no save, as
+        other ranks may never come to it; ``timeout``: seconds for the listener to end all that waits.
         """
         if self._may_end():
             self._closing = self._detaching = True
             self._process.detach()
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
                 ours.shutdown(socket.SHUT_RDWR)
-            self._listener.join()
+            self._listener.join(timeout)
 
     def abandon(self) -> None:
         """Let the worker finish by itself what it was given, without waiting."""
@@ -336,7 +336,10 @@ def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, left: bool, ov
     request = save.request
     error: CheckpointError = death
     if left:
-        error = SaveTimeoutError(f"it is not known how this ended: the worker {worker} goes on with it, alone")
+        error = ClosedError(
+            "it is not known how this ended: its checkpointer was left before, and the worker"
+            f" {worker} goes on with it, alone; a new checkpointer loads it if all ranks had staged it"
+        )
     elif overdue:
         error = SaveTimeoutError(
             f"the worker {worker} did not say within {request.timeout:g} s how it went, and was killed; it may have"

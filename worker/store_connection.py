@@ -216,6 +216,9 @@ class StoreConnection:
         """
         future: Future[T] = Future()
         with self._lock:
+            if self._closed:
+                future.set_exception(WorkerDiedError("rank 0 is told nothing any more: this is closed", rank=0))
+                return future
             self._tasks.append((what, time.monotonic() + limit, future))
             if not self._is_busy:
                 try:

@@ -36,6 +36,7 @@ from asyncckpt.publication import Publication, Versions
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save, wait_for_actions
 from asyncckpt.staging.buffer_pool import BufferPool
+from asyncckpt.staging.under_way import wait_for_copies
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.root_claim import Claim
@@ -71,19 +72,18 @@ class Engine(AbstractContextManager["Engine"]):
             job: By this text a trainer in the place of a dead one finds its worker; None: it leaves with its trainer.
             claim: The folder that no other job is to save to meanwhile; None: there is none.
         """
-        self.config = Config.given(config)
-        self.job = job
+        self.config, self.job = Config.given(config), job
         self._new_group = partial(Group, self.config, process_group, alone=alone)
         self._group: Group | None = None
         self._memory: HeldImages | None = None
         self._versions, self._buffers = Versions(), BufferPool(self.config)
-        self._supervisor = Supervisor(
-            self.config, job, self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger), claim
-        )
+        mine = self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger)
+        self._supervisor = Supervisor(self.config, job, *mine, claim, ranks=lambda: self._group)
         self._plans, self._saves = PlanSelection(self.config, self._buffers, self._supervisor), Saves(self.config)
         self._copier = Copier(overlaps=self.config.overlap)
         self._numbers, self._questions = itertools.count(1), itertools.count(1)
         self._closed, self._turn, self.tell = False, Turn(), self._supervisor.listeners.tell
+        self.check_open, self.is_over = self._supervisor.check_open, self._supervisor.is_over
 
     @property
     def worker(self) -> WorkerClient | None:
@@ -334,6 +334,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._saves.on_failure(failure)
 
     def _hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
+        wait_for_copies(self.config.timeout)  # of an engine before this in the same process, into the same memory
         self._inherit(predecessor)
         self._buffers.hand_over(client, predecessor)
 

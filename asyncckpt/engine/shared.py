@@ -47,6 +47,8 @@ class Engines:
         if self._owner != os.getpid():  # a fork has none yet: the engines are those of the process it was forked from
             self._of_others.append(self._engines)
             self._engines, self._owner = {}, os.getpid()
+        for stale in [each for each, engine in self._engines.items() if engine.is_over()]:
+            self._close(self._engines.pop(stale), "as its ranks are gone", linger=True)
         key = False if alone else process_group
         if key not in self._engines:
             self._engines[key] = Engine(config, process_group, alone=alone, job=job)
@@ -70,16 +72,18 @@ class Engines:
     def close(self) -> None:
         """Close them all. What was lost is logged: whoever asked for it has had a handle."""
         while self._engines:
-            _, engine = self._engines.popitem()
-            try:
-                engine.close()
-            except CheckpointError as error:
-                logger.error("while closing at the end of the process: %s", error)
+            self._close(self._engines.popitem()[1], "at the end of the process")
 
     def abort(self) -> None:
         """Give up their saves, see ``Engine.abort``."""
         while self._engines:
             self._engines.popitem()[1].abort()
+
+    def _close(self, engine: Engine, when: str, *, linger: bool = False) -> None:
+        try:
+            engine.close(linger=linger)
+        except CheckpointError as error:
+            logger.error("while closing %s: %s", when, error)
 
 
 shared = Engines()

@@ -35,7 +35,7 @@ from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.stock_metadata import check_metadata
 from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, has_shards, leaf_keys, put_leaf
-from asyncckpt.ranks.collectives import many
+from asyncckpt.ranks.collectives import cpu_group, many
 from asyncckpt.worker.manifest import METADATA_NAME, Item
 from asyncckpt.worker.storage import absolute, is_address, storage_for
 
@@ -59,6 +59,8 @@ def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool
         elif no_dist and many(None):  # torch before 2.7: a group of its own is as good
             process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
             held.callback(dist.destroy_process_group, process_group)
+        if not no_dist and many(process_group):
+            process_group = cpu_group(process_group)  # DCP would have what its planners tell each other on devices
         state_dict_loader.load(state_dict, process_group=process_group, **options)
 
 

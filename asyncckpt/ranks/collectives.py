@@ -1,6 +1,7 @@
 """Collectives of ``torch.distributed``, for what the ranks of a job ask each other outside a save.
 
-In all of them ``process_group`` is None for the whole job, and False for this process alone.
+In all of them ``process_group`` is None for the whole job, and False for this process alone. What is asked goes by way
+of the host: where the group sends only what is on a device, by way of its ``cpu_group``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from asyncckpt.worker.rounds import Call, check_same_call
 
 T = TypeVar("T")
 
-_cpu_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+# How long a rank may take to come to a collective, as with gloo's own groups: it may be reading a large checkpoint.
+COLLECTIVE_S = 1800.0
+# For each group those made for it, by their timeouts.
+_cpu_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[float, ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def on_all(do: Callable[[], T], process_group: Any = None) -> T:
@@ -41,13 +45,13 @@ def from_first(do: Callable[[], T], process_group: Any = None) -> T:
     if not many(process_group):
         return do()
     answer: list[Any] = [None]
-    if dist.get_rank(process_group) == 0:
+    group = cpu_group(process_group)
+    if dist.get_rank(group) == 0:
         try:
             answer[0] = do()
         except Exception as error:  # the others wait
             answer[0] = located(error, rank=0)
-    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
-    dist.broadcast_object_list(answer, src=first, group=process_group)
+    dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
     if isinstance(answer[0], CheckpointError):
         raise answer[0]
     found: T = answer[0]
@@ -58,8 +62,9 @@ def gather(value: T, process_group: Any = None) -> list[T]:
     """The values of all ranks, in their order."""
     if not many(process_group):
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(values, value, group=process_group)
+    group = cpu_group(process_group)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -86,31 +91,34 @@ def rank_of(process_group: Any) -> int:
     return dist.get_rank(process_group) if many(process_group) else 0
 
 
-def cpu_group(process_group: ProcessGroup | None, timeout: float) -> ProcessGroup | None:
+def cpu_group(process_group: ProcessGroup | None, timeout: float = COLLECTIVE_S) -> ProcessGroup:
     """``process_group``, or, where that sends only what is on a device, one of the same ranks that sends the host's.
 
-    To ask by way of a device would have the host wait for all work that the device was given before. The other group is
-    made when it is first needed, by all ranks together, and kept as long as the one it stands for: another could have
-    the same name in torch's store, and find addresses there that are those of the first.
+    To ask by way of a device would have the host wait for all work that the device was given before, and take memory of
+    it. The other group is made when it is first needed, by all ranks together, and kept as long as the one it stands
+    for: another could have the same name in torch's store, and find addresses there that are those of the first.
 
     Args:
         process_group: The ranks.
-        timeout: Seconds that a collective of the other group may take, if that is made now.
+        timeout: Seconds that a collective of the other group may take.
 
     Raises:
         RuntimeError: Torch's, where a rank does not come.
     """
     given = process_group or dist.group.WORLD
-    if given is None or has_cpu_backend(given):
+    if given is None:
+        raise RuntimeError("torch.distributed is not initialised any more")
+    if has_cpu_backend(given):
         return given
-    if given not in _cpu_groups:
+    made = _cpu_groups.setdefault(given, {})
+    if timeout not in made:
         limit = timedelta(seconds=timeout)
         if given is dist.group.WORLD:
-            _cpu_groups[given] = dist.new_group(timeout=limit, backend="gloo")
+            made[timeout] = dist.new_group(timeout=limit, backend="gloo")
         else:  # of which other ranks know nothing: torch makes its name of how many groups each rank has
             ranks = dist.get_process_group_ranks(given)
-            _cpu_groups[given] = dist.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
-    return _cpu_groups[given]
+            made[timeout] = dist.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
+    return made[timeout]
 
 
 def has_cpu_backend(process_group: ProcessGroup | None) -> bool:

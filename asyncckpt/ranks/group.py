@@ -15,6 +15,7 @@ import pickle
 import secrets
 import socket
 import uuid
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -76,7 +77,8 @@ class Group:
         self._config = config
         self._process_group = process_group
         self._may_join = not alone and dist.is_available()
-        self._joined = joined = self._may_join and dist.is_initialized()
+        joined = self._may_join and dist.is_initialized()
+        self._world = weakref.ref(dist.group.WORLD) if joined and dist.group.WORLD is not None else None
         self.rank = dist.get_rank(process_group) if joined else 0
         self.world_size = dist.get_world_size(process_group) if joined else 1
         if self.rank < 0:
@@ -89,12 +91,18 @@ class Group:
         # First rank: how saves have ended that its dead worker took along, which nobody told the others yet.
         self._untold: dict[int, CheckpointError | None] = {}
 
+    def is_current(self) -> bool:
+        """Whether the job is that which this was made in. One that is destroyed, and no other begun, still is."""
+        if self._world is None:
+            return not (self._may_join and dist.is_initialized()) or dist.get_world_size() == 1
+        return not dist.is_initialized() or self._world() is dist.group.WORLD
+
     def check_current(self) -> None:
-        """Raise ``CheckpointError`` where this was made for one process that has become one of many since."""
-        if self._may_join and not self._joined and dist.is_initialized() and dist.get_world_size() > 1:
+        """Raise ``CheckpointError`` unless ``is_current``."""
+        if not self.is_current():
+            when = "after" if self._world is None else "anew since"
             raise CheckpointError(
-                "torch.distributed was initialised after the first save, which was of one process; close this engine"
-                " or checkpointer, and make a new one"
+                f"torch.distributed was initialised {when} the first save; close this checkpointer, and make a new one"
             )
 
     @property
@@ -103,10 +111,7 @@ class Group:
         return self.world_size == 1
 
     def attempt(self, number: int) -> str:
-        """The name of save ``number`` on storage: the same on all ranks, and of no other save.
-
-        Where others may write, too, it must not be known before it is used.
-        """
+        """The name of save ``number`` on storage: the same on all ranks, of no other save, and not to be guessed."""
         secret = self._secret if self._rendezvous is None else self._rendezvous.secret
         return f"{hmac.new(secret, f'attempt {number}'.encode(), 'sha256').hexdigest()[:12]}-{number}"
 
@@ -325,7 +330,7 @@ class Group:
                 offer[0] = error
         try:
             group = cpu_group(self._process_group, self._config.timeout)
-            dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0) if group else 0, group=group)
+            dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0), group=group)
         except RuntimeError as error:
             raise RankFailedError(
                 f"the rendezvous of the ranks failed: {str(error).splitlines()[0]}; one of them may have died",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
+import weakref
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.loading import load as reader
 from asyncckpt.loading import progress
 from asyncckpt.loading.source import StorageSource
+from asyncckpt.ranks import collectives
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -105,3 +108,51 @@ def test_the_first_rank_alone_shows_how_far_a_load_is(tmp_path: Path) -> None:
     run(2, _save_one, root, folder=tmp_path)
     (first, shown), (other, silence) = run(2, _load_with_a_bar, root, folder=tmp_path)
     assert first and other and "loading" in shown and not silence
+
+
+def _on_a_device_alone(root: str, meeting: str, part: bool) -> tuple[list[bool], list[int], list[bool]]:
+    """Loads where torch's groups send only what is on a device, which is not here: whether all was loaded, how many
+    groups torch had after each, and which of them are still there when they are destroyed.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # or one that is still connecting would wait for ever
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    group = dist.new_group([1, 2], backend="cuda:gloo") if part else None
+    known, loaded, groups = dist.distributed_c10d._world.pg_names, [], []
+    for by_dcp_on in (None, 1, 1) if rank in (1, 2) or not part else ():
+        with pytest.MonkeyPatch.context() as patch, Checkpointer(root, QUICK, group) as checkpointer:
+            if rank == by_dcp_on:
+                patch.setattr(reader, "draft", lambda *_: None)
+            into = replicas(99)
+            checkpointer.load(into)
+            loaded.append(equal(into, replicas(1)))
+            groups.append(len(known))
+    left = [weakref.ref(each) for each in known]
+    del group, checkpointer  # a group that was given is held by whom it was given to
+    dist.destroy_process_group()
+    gc.collect()
+    return loaded, groups, [each() is not None for each in left]
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["all ranks", "some ranks"])
+def test_what_a_load_asks_goes_by_way_of_the_host(tmp_path: Path, part: bool) -> None:
+    root = str(tmp_path / "root")
+    run(2, _save_one, root, folder=tmp_path)
+    ranks = run(3, _on_a_device_alone, root, str(tmp_path / "device"), part, folder=tmp_path)
+    for loaded, groups, left in ranks[part:]:
+        assert loaded == [True] * 3 and groups == [groups[0]] * 3 and groups[0] == 2 + part
+        assert not any(left)
+
+
+def _on_the_host(root: str) -> list[int]:
+    into = replicas(99)
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.load(into)
+    return [len(dist.distributed_c10d._world.pg_names), len(collectives._cpu_groups)]
+
+
+def test_where_the_host_is_sent_already_no_group_is_made(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    run(2, _save_one, root, folder=tmp_path)
+    assert run(2, _on_the_host, root, folder=tmp_path) == [[1, 0]] * 2

@@ -5,6 +5,7 @@ is: plan, schedule, finalize. The tensors are staged by ``save_state_dict_async_
 commits them, even if the trainer dies. ``family`` chooses between these names and those of the installed nvrx.
 """
 
+from asyncckpt.integrations.nvrx.abort import AbortAsyncckpt as AbortAsyncckpt
 from asyncckpt.integrations.nvrx.family import Family as Family
 from asyncckpt.integrations.nvrx.family import family as family
 from asyncckpt.integrations.nvrx.filesystem import CachedMetadataFileSystemReader as CachedMetadataFileSystemReader

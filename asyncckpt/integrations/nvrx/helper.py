@@ -108,10 +108,14 @@ class Helper:
                 raise self.death or WorkerDiedError("the helper process has ended") from error
         return future
 
+    def kill(self) -> None:
+        """End the process at once; any thread may call."""
+        self._process.kill()
+
     def close(self, *, abort: bool = False) -> None:
         """End the process when it has done all it was given, or with ``abort`` at once."""
         if abort:
-            self._process.kill()
+            self.kill()
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours, contextlib.suppress(OSError):
             ours.shutdown(socket.SHUT_WR)  # fails where the process has ended already
         self._listener.join()

@@ -96,6 +96,7 @@ class AsyncCall:
     future: Future[Any]
     is_save: bool = False
     process_group: dist.ProcessGroup | None = None
+    generation: int = 0
 
     def failures(self) -> dict[int, BaseException] | None:
         """How it failed, by rank, as far as this rank knows; None if it has not ended here yet."""
@@ -159,6 +160,8 @@ class AsyncCallsQueue:
         self.async_calls: deque[AsyncCall] = deque()
         self.call_idx = -1
         self._helper: Helper | None = None
+        # How often all was given up: so far, and when the calls were last looked at.
+        self._generation = self._looked_at = 0
         self._instances.add(self)
 
     @classmethod
@@ -192,23 +195,26 @@ class AsyncCallsQueue:
 
         When this returns, the caller may change tensors among its arguments. Raises as ``Helper`` and its ``submit``.
         """
-        given = async_request
+        self._forget_given_up()
+        given, generation = async_request, self._generation
         work = (given.async_fn, given.async_fn_args, given.finalize_fns, given.async_fn_kwargs, given.preload_fn)
         request = AsyncRequest(*work, is_frozen=True, call_idx=self.call_idx + 1)
         if isinstance(staged := request.async_fn, StagedWrite):
-            call = AsyncCall(request, staged.save.future, is_save=True, process_group=staged.process_group)
+            group = staged.process_group
+            call = AsyncCall(request, staged.save.future, is_save=True, process_group=group, generation=generation)
         else:
-            call = AsyncCall(request, self._submit(request))
+            call = AsyncCall(request, self._submit(request), generation=generation)
         self.call_idx = request.call_idx
         self.async_calls.append(call)
         return self.call_idx
 
     def add_save(self, save: Save) -> None:
         """Have ``save``, which this rank makes alone, finalized in its turn."""
+        self._forget_given_up()
         save.mark_reported()
         self.call_idx += 1
         request = AsyncRequest(None, (), [], is_frozen=True, call_idx=self.call_idx)
-        self.async_calls.append(AsyncCall(request, save.future))
+        self.async_calls.append(AsyncCall(request, save.future, generation=self._generation))
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests that are done on all ranks (``no_dist``: on this one), and return their numbers.
@@ -218,6 +224,7 @@ class AsyncCallsQueue:
         functions of what has failed are not called. Raises ``RankFailedError`` where the ranks have scheduled different
         requests, or one of them is gone.
         """
+        self._forget_given_up()
         finalized = []
         failed: list[CheckpointException] = []
         while self.async_calls:
@@ -239,6 +246,7 @@ class AsyncCallsQueue:
 
     def get_num_unfinalized_calls(self) -> int:
         """How many requests are not finalized yet."""
+        self._forget_given_up()
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
@@ -260,6 +268,19 @@ class AsyncCallsQueue:
                 self._helper = None
             if not any(queue.async_calls for queue in self._instances):
                 engines.close()
+
+    def give_up(self) -> None:
+        """Finalize nothing of what was scheduled so far, and end the helper at once. Any thread may call."""
+        self._generation += 1
+        if (helper := self._helper) is not None:
+            helper.kill()
+
+    def _forget_given_up(self) -> None:
+        """Here, and not as it is given up: a call in another thread may be about to schedule something."""
+        if self._looked_at != self._generation:
+            self._looked_at = self._generation
+            self.async_calls = deque(call for call in self.async_calls if call.generation == self._generation)
+            self.call_idx = -1
 
     def __del__(self) -> None:
         """What is under way goes on: no queue is needed for that."""
