@@ -200,7 +200,7 @@ class StoreConnection:
             raise WorkerDiedError(
                 "the worker of rank 0, which brings the ranks together at"
                 f" {self._rendezvous.address}:{self._rendezvous.port}, is gone or cannot be reached"
-                f" ({error.strerror or error})",
+                f" ({'this was closed' if self._closed else error.strerror or error})",
                 rank=0,
             ) from error
         except BaseException:  # an interrupt: an answer is still on its way

@@ -11,7 +11,7 @@ import time
 
 from asyncckpt.config import Config
 from asyncckpt.engine.save_operation import SaveOperation
-from asyncckpt.errors import CheckpointExistsError, SaveDroppedError, SaveTimeoutError, StorageError
+from asyncckpt.errors import CheckpointExistsError, ClosedError, SaveDroppedError, SaveTimeoutError, StorageError
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.open_saves import TrackedSave, longest
@@ -38,7 +38,9 @@ class Saves:
 
     def on_failure(self, failure: BaseException) -> None:
         """One of them is about to fail with ``failure``."""
-        if not isinstance(failure, SaveDroppedError):
+        if isinstance(failure, ClosedError):
+            logger.warning("%s", str(failure))
+        elif not isinstance(failure, SaveDroppedError):
             logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
             self.failures += 1
 

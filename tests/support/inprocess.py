@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -44,6 +45,8 @@ class Plan:
     root: str
     folder: str
     iterations: int
+    port: int
+    """Of nvrx's own store."""
     seed: int = 0
     kill_at: int = -1
     """The iteration in which the last rank is killed."""
@@ -62,24 +65,29 @@ class Seen:
     is_right: bool = False
     is_newest: bool = False
     holds: dict[str, int] = field(default_factory=dict)
-    before: list[str] = field(default_factory=list)
-    """How the handles of the iteration before have ended."""
+    before: list[tuple[int, str]] = field(default_factory=list)
+    """The saves of the iteration before: their steps, and how their handles have ended."""
 
 
 def run(plan: Plan, world: int) -> list[list[Seen] | str | None]:
     """What each rank has seen; the text of what it raised; None: it was killed."""
     context = get_context("forkserver")
     started = []
-    path = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1]), peer("nvrx-0.7.0"), peer("defusedxml-0.7.1")]
+    path = [
+        str(Path(__file__).parents[2]),
+        str(Path(__file__).parents[1]),
+        peer("nvrx-0.7.0"),
+        peer("defusedxml-0.7.1"),
+    ]
     for rank in range(world):
         ours, theirs = context.Pipe()
         process = context.Process(target=_main, args=(theirs, rank, world, path, dict(os.environ), plan))
         process.start()
         theirs.close()
         started.append((process, ours))
-    deadline = time.monotonic() + LIMIT_S + 2 * plan.iterations
+    deadline = time.monotonic() + LIMIT_S + 10 * plan.iterations
     found: list[list[Seen] | str | None] = []
-    for process, pipe in started:
+    for _, pipe in started:
         said = None
         with contextlib.suppress(EOFError):
             if pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -111,7 +119,6 @@ def _wrapped(plan: Plan) -> Callable[[], list[Seen] | None]:
     import nvidia_resiliency_ext.inprocess as inprocess
     from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed
     from nvidia_resiliency_ext.inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
-    from nvidia_resiliency_ext.inprocess.store import FileStore
 
     from asyncckpt.integrations.nvrx import AbortAsyncckpt
 
@@ -121,14 +128,13 @@ def _wrapped(plan: Plan) -> Callable[[], list[Seen] | None]:
     training = Training(plan)
 
     wrapper = inprocess.Wrapper(
-        store_factory=FileStore,
-        store_kwargs={"file_name": f"{plan.folder}/store"},
+        store_kwargs={"host_name": "127.0.0.1", "port": plan.port},
         abort=inprocess.Compose(AbortTorchDistributed(), AbortAsyncckpt()),
         rank_assignment=inprocess.Compose(MaxActiveWorldSize(2 if plan.spare else None), ShiftRanks()),
-        monitor_thread_interval=seconds(0.02),
+        monitor_thread_interval=seconds(0.25),
         monitor_process_interval=seconds(0.05),
         heartbeat_interval=seconds(0.1),
-        progress_watchdog_interval=seconds(0.02),
+        progress_watchdog_interval=seconds(0.1),
         last_call_wait=seconds(0.02),
         soft_timeout=seconds(60),
         hard_timeout=seconds(70),
@@ -136,6 +142,7 @@ def _wrapped(plan: Plan) -> Callable[[], list[Seen] | None]:
         barrier_timeout=seconds(100),
         completion_timeout=seconds(100),
     )
+
     def train(call: Any = None) -> list[Seen]:
         return training.run(call.iteration)
 
@@ -236,11 +243,9 @@ def _failing_copies() -> Iterator[None]:
         real(*args)
         raise RuntimeError("as the test wants")
 
-    SlotStager.copy = fail  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlotStager, "copy", fail)
         yield
-    finally:
-        SlotStager.copy = real  # type: ignore[method-assign]
 
 
 def _state(step: int, rank: int | None = None) -> dict[str, Any]:
@@ -252,12 +257,18 @@ def _state(step: int, rank: int | None = None) -> dict[str, Any]:
     }
 
 
-def _outcome(save: Save) -> str:
+def _outcome(save: Save) -> tuple[int, str]:
+    assert save.step is not None
+    begun = time.monotonic()
     try:
-        save.result(20)
+        save.result(60)
     except CheckpointError as error:
-        return f"{type(error).__name__}: {error.message}"
-    return "committed"
+        took = time.monotonic() - begun
+        return (
+            save.step,
+            f"{type(error).__name__}: {error.message}" if took < 5 else f"ended after {took:.1f} s: {error}",
+        )
+    return save.step, "committed"
 
 
 def _holds() -> dict[str, int]:

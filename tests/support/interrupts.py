@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -12,11 +14,33 @@ class Interrupted(Exception):
     """Out of a signal handler."""
 
 
-def interrupted_everywhere(call: Callable[[], object], part: str) -> Iterator[None]:
-    """Make ``call`` again and again, interrupted before the first instruction of a file whose path holds ``part``, the
-    second, and so on, until it comes to its end; and go on after each of them.
+class Restarted(BaseException):
+    """Out of another thread."""
+
+
+def interrupted_once(call: Callable[[], object], seconds: float) -> None:
+    """Make ``call`` again and again, until another thread raises ``Restarted`` in this one, after ``seconds``."""
+    set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    raised = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(Restarted)
+    timer = threading.Timer(seconds, set_exception, raised)
+    timer.start()
+    try:
+        while True:
+            call()
+    except Restarted:
+        pass
+    finally:
+        timer.join()
+
+
+def interrupted_everywhere(
+    call: Callable[[], object], part: str, *, every: int = 1, error: type[BaseException] = Interrupted
+) -> Iterator[None]:
+    """Make ``call`` again and again, interrupted before the first instruction of a file whose path holds ``part``, then
+    before the one ``every`` so many later, and so on, until it comes to its end; and go on after each. ``error``
+    is what interrupts it.
     """
-    for instruction in itertools.count(1):
+    for instruction in itertools.count(1, every):
         seen = itertools.count(1)
 
         def trace(
@@ -25,7 +49,7 @@ def interrupted_everywhere(call: Callable[[], object], part: str) -> Iterator[No
             # Lines stay traced, too: where they are not, Python 3.13 misses the instructions of the first call.
             frame.f_trace_opcodes = part in frame.f_code.co_filename
             if event == "opcode" and next(seen) == instruction:
-                raise Interrupted
+                raise error
             return trace
 
         before = sys.gettrace()
@@ -34,7 +58,7 @@ def interrupted_everywhere(call: Callable[[], object], part: str) -> Iterator[No
         sys.settrace(trace)  # type: ignore[arg-type]
         try:
             call()
-        except Interrupted:
+        except error:
             pass
         finally:
             sys.settrace(before)

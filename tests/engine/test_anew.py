@@ -1,0 +1,132 @@
+"""A training that is begun anew in the same process: wherever a save was interrupted, the next checkpointer goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support.interrupts import Restarted, interrupted_everywhere, interrupted_once
+from support.segments import mapped_segments
+from support.states import same
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import ClosedError
+from asyncckpt.integrations.nvrx import AbortAsyncckpt
+from asyncckpt.save_handle import Save
+from asyncckpt.supervisor import known_supervisors
+from asyncckpt.worker.process import detached_workers
+
+# Every so many instructions of a save there is an interrupt: 1 tries them all, and takes hours.
+EVERY = int(os.environ.get("ASYNCCKPT_TEST_EVERY", 97))
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((30_000,), float(step)), "step": step}
+
+
+class Trainings:
+    """Of one process, the one after the other; none is closed."""
+
+    def __init__(self, root: Path, config: Config) -> None:
+        self._root, self._config = root, config
+        self.step = self.durable = 0
+        self.checkpointer = self.before = Checkpointer(root, config)
+
+    def save(self) -> Save:
+        """Under the next step."""
+        self.step += 1
+        return self.checkpointer.save(self.step, _state(self.step))
+
+    def make(self) -> None:
+        """Another checkpointer, while that before is still known."""
+        self.before, self.checkpointer = self.checkpointer, Checkpointer(self._root, self._config)
+
+    def begin_anew(self) -> None:
+        """What was saved last is there, or what was begun after that, and the next save works."""
+        self.make()
+        if self.durable:
+            into = _state(0)
+            loaded = self.checkpointer.load(into)
+            assert self.durable <= loaded <= self.step and same(into, _state(loaded))
+        self.step += 1
+        self.save().result(60)
+        self.durable = self.step
+
+
+def _check(trainings: Trainings, memory: set[int]) -> None:
+    """There is one of all, and the memory is the same."""
+    assert set(mapped_segments()) == memory and len(known_supervisors()) == 1
+    deadline = time.monotonic() + 30
+    while len(psutil.Process().children()) > 1 and time.monotonic() < deadline:
+        detached_workers()  # takes note of those that have ended
+        time.sleep(0.002)
+    worker = trainings.checkpointer._engine.worker
+    assert worker is not None and [each.pid for each in psutil.Process().children()] == [worker.pid]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("overlap", [False, True], ids=["copied", "overlapping"])
+@pytest.mark.parametrize("part", ["asyncckpt/engine/", "asyncckpt/staging/", "asyncckpt/worker/"])
+def test_after_an_interrupt_at_any_instruction(root: Path, part: str, overlap: bool) -> None:
+    trainings = Trainings(root, Config(overlap=overlap, keep_last=3))
+    trainings.begin_anew()
+    memory = set(mapped_segments())
+    for _ in interrupted_everywhere(lambda: trainings.save(), part, every=EVERY, error=Restarted):
+        trainings.begin_anew()
+        _check(trainings, memory)
+    trainings.checkpointer.close()
+
+
+@pytest.mark.timeout(900)
+def test_after_an_interrupt_at_any_instruction_of_the_first_save(root: Path) -> None:
+    """Which takes over the memory of the one before."""
+    trainings = Trainings(root, Config(keep_last=3))
+    trainings.begin_anew()
+
+    def first() -> None:
+        trainings.make()
+        trainings.save()
+
+    for _ in interrupted_everywhere(first, "asyncckpt/", every=13 * EVERY, error=Restarted):
+        trainings.begin_anew()
+        assert len(mapped_segments()) == 1 and len(known_supervisors()) == 1
+    trainings.checkpointer.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["copied", "overlapping"])
+def test_after_an_exception_out_of_another_thread(root: Path, overlap: bool) -> None:
+    trainings = Trainings(root, Config(overlap=overlap, keep_last=3))
+    trainings.begin_anew()
+    memory, turn = set(mapped_segments()), random.Random(7)
+    for _ in range(10):
+        interrupted_once(trainings.save, turn.random() / 20)
+        trainings.begin_anew()
+        _check(trainings, memory)
+    trainings.checkpointer.close()
+
+
+def test_what_was_given_up_says_so(root: Path, gate: Path) -> None:
+    first = Checkpointer(root)
+    first.save(1, _state(1))
+    pending = first.save(2, _state(2))
+    AbortAsyncckpt()(None)
+    with pytest.raises(ClosedError, match="a new checkpointer loads it"):
+        pending.result(10)
+    for call in (lambda: first.save(3, _state(3)), lambda: first.load(_state(0)), lambda: first.prepare(_state(0))):
+        with pytest.raises(ClosedError, match="begins anew"):
+            call()
+    gate.touch()
+    with Checkpointer(root) as second:
+        into = _state(0)
+        assert second.load(into) == 2 and same(into, _state(2))
+        assert second.loaded is not None and second.loaded.source == "memory"
+        second.save(3, _state(3)).result(60)
+        first.close()
+        second.save(4, _state(4)).result(60)

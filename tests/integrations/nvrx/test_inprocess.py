@@ -1,0 +1,77 @@
+"""Restarts in the same process, by the wrapper of nvrx's own wheel: the state goes on, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.inprocess import Plan, Seen, run
+
+from asyncckpt.worker.storage import complete_steps
+
+RESTARTS = int(os.environ.get("ASYNCCKPT_TEST_RESTARTS", 8))
+
+pytestmark = pytest.mark.usefixtures("forkserver")
+
+
+def _restarted(tmp_path: Path, iterations: int, world: int = 2, **options: Any) -> list[list[Seen]]:
+    """What each rank that was not killed has seen."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    plan = Plan(str(tmp_path / "root"), str(tmp_path), iterations, port, **options)
+    found = run(plan, world)
+    assert not [each for each in found if isinstance(each, str)], found
+    return [each for each in found if each]  # type: ignore[misc]
+
+
+def check(ranks: list[list[Seen]], steps: list[int]) -> None:
+    """Each iteration has loaded what all ranks had saved last, and all handles of the one before have ended alike."""
+    for seen in chain(*ranks):
+        assert not seen.loaded or (seen.is_right and seen.is_newest), seen
+        for _, outcome in seen.before:
+            assert outcome.split(":")[0] in ("committed", "ClosedError", "CheckpointError", "WorkerDiedError"), outcome
+    for same in zip(*ranks, strict=False):
+        assert len({(each.loaded, each.source) for each in same}) == 1, same
+        # The ends that are known are the same on all ranks.
+        known = [{step: end for step, end in each.before if not end.startswith("ClosedError")} for each in same]
+        for step in set.intersection(*map(set, known)):
+            assert len({each[step] == "committed" for each in known}) == 1, (step, known)
+    assert {step for seen in chain(*ranks) for step, end in seen.before if end == "committed"} <= set(steps)
+
+
+def check_holds(ranks: list[list[Seen]]) -> None:
+    """No restart leaves anything behind: what there is after many is there after few."""
+    for rank in ranks:
+        half = len(rank) // 2
+        for name in rank[0].holds:
+            few, many = (max(seen.holds[name] for seen in part) for part in (rank[1:half], rank[half:]))
+            assert many <= few, (name, [seen.holds for seen in rank])
+
+
+@pytest.mark.timeout(300 + 10 * RESTARTS)
+def test_every_restart_goes_on_from_memory(tmp_path: Path) -> None:
+    ranks = _restarted(tmp_path, RESTARTS, seed=RESTARTS)
+    assert [len(each) for each in ranks] == [RESTARTS + 1] * 2
+    check(ranks, complete_steps(str(tmp_path / "root")))
+    check_holds(ranks)
+    assert all(seen.source == "memory" for seen in chain(*ranks) if seen.loaded)
+    assert sum(not seen.loaded for seen in ranks[0]) <= 1 + RESTARTS / 4  # those in which loading was to fail
+
+
+def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path) -> None:
+    """In the memory that this has left."""
+    first, other = _restarted(tmp_path, 2, 3, kill_at=1, spare=True)
+    assert [seen.world for seen in first] == [2] * 3 and [seen.rank for seen in other] == [1]
+    check([first[2:], other], complete_steps(str(tmp_path / "root")))
+    assert other[0].source == "memory"
+
+
+def test_fewer_ranks_go_on_from_storage(tmp_path: Path) -> None:
+    (ranks,) = _restarted(tmp_path, 2, kill_at=1)
+    assert [seen.world for seen in ranks] == [2, 2, 1]
+    check([ranks], complete_steps(str(tmp_path / "root")))
+    assert ranks[2].source == "storage"
