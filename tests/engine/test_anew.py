@@ -20,11 +20,11 @@ from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
 from asyncckpt.save_handle import Save
-from asyncckpt.supervisor import known_supervisors
+from asyncckpt.supervisor import Supervisor, known_supervisors
 from asyncckpt.worker.process import detached_workers
 
 # Every so many instructions of a save there is an interrupt: 1 tries them all, and takes hours.
-EVERY = int(os.environ.get("ASYNCCKPT_TEST_EVERY", 97))
+EVERY = int(os.environ.get("ASYNCCKPT_TEST_EVERY", 149))
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -60,9 +60,13 @@ class Trainings:
         self.durable = self.step
 
 
+def _with_workers() -> list[Supervisor]:
+    return [each for each in known_supervisors() if each.client is not None]
+
+
 def _check(trainings: Trainings, memory: set[int]) -> None:
     """There is one of all, and the memory is the same."""
-    assert set(mapped_segments()) == memory and len(known_supervisors()) == 1
+    assert set(mapped_segments()) == memory and len(_with_workers()) == 1
     deadline = time.monotonic() + 30
     while len(psutil.Process().children()) > 1 and time.monotonic() < deadline:
         detached_workers()  # takes note of those that have ended
@@ -96,7 +100,7 @@ def test_after_an_interrupt_at_any_instruction_of_the_first_save(root: Path) -> 
 
     for _ in interrupted_everywhere(first, "asyncckpt/", every=13 * EVERY, error=Restarted):
         trainings.begin_anew()
-        assert len(mapped_segments()) == 1 and len(known_supervisors()) == 1
+        assert len(mapped_segments()) == 1 and len(_with_workers()) == 1
     trainings.checkpointer.close()
 
 

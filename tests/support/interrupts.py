@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import dis
+import functools
 import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 
 
 class Interrupted(Exception):
@@ -23,8 +25,8 @@ def interrupted_once(call: Callable[[], object], seconds: float) -> None:
     set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
     raised = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(Restarted)
     timer = threading.Timer(seconds, set_exception, raised)
-    timer.start()
     try:
+        timer.start()
         while True:
             call()
     except Restarted:
@@ -48,7 +50,7 @@ def interrupted_everywhere(
         ) -> object:
             # Lines stay traced, too: where they are not, Python 3.13 misses the instructions of the first call.
             frame.f_trace_opcodes = part in frame.f_code.co_filename
-            if event == "opcode" and next(seen) == instruction:
+            if event == "opcode" and not _leaves_a_block(frame) and next(seen) == instruction:
                 raise error
             return trace
 
@@ -65,3 +67,23 @@ def interrupted_everywhere(
         yield
         if next(seen) <= instruction:
             return
+
+
+def _leaves_a_block(frame: FrameType) -> bool:
+    """Whether the next instruction is one of those that leave a ``with`` block, between which no handler is called and
+    no exception of another thread comes: Python looks for these after calls, at jumps back, and where functions begin.
+    """
+    return frame.f_lasti in _leaving(frame.f_code)
+
+
+@functools.cache
+def _leaving(code: CodeType) -> frozenset[int]:
+    found: set[int] = set()
+    steps = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PRECALL")]
+    for at in range(1, len(steps) - 3):
+        before, *three, call = steps[at - 1 : at + 4]
+        if call.opname == "CALL" and all(each.opname == "LOAD_CONST" and each.argval is None for each in three):
+            found.update(range(three[0].offset, call.offset + 1))
+            if before.opname in ("SWAP", "NOP"):
+                found.add(before.offset)
+    return frozenset(found)

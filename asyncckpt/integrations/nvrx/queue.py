@@ -281,6 +281,9 @@ class AsyncCallsQueue:
             self._looked_at = self._generation
             self.async_calls = deque(call for call in self.async_calls if call.generation == self._generation)
             self.call_idx = -1
+            if self._helper is not None:
+                self._helper.close(abort=True)
+                self._helper = None
 
     def __del__(self) -> None:
         """What is under way goes on: no queue is needed for that."""
