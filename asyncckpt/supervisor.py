@@ -38,6 +38,8 @@ _GIVEN_UP = "this was given up, as its process begins anew; make a new one"
 
 # By their ids: all of them can be looked at in one step, while others come and go in other threads.
 _open: weakref.WeakValueDictionary[int, Supervisor] = weakref.WeakValueDictionary()
+# Those that were given up, until they are closed: whoever takes over needs the locks on their memory.
+_given_up: dict[int, Supervisor] = {}
 
 
 class Ranks(Protocol):
@@ -169,6 +171,7 @@ class Supervisor:
         """
         self._over = self._over or _CLOSED
         _open.pop(id(self), None)
+        _given_up.pop(id(self), None)
         if self.client is not None:
             if linger:
                 self.client.detach()
@@ -180,6 +183,7 @@ class Supervisor:
         that waits for ends, with an error. ``timeout``: seconds that this may take. The owner is still to be closed.
         """
         if self._ranks is not None:
+            _given_up[id(self)] = self
             self._over = self._over or _GIVEN_UP
             if self.client is not None:
                 self.client.detach(timeout)
@@ -188,10 +192,13 @@ class Supervisor:
 
     def close(self) -> None:
         """Let go of a predecessor's memory that no worker has taken over, and of those who listen."""
+        self._forget_predecessor()
+        self.listeners.close()
+
+    def _forget_predecessor(self) -> None:
         if self._predecessor is not None:
             self._predecessor.close()
-            self._predecessor = None
-        self.listeners.close()
+            self._predecessor, self._has_looked = None, False
 
     def _tell(self, phase: EventPhase, rank: int, seconds: float, nbytes: int | None = None) -> None:
         path = "" if self._claim is None else self._claim.root
@@ -253,7 +260,9 @@ class Supervisor:
                 self._take_root(client, self._claim)
             if endpoint is not None and (words := take_log(endpoint)):
                 logger.warning("what the worker of the trainer before this one had to say: %s", words)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: it may be the only one that has the memory by now
+                client.detach()
             with contextlib.suppress(SaveTimeoutError):  # it ends by itself; what is raised says why it has to
                 client.close(config.timeout)
             raise
@@ -271,9 +280,13 @@ class Supervisor:
         training that is started again in the same process. ``only_stale``: as long as this has only loaded.
         """
         for other in known_supervisors():
-            if other is self or other.client is None:
-                continue
             is_taken_over = other._job == self._job is not None and (other.is_over() or not only_stale)
+            if other is self:
+                continue
+            if other.client is None:
+                if is_taken_over:
+                    other._forget_predecessor()  # it has only loaded, and may go on with that
+                continue
             if is_taken_over and not other._over:
                 logger.warning("what this process had for the same folder or address is closed: it is used anew")
                 other._over = _TAKEN_OVER
@@ -315,4 +328,9 @@ def _close_all() -> None:
         each.close_owner("at the end of the process", linger=by_error)
 
 
-os.register_at_fork(after_in_child=_open.clear)
+def _after_fork_in_child() -> None:
+    _open.clear()
+    _given_up.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

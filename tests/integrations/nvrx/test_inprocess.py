@@ -44,12 +44,15 @@ def check(ranks: list[list[Seen]], steps: list[int]) -> None:
 
 
 def check_holds(ranks: list[list[Seen]]) -> None:
-    """No restart leaves anything behind: what there is after many is there after few."""
+    """No restart leaves anything behind but what the next takes over: one memory, its worker and that before, which is
+    leaving, and the threads of a checkpointer that was not closed.
+    """
+    most = {"threads": 2, "workers": 2, "segments": 1}
+    for seen in chain(*ranks):
+        assert all(seen.holds[name] <= count for name, count in most.items()), seen
     for rank in ranks:
-        half = len(rank) // 2
-        for name in rank[0].holds:
-            few, many = (max(seen.holds[name] for seen in part) for part in (rank[1:half], rank[half:]))
-            assert many <= few, (name, [seen.holds for seen in rank])
+        descriptors = [seen.holds["descriptors"] for seen in rank]
+        assert max(descriptors) - min(descriptors) <= 4, descriptors
 
 
 @pytest.mark.timeout(300 + 10 * RESTARTS)
@@ -70,8 +73,8 @@ def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path) -> None:
     assert other[0].source == "memory"
 
 
-def test_fewer_ranks_go_on_from_storage(tmp_path: Path) -> None:
+def test_fewer_ranks_go_on(tmp_path: Path) -> None:
     (ranks,) = _restarted(tmp_path, 2, kill_at=1)
     assert [seen.world for seen in ranks] == [2, 2, 1]
     check([ranks], complete_steps(str(tmp_path / "root")))
-    assert ranks[2].source == "storage"
+    assert ranks[2].source == "memory"
