@@ -89,7 +89,7 @@ class Supervisor:
         self._on_death, self._hand_over, self._close_owner = on_death, hand_over, close
         self._ranks = ranks
         self._predecessor: Takeover | None = None
-        self._has_looked = self._is_warned = False
+        self._has_looked = self._has_begun = self._is_warned = False
         self._over = ""  # why nothing can be asked any more
         self._owner = os.getpid()
         self._deaths = 0  # of workers, since a save was committed
@@ -227,7 +227,7 @@ class Supervisor:
             self._restart_at = time.monotonic() + self._config.restart_pause * 2 ** (self._deaths - 2)
 
     def _start(self, rank: int) -> WorkerClient:
-        config = self._config
+        config, self._has_begun = self._config, True
         self._close_others()
         endpoint = None if self._job is None else endpoint_name(self._job, rank)
         predecessor, listeners = self.find_predecessor(rank), self.listeners
@@ -283,7 +283,7 @@ class Supervisor:
             is_taken_over = other._job == self._job is not None and (other.is_over() or not only_stale)
             if other is self:
                 continue
-            if other.client is None:
+            if not other._has_begun:
                 if is_taken_over:
                     other._forget_predecessor()  # it has only loaded, and may go on with that
                 continue

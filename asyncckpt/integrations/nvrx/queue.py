@@ -134,7 +134,8 @@ class AsyncCall:
 class AsyncCallsQueue:
     """Requests under way, finalized in the order in which they were scheduled. All ranks make the same calls."""
 
-    _instances: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
+    # By their ids: all of them can be looked at in one step, while others come and go in other threads.
+    _instances: weakref.WeakValueDictionary[int, AsyncCallsQueue] = weakref.WeakValueDictionary()
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class AsyncCallsQueue:
         self._helper: Helper | None = None
         # How often all was given up: so far, and when the calls were last looked at.
         self._generation = self._looked_at = 0
-        self._instances.add(self)
+        self._instances[id(self)] = self
 
     @classmethod
     def warmup_persistent_caller(
@@ -188,7 +189,7 @@ class AsyncCallsQueue:
     @classmethod
     def get_instances(cls) -> list[AsyncCallsQueue]:
         """All queues of this process."""
-        return list(cls._instances)
+        return [queue for ref in cls._instances.valuerefs() if (queue := ref()) is not None]
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Begin ``async_request`` (of this class, nvrx's or Megatron-LM's), and return its number.
@@ -266,7 +267,7 @@ class AsyncCallsQueue:
             if self._helper is not None:
                 self._helper.close(abort=abort)
                 self._helper = None
-            if not any(queue.async_calls for queue in self._instances):
+            if not any(queue.async_calls for queue in self.get_instances()):
                 engines.close()
 
     def give_up(self) -> None:
