@@ -100,10 +100,8 @@ class Group:
     def check_current(self) -> None:
         """Raise ``CheckpointError`` unless ``is_current``."""
         if not self.is_current():
-            when = "after" if self._world is None else "anew since"
-            raise CheckpointError(
-                f"torch.distributed was initialised {when} the first save; close this checkpointer, and make a new one"
-            )
+            what = "torch.distributed was initialised after the first save, or anew since then"
+            raise CheckpointError(f"{what}; close this engine or checkpointer, and make a new one")
 
     @property
     def alone(self) -> bool:
