@@ -35,7 +35,7 @@ class Trainings:
     """Of one process, the one after the other; none is closed."""
 
     def __init__(self, root: Path, config: Config) -> None:
-        self._root, self._config = root, config
+        self._root, self._config, self.others = root, config, _children()
         self.step = self.durable = 0
         self.checkpointer = self.before = Checkpointer(root, config)
 
@@ -60,6 +60,10 @@ class Trainings:
         self.durable = self.step
 
 
+def _children() -> set[int]:
+    return {each.pid for each in psutil.Process().children()}
+
+
 def _with_workers() -> list[Supervisor]:
     return [each for each in known_supervisors() if each.client is not None]
 
@@ -68,11 +72,11 @@ def _check(trainings: Trainings, memory: set[int]) -> None:
     """There is one of all, and the memory is the same."""
     assert set(mapped_segments()) == memory and len(_with_workers()) == 1
     deadline = time.monotonic() + 30
-    while len(psutil.Process().children()) > 1 and time.monotonic() < deadline:
+    while len(_children() - trainings.others) > 1 and time.monotonic() < deadline:
         detached_workers()  # takes note of those that have ended
         time.sleep(0.002)
     worker = trainings.checkpointer._engine.worker
-    assert worker is not None and [each.pid for each in psutil.Process().children()] == [worker.pid]
+    assert worker is not None and _children() - trainings.others == {worker.pid}
 
 
 @pytest.mark.timeout(900)
