@@ -33,9 +33,15 @@ def reopen(fd: int, flags: int) -> int:
 class Claims:
     """The writer's locks on the slots of one segment."""
 
+    _fd = -1
+
     def __init__(self, segment: Segment) -> None:
         self._fd = reopen(segment.fileno(), os.O_RDWR)
         _all_claims.add(self)
+
+    def __del__(self) -> None:
+        """Whoever was dropped without being closed keeps no slot from others of the same process."""
+        self.close()
 
     def claim(self, slot: int, *readers: Readers) -> bool:
         """Whether none of those ``readers`` (by default: nobody) reads ``slot``, and none begins to from now on.
