@@ -38,6 +38,10 @@ FAULTS = ("between saves", "in save", "in load", "at random")
 """Which one a rank has in its turn. Unless it is "in load", the other saves meanwhile, and is interrupted."""
 
 
+MOST_THREADS = 2
+"""Of a checkpointer that was given up, until it is closed by the next: those that copy."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Of a job: where it saves, and what goes wrong in which iteration."""
@@ -271,12 +275,19 @@ def _outcome(save: Save) -> tuple[int, str]:
     return save.step, "committed"
 
 
+def _threads() -> int:
+    return sum(each.name.startswith("asyncckpt") for each in threading.enumerate())
+
+
 def _holds() -> dict[str, int]:
-    """What this process has, when garbage is collected."""
+    """What this process has, when garbage is collected, and what was being said to other ranks is given up."""
     gc.collect()
     process = psutil.Process()
+    deadline = time.monotonic() + 10
+    while (threads := _threads()) > MOST_THREADS and time.monotonic() < deadline:
+        time.sleep(0.01)
     return {
-        "threads": sum(each.name.startswith("asyncckpt") for each in threading.enumerate()),
+        "threads": threads,
         "descriptors": process.num_fds(),
         "workers": len(process.children()),
         "segments": len(mapped_segments()),

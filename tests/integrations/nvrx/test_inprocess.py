@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.inprocess import Plan, Seen, run
+from support.inprocess import MOST_THREADS, Plan, Seen, run
 
 from asyncckpt.worker.storage import complete_steps
 
@@ -47,7 +47,7 @@ def check_holds(ranks: list[list[Seen]]) -> None:
     """No restart leaves anything behind but what the next takes over: one memory, its worker and that before, which is
     leaving, and the threads of a checkpointer that was not closed.
     """
-    most = {"threads": 2, "workers": 2, "segments": 1}
+    most = {"threads": MOST_THREADS, "workers": 2, "segments": 1}
     for seen in chain(*ranks):
         assert all(seen.holds[name] <= count for name, count in most.items()), seen
     for rank in ranks:
