@@ -25,7 +25,7 @@ from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_layout import FileSetLayout, WeightsLayout
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.takeover import is_leaving
-from asyncckpt.worker.transfer.serving import Serving
+from asyncckpt.worker.transfer.serving import Serving, listens_at
 from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class EndpointService:
                     case endpoint_messages.AskImage(key):
                         send(peer, endpoint_messages.FoundImage(self._segment_store.held(key)))
                     case endpoint_messages.Serve(secret, address):
-                        send(peer, self._serving.serve(secret, address))
+                        send(peer, self._serving.serve(secret, listens_at(address), to_own_job=False))
                 message = receive(peer)
         finally:
             with self._lock:

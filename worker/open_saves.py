@@ -74,6 +74,7 @@ class OpenSaves:
         """The worker was not told of it."""
         with self.lock:
             self._open.pop(save.request.save_id, None)
+            self._copied.pop(save.request.save_id, None)
 
     def any_overdue(self) -> bool:
         """Whether the worker has not said in time how a save ended. It may be stopped, and go on at any moment."""

@@ -227,6 +227,12 @@ class Rounds:
         key = f"{self._keys(name)}/{self.rendezvous.rank}"
         self._call(lambda store: store.put(key, 0, self._sealed(key, value)))
 
+    def put_soon(self, name: str, value: bytes, timeout: float) -> Future[None]:
+        """As ``put``, as soon as the store can be reached; see ``report_soon``."""
+        key = f"{self._keys(name)}/{self.rendezvous.rank}"
+        sealed = self._sealed(key, value)
+        return self._behind.start(lambda store: store.put(key, 0, sealed), timeout)
+
     def get(self, name: str, rank: int) -> bytes | None:
         """What ``rank`` has put there; None: nothing yet."""
         key = f"{self._keys(name)}/{rank}"

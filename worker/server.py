@@ -31,7 +31,7 @@ from asyncckpt.worker.root_lock import RootLock
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store import Store
-from asyncckpt.worker.transfer.serving import Serving
+from asyncckpt.worker.transfer.serving import Serving, listens_at
 from asyncckpt.worker.transfer.transport import TransferAddress
 from asyncckpt.worker.uploader import Uploader
 from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
@@ -206,7 +206,7 @@ class Server:
                 if any(each.is_copy for each in held):
                     self._inherited.append((answer.segment, held))
             case Serve(key, address):
-                answer = self._serving.serve(key, address)
+                answer = self._serving.serve(key, listens_at(address), to_own_job=True)
                 self._address = TransferAddress(address, answer.port)
             case messages.KeepCopies():
                 answer = self._keep_copies(asked.question)

@@ -22,6 +22,8 @@ _KIND = "survives"
 # How often each says that it is there, and after how long a silence it is not.
 _SAY_S = 0.5
 _SILENCE_S = 5.0
+# Of so many ranks the store hears that often; of more, each says it less often.
+_RANKS = 1000
 _ANSWER_S = 5.0
 
 
@@ -32,6 +34,7 @@ class Survivors:
         """Begin to say that this one is there."""
         self._rounds = Rounds(rendezvous, _ANSWER_S, Patience(0.0))
         self._rank = rendezvous.rank
+        self._slower = max(1.0, rendezvous.world_size / _RANKS)
         self._lock = threading.Lock()
         self._heard: dict[int, tuple[bytes | None, float]] = {}  # by rank: what it has said last, and since when
         self._restarted_at: float | None = None
@@ -58,7 +61,7 @@ class Survivors:
             if said != before:
                 before, since = said, now
             self._heard[rank] = before, since
-        is_lost = now - max(since, self._restarted_at) > _SILENCE_S
+        is_lost = now - max(since, self._restarted_at) > _SILENCE_S * self._slower
         return RankFailedError("its trainer and its worker are gone", rank=rank) if is_lost else None
 
     def close(self) -> None:
@@ -70,7 +73,7 @@ class Survivors:
 
     def _say(self) -> None:
         number = 0
-        while not self._closed.wait(_SAY_S):
+        while not self._closed.wait(_SAY_S * self._slower):
             number += 1
             try:
                 self._rounds.put(_KIND, str(number).encode())

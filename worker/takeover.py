@@ -48,6 +48,8 @@ _NOTICE_S = 5.0
 _POLL_S = 0.02
 # How long a worker may take to end when it is killed.
 _END_S = 5.0
+# How long it may take to make the checksums of an image, some GB/s, beside others that do.
+_CHECKSUMS_S = 300.0
 
 
 class Takeover:
@@ -211,7 +213,7 @@ class ReaderClient:
 
     def image(self, key: ImageKey) -> HeldImage | None:
         """What one image is; None where it is not held any more."""
-        found: FoundImage = ask(self._connection, AskImage(key), self.timeout, FoundImage)
+        found: FoundImage = ask(self._connection, AskImage(key), max(self.timeout, _CHECKSUMS_S), FoundImage)
         return found.held
 
     def serve(self, key: bytes, address: str) -> int:

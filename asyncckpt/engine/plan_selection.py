@@ -30,13 +30,13 @@ from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.replicas import warn_differing
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
+from asyncckpt.ranks.address import own_domain
 from asyncckpt.ranks.group import Group
 from asyncckpt.ranks.ring import RankPlace, copied_ranks
 from asyncckpt.staging.buffer import StagingBuffer, copy_bytes
 from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint import endpoint_scope
 from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.write_request import ANY_PLAN
 
@@ -181,7 +181,7 @@ class PlanSelection:
         group, number = wanted.group, wanted.number
         plan = wanted.make_plan(None if group.alone else self.differing)
         if self.config.replicas and isinstance(plan, CheckpointPlan):
-            place = RankPlace(self.config.domain or endpoint_scope(), copy_bytes(plan))
+            place = RankPlace(own_domain(self.config.domain), copy_bytes(plan))
             decide = partial(copied_ranks, replicas=self.config.replicas)
             plan.copied_ranks = group.ask_all("copies", number, lambda: place, decide)
         made: list[StagingBuffer] = []

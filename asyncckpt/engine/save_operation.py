@@ -138,7 +138,6 @@ class SaveOperation(SaveState):
         self.buffer = captured.buffer
         self._events.planned(is_new=captured.is_new, nbytes=self.buffer.plan.layout.nbytes)
         self.request = self._write_request(slot, captured, retention)
-        self.is_copied = self.request.is_copied
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         ready = ready_events(tensors)
         # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
@@ -187,6 +186,7 @@ class SaveOperation(SaveState):
     def _begin(self) -> None:
         # Of the worker whose memory this is: should it have died since, this says so, and nothing has begun.
         self.buffer.client.begin(self)
+        self.is_copied = self.request.is_copied
         self.request = replace(self.request, small_files=())  # a handle may be kept for long
         with self._beginning:
             self.is_begun, early = True, self._early

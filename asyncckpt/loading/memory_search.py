@@ -125,13 +125,19 @@ def _held_here(job: str, scope: str, key: bytes, host: str | None) -> Iterator[I
                 continue
             with closing(client):
                 images = _settled(client).images
-                served = None
-                if host is not None and images:
-                    served = TransferAddress(host, client.serve(key, host))
+                served = _served(client, key, host) if host is not None and images else None
         except (CheckpointError, EOFError, OSError) as error:
             logger.warning("what a worker on this host holds is not loaded: %s", error)
             continue
         yield from (ImagePlace(each, scope, endpoint, served) for each in images)
+
+
+def _served(client: ReaderClient, key: bytes, host: str) -> TransferAddress | None:
+    try:
+        return TransferAddress(host, client.serve(key, host))
+    except OSError as error:
+        logger.warning("what a worker on this host holds cannot be read from others: %s", error)
+        return None
 
 
 def _settled(client: ReaderClient) -> Images:

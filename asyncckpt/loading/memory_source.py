@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
@@ -235,7 +236,8 @@ class MemorySource:
             if fd is None:
                 return None
             undo.callback(os.close, fd)
-            if client.image(key) != held:  # its slot was taken before
+            again = client.image(key)
+            if again is None or replace(again, committed=held.committed) != held:  # its slot was taken before
                 return None
             undo.pop_all()
         client.close()

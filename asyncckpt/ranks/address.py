@@ -9,6 +9,8 @@ import socket
 import uuid
 
 LOOPBACK = "127.0.0.1"
+ADDRESS_VARIABLE, DOMAIN_VARIABLE = "ASYNC_CKPT_ADDRESS", "ASYNC_CKPT_DOMAIN"
+"""Facts of one host, so that they are heeded whatever makes the ``Config``."""
 
 
 def address_to_listen_at(name: str, world_size: int) -> str:
@@ -30,13 +32,28 @@ def own_address(given: str | None) -> str:
     """By which other hosts of the job reach this one, as far as that is known.
 
     Args:
-        given: What ``Config.address`` says; None: the address by which this host reaches the first rank's.
+        given: What ``Config.address`` says; None: what the environment says, or else the address by which this host
+            reaches the first rank's.
     """
-    if given is not None:
-        return given
+    if given is not None or ADDRESS_VARIABLE in os.environ:
+        return given or os.environ[ADDRESS_VARIABLE]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", ""), 9))  # which sends nothing
-        return str(probe.getsockname()[0])
+        found = str(probe.getsockname()[0])
+        if not ipaddress.ip_address(found).is_loopback:
+            return found
+    return socket.gethostname()
+
+
+def own_domain(given: str | None) -> str:
+    """What may be lost at once with this host: what ``Config.domain``, or the environment, says; or the machine.
+
+    Containers of one machine may have folders and networks of their own, and are lost together.
+    """
+    if given is not None or DOMAIN_VARIABLE in os.environ:
+        return given or os.environ[DOMAIN_VARIABLE]
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
     return socket.gethostname()
 
 

@@ -118,6 +118,12 @@ class BufferPool:
         self.detached = [each for each in self.detached if not each.segment.closed]  # of a call that was interrupted
         if predecessor is not None:
             for number, copies in predecessor.copies_by_segment().items():
+                if (segment := predecessor.segments.get(number)) is not None:  # else an interrupted call has
+                    client.adopt(segment, copies, self._config.timeout)
+                    predecessor.segments.pop(number).close()
+        self.detached = [each for each in self.detached if not each.segment.closed]  # of a call that was interrupted
+        if predecessor is not None:
+            for number, copies in predecessor.copies_by_segment().items():
                 if (segment := predecessor.segments.pop(number, None)) is not None:  # else an interrupted call has
                     with segment:
                         client.adopt(segment, copies, self._config.timeout)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from asyncckpt import Checkpointer
+from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
-from torture.hosts import ADDRESS_VARIABLE, lose_host
+from torture.hosts import lose_host
 from torture.jobs import Job, worker_of
 from torture.leftovers import send_away
 from torture.tally import CONFIG, LIMIT_S
@@ -54,6 +55,7 @@ def time_host_restarts(folder: Path, rounds: int, nbytes: int) -> dict[str, floa
 def _enter(place: str, host: int) -> None:
     os.environ[FOLDER_VARIABLE] = f"{place}/host-{host}"
     os.environ[ADDRESS_VARIABLE] = f"127.0.0.{host + 2}"
+    os.environ[DOMAIN_VARIABLE] = str(host)
 
 
 def _weights(rank: int, nbytes: int, value: float) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
+from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 from torture.jobs import Job, worker_of
@@ -31,7 +32,6 @@ from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
 
 _FAULTY = Path(__file__).parent.parent.parent / "tests" / "support" / "faulty_worker.py"
 _GATE = "ASYNCCKPT_TEST_GATE"
-ADDRESS_VARIABLE = "ASYNC_CKPTADDRESS_VARIABLE"
 # How many ranks there are on each host, in turns: as before, in another order, more, fewer.
 _SHAPES: tuple[tuple[int, ...], ...] = ((2, 2), (1, 1, 1), (1, 2), (2, 1), (1, 1))
 
@@ -147,6 +147,7 @@ def _train(
     choice = random.Random(f"{seed} {rank}")
     os.environ[FOLDER_VARIABLE] = f"{place}/host-{places[rank]}"
     os.environ[ADDRESS_VARIABLE] = f"127.{places[rank] // 60000}.{places[rank] // 250 % 240}.{places[rank] % 250 + 2}"
+    os.environ[DOMAIN_VARIABLE] = str(places[rank])
     if hold_at:
         os.environ[_GATE] = gate
         real = worker_process.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 
 
@@ -16,4 +17,5 @@ def host_folder(folder: str | Path, host: int) -> Path:
 def enter_host(folder: str | Path, host: int) -> None:
     """From now on this process is on that host."""
     os.environ[FOLDER_VARIABLE] = str(host_folder(folder, host))
-    os.environ["ASYNC_CKPT_ADDRESS"] = f"127.0.0.{host + 2}"
+    os.environ[ADDRESS_VARIABLE] = f"127.0.0.{host + 2}"
+    os.environ[DOMAIN_VARIABLE] = str(host)

@@ -95,7 +95,7 @@ def serve(nbytes: int) -> None:
     """What that process does."""
     store = SegmentStore()
     hold(store, nbytes)
-    server = TransferServer(store, KEY, "127.0.0.1")
+    server = TransferServer(store, (KEY,), "127.0.0.1")
     sys.stdout.write(f"{server.port}\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -57,7 +57,7 @@ class TransportContract:
     def test_nobody_writes_where_somebody_reads(self) -> None:
         store = SegmentStore()
         number = hold(store, NBYTES)
-        server = TransferServer(store, KEY, "127.0.0.1")
+        server = TransferServer(store, (KEY,), "127.0.0.1")
         claims = Claims(store.hosted(number).segment)
         with Holder(TransferAddress("127.0.0.1", server.port), KEY, self.kind) as peer:
             one, other = peer.open(IMAGE), peer.open(IMAGE)
@@ -76,7 +76,7 @@ class TransportContract:
     def test_a_lease_ends_with_whoever_has_it(self) -> None:
         store = SegmentStore()
         number = hold(store, NBYTES)
-        server = TransferServer(store, KEY, "127.0.0.1")
+        server = TransferServer(store, (KEY,), "127.0.0.1")
         claims = Claims(store.hosted(number).segment)
         peer = Holder(TransferAddress("127.0.0.1", server.port), KEY, self.kind)
         peer.open(IMAGE)

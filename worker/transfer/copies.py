@@ -59,7 +59,7 @@ class Copies:
         self._store = segment_store
         self._lock = threading.Lock()
         self._segments: dict[tuple[int, int], _CopySegment] = {}  # by rank and plan
-        self._inherited: dict[int, list[int]] = {}  # what is in the slots, by segment
+        self._inherited: dict[int, tuple[int, list[int]]] = {}  # by segment: whose, and what is in its slots
         self._replicated: dict[int, int] = {}  # by plan: the newest save that all ranks have copies of
 
     def inherit(self, number: int, held: Sequence[HeldImage]) -> None:
@@ -70,7 +70,7 @@ class Copies:
         newest_first = sorted(held, key=lambda image: image.staged_at, reverse=True)
         for age, image in enumerate(newest_first, 1):
             saves[image.request.slot] = -age
-        self._inherited[number] = saves
+        self._inherited[number] = held[0].request.rank, saves
 
     def keep(self, plan: int, ranks: Collection[CopiedRank], plans: Collection[int]) -> None:
         """Have memory for the images of some ranks.
@@ -89,7 +89,7 @@ class Copies:
             for each in ranks:
                 if (each.rank, plan) in self._segments:
                     continue
-                number, saves = self._inherited_of(each.nbytes) or self._taken(each.nbytes)
+                number, saves = self._inherited_of(each) or self._taken(each.nbytes)
                 segment = self._store.hosted(number).segment
                 self._segments[each.rank, plan] = _CopySegment(number, each.nbytes, Claims(segment), saves)
 
@@ -109,9 +109,12 @@ class Copies:
             if slot is None:
                 raise CheckpointError("both copies of its last images are being read", rank=request.rank)
             segment.saves[slot] = 0
-        self._store.copy_begun(segment.number, slot)
+        incoming = Incoming(self, segment, slot, held)
+        # With other constants what is in the other slot could not be read any more.
+        for gone in [slot] if incoming.has_constants() else range(COPY_SLOTS):
+            self._store.copy_begun(segment.number, gone)
         self._store.hosted(segment.number).slots.take(slot, request.save_id)
-        return Incoming(self, segment, slot, held)
+        return incoming
 
     def add(self, segment: _CopySegment, slot: int, layout: CheckpointLayout, held: HeldImage) -> None:
         """An image is whole; ``Incoming.finish`` says so."""
@@ -133,6 +136,10 @@ class Copies:
         """All ranks have copies of that save: none is overwritten before all have those of a later one."""
         with self._lock:
             self._replicated[plan] = save_id
+            # What the job before had is older than that.
+            for number in self._inherited:
+                self._store.release(number)
+            self._inherited.clear()
 
     def close(self) -> None:
         """Nothing is copied to any more; the images stay."""
@@ -141,11 +148,12 @@ class Copies:
                 segment.claims.close()
             self._segments.clear()
 
-    def _inherited_of(self, nbytes: int) -> tuple[int, list[int]] | None:
-        """Of what was taken over, a segment of that size, and what is in its slots."""
-        for number in self._inherited:
-            if self._store.hosted(number).segment.nbytes == nbytes:
-                return number, self._inherited.pop(number)
+    def _inherited_of(self, wanted: CopiedRank) -> tuple[int, list[int]] | None:
+        """Of what was taken over, a segment of that rank and size, and what is in its slots."""
+        for number, (rank, saves) in self._inherited.items():
+            if rank == wanted.rank and self._store.hosted(number).segment.nbytes == wanted.nbytes:
+                del self._inherited[number]
+                return number, saves
         return None
 
     def _taken(self, nbytes: int) -> tuple[int, list[int]]:

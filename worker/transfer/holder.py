@@ -86,7 +86,8 @@ class Holder:
         try:
             reading = transport_named(self._kind).read_from(self.address, self._key, answer)
         except OSError:
-            self._connection.send(requests.CloseImage(answer.lease))
+            with self._asking:
+                self._connection.send(requests.CloseImage(answer.lease))
             raise
         image = RemoteImage(self, answer, reading)
         self._open.append(image)

@@ -22,7 +22,7 @@ from asyncckpt.errors import CheckpointError, DamagedCheckpointError, SaveDroppe
 from asyncckpt.worker.held_image import CopiedRank, HeldImage, ImageKey
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.messages import Rendezvous, Replicated
-from asyncckpt.worker.rounds import Rounds, round_name
+from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.store_connection import Patience
 from asyncckpt.worker.transfer.copies import Copies, Incoming
@@ -40,6 +40,11 @@ _CHUNK_BYTES = 16 << 20
 # How long the holder waits for the next image before it says that there is none; and a puller before it tries again.
 _NEXT_S = 3.0
 _PAUSE_S = 0.5
+# How long the threads may take to end, and how long to wait for an outcome at least.
+_END_S, _LEAST_S = 3.0, 1.0
+# Saves that are remembered as staged here.
+_REMEMBERED = 64
+_NEWER = "a newer image of this rank was copied first"
 # At how many of the newest saves it is looked whether all have copies of them already.
 _LATER = 4
 
@@ -71,20 +76,23 @@ class Replicator:
         self._transport, self._limit, self._send = transport, _Limit(rate), send
         self._rounds = Rounds(rendezvous, timeout, Patience(timeout))
         self._outcomes = Rounds(rendezvous, timeout, Patience(timeout))
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._announced: TransferAddress | None = None
         self._missing: dict[int, set[int]] = {}  # by save: the ranks whose images are not here yet
         self._waiting: set[int] = set()  # saves of which it is not known yet whether they are replicated
-        self._expected = 0  # the newest save that this rank has staged
+        self._staged: set[int] = set()  # the last that this rank has staged
+        self._concluded = 0  # the last of which it is known; they are, in their order
         self._here: dict[int, int] = {}  # by rank: the save of its newest image here
         self._pullers: dict[int, _Puller] = {}
-        self._queue: SimpleQueue[WriteRequest | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._conclude_all, name="asyncckpt-replicated", daemon=True)
         self._thread.start()
 
     def announce(self, address: TransferAddress) -> None:
         """Tell the other ranks' workers where this one serves its images."""
-        self._rounds.put(_ADDRESS, pickle.dumps((address.host, address.port)))
+        self._announced = address
+        self._rounds.put_soon(_ADDRESS, pickle.dumps((address.host, address.port)), self._timeout)
 
     def keep(self, plan: int, ranks: Collection[CopiedRank], plans: Collection[int]) -> None:
         """Keep copies of what ``ranks`` stage by ``plan``. Raises ``OutOfMemoryError``. ``plans``: as of ``Copies``."""
@@ -96,23 +104,31 @@ class Replicator:
 
     def expect(self, request: WriteRequest) -> None:
         """This rank has staged a save that is to be replicated."""
+        save_id = request.save_id
+        if self._announced is not None:  # again, as another worker may host the store by now
+            self.announce(self._announced)
         with self._lock:
-            missing = {rank for rank in self._pullers if self._here.get(rank, 0) < request.save_id}
-            self._missing[request.save_id] = missing
-            self._expected = request.save_id
-            self._waiting.add(request.save_id)
-        self._queue.put(request)
-        if not missing:
-            self._report(request.save_id)
+            missing = {rank for rank in self._pullers if self._here.get(rank, 0) != save_id}
+            passed = any(self._here.get(rank, 0) > save_id for rank in missing)
+            if not passed:
+                self._missing[save_id] = missing
+            self._staged = {number for number in self._staged if number > save_id - _REMEMBERED} | {save_id}
+            self._waiting.add(save_id)
+        self._queue.put((request, time.monotonic() + request.timeout))
+        if passed:
+            self._rounds.fail_soon(round_name(_KIND, save_id), SaveDroppedError(_NEWER), self._timeout)
+        elif not missing:
+            self._report(save_id)
 
     def on_failed(self, request: WriteRequest, error: CheckpointError) -> None:
         """A save has failed. Where this rank has not staged it, there will be no copies; else there may be."""
-        if request.save_id > self._expected:
+        if request.save_id not in self._staged:
             name = round_name(_KIND, request.save_id)
             if request.rank > 0:
                 self._rounds.fail_soon(name, error, self._timeout)
             else:
                 self._rounds.conclude_failed_soon(name, error, self._timeout)
+            self._conclude(request.save_id)
             self._send(Replicated(request.save_id, error))
 
     def close(self) -> None:
@@ -121,10 +137,14 @@ class Replicator:
         # First, so that nobody waits for a store that may be gone for good.
         self._rounds.close()
         self._outcomes.close()
+        with self._lock:
+            self._lock.notify_all()
         for puller in self._pullers.values():
-            puller.close()
+            puller.stop()
+        for puller in self._pullers.values():
+            puller.wait(_END_S)
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(_END_S)  # it may wait for a store that lives, and says nothing any more
         self.copies.close()
 
     def _address_of(self, rank: int) -> tuple[TransferAddress, bytes, str] | None:
@@ -136,6 +156,8 @@ class Replicator:
 
     def _fetch(self, holder: Holder, key: ImageKey, pool: ThreadPoolExecutor) -> None:
         """Copy an image, if it is not here, and report that."""
+        if not self._may_copy(key.rank):
+            return
         image = holder.open(key, with_checksums=False)
         try:
             request = image.held.request
@@ -152,6 +174,22 @@ class Replicator:
             image.close()
         self._on_copied(key.rank, request.save_id)
 
+    def _may_copy(self, rank: int) -> bool:
+        """Wait until it is known whether the last image of ``rank`` that is here is replicated: until then it may be
+        the one that is needed. Returns whether anything is to be copied at all.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: self._closed.is_set() or self._here.get(rank, 0) <= self._concluded)
+        return not self._closed.is_set()
+
+    def _conclude(self, save_id: int) -> None:
+        """It is known of that save whether it is replicated."""
+        with self._lock:
+            self._missing.pop(save_id, None)
+            self._waiting.discard(save_id)
+            self._concluded = max(self._concluded, save_id)
+            self._lock.notify_all()
+
     def _on_copied(self, rank: int, save_id: int) -> None:
         with self._lock:
             self._here[rank] = save_id
@@ -161,7 +199,7 @@ class Replicator:
             for number in passed:
                 del self._missing[number]
         for number in passed:
-            newer = SaveDroppedError(f"a newer image of rank {rank} was copied first", rank=rank)
+            newer = SaveDroppedError(_NEWER, rank=rank)
             self._rounds.fail_soon(round_name(_KIND, number), newer, self._timeout)
         if is_done:
             self._report(save_id)
@@ -170,15 +208,14 @@ class Replicator:
         self._rounds.report_soon(round_name(_KIND, save_id), b"", self._timeout)
 
     def _conclude_all(self) -> None:
-        while (request := self._queue.get()) is not None:
-            failure = self._outcome(request)
-            with self._lock:
-                self._missing.pop(request.save_id, None)
-                self._waiting.discard(request.save_id)
+        while (entry := self._queue.get()) is not None and not self._closed.is_set():
+            request, deadline = entry
+            failure = self._outcome(request, max(_LEAST_S, deadline - time.monotonic()))
             if self._closed.is_set():
                 return
             if failure is None:
                 self.copies.on_replicated(request.plan, request.save_id)
+            self._conclude(request.save_id)
             self._send(Replicated(request.save_id, failure))
 
     def _superseded(self, save_id: int, rank: int) -> CheckpointError | None:
@@ -187,22 +224,24 @@ class Replicator:
         Who keeps copies and has not seen that save, as after the death of a worker, copies the next one, and says
         nothing of this one.
         """
+        if self._closed.is_set():
+            return SaveDroppedError("nothing is copied any more", rank=rank)
         with self._lock:
             later = sorted(number for number in self._waiting if number > save_id)[-_LATER:]
         for number in later:
             if len(self._outcomes.who_reported(round_name(_KIND, number))) == self._rendezvous.world_size:
-                return SaveDroppedError("a newer image of this rank was copied first", rank=rank)
+                return SaveDroppedError(_NEWER, rank=rank)
         return None
 
-    def _outcome(self, request: WriteRequest) -> CheckpointError | None:
-        """Why a save is not replicated; None: it is."""
+    def _outcome(self, request: WriteRequest, timeout: float) -> CheckpointError | None:
+        """Why a save is not replicated; None: it is. ``timeout``: seconds to wait for that."""
         name = round_name(_KIND, request.save_id)
         try:
             if request.rank > 0:
-                outcome = self._outcomes.outcome(name, request.timeout)
+                outcome = self._outcomes.outcome(name, timeout + grace(timeout))
                 return outcome if isinstance(outcome, CheckpointError) else None
             try:
-                self._outcomes.collect(name, request.timeout, lost=partial(self._superseded, request.save_id))
+                self._outcomes.collect(name, timeout, lost=partial(self._superseded, request.save_id))
                 self._outcomes.conclude(name, b"")
             except CheckpointError as error:
                 self._outcomes.conclude_failed(name, error)
@@ -229,12 +268,15 @@ class _Puller:
         self._thread = threading.Thread(target=self._run, name="asyncckpt-copies", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop, also in the middle of an image."""
+    def stop(self) -> None:
+        """Stop, also in the middle of an image. ``wait`` for it."""
         self._closed.set()
         if (holder := self._holder) is not None:
             holder.close()
-        self._thread.join()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until nothing is copied any more, ``timeout`` seconds at most: it may be just connecting."""
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="asyncckpt-copy-io") as pool:
@@ -254,6 +296,8 @@ class _Puller:
         self._holder = holder
         with holder:
             count = 0
+            if self._closed.is_set():
+                return
             while not self._closed.is_set():
                 if (found := holder.next_image(count, _NEXT_S)) is not None:
                     count, key = found

@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cryptography.exceptions import InvalidTag
@@ -40,12 +40,12 @@ class SealedConnection:
     ``ConnectionError`` where it is gone, or something comes that it has not said.
     """
 
-    def __init__(self, connection: socket.socket, key: bytes, *, asks: bool, silence: float) -> None:
+    def __init__(self, connection: socket.socket, keys: Sequence[bytes], *, asks: bool, silence: float) -> None:
         """Shake hands.
 
         Args:
             connection: To the other end, connected; closed with this.
-            key: That of the job, up to 64 bytes.
+            keys: One of the job's, up to 64 bytes, or, where this end does not ask, those that it listens to.
             asks: Whether this is the end that has connected.
             silence: Seconds for which the other end may be silent, and which shaking hands may take in all.
 
@@ -62,13 +62,14 @@ class SealedConnection:
             mine = secrets.token_bytes(NONCE_BYTES)
             if asks:
                 nonces = self._receive_by(until, NONCE_BYTES), mine
-                connection.sendall(mine + proof(key, b"asks", *nonces))
+                connection.sendall(mine + proof(keys[0], b"asks", *nonces))
                 said, other = self._receive_by(until, _PROOF_BYTES), b"answers"
             else:
                 connection.sendall(mine)
                 nonces = mine, self._receive_by(until, NONCE_BYTES)
                 said, other = self._receive_by(until, _PROOF_BYTES), b"asks"
-            if not hmac.compare_digest(said, proof(key, other, *nonces)):
+            key = next((each for each in keys if hmac.compare_digest(said, proof(each, other, *nonces))), None)
+            if key is None:
                 raise ConnectionAbortedError(_FORGED)
             if not asks:
                 connection.sendall(proof(key, b"answers", *nonces))

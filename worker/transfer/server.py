@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncckpt.worker.held_image import ImageKey
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # How long who connects may take to prove that it knows the key, and how many may be about to.
 _STRANGER_S = 5.0
-_STRANGERS = 64
+_STRANGERS = 512
 # How long one may say nothing: who holds a lease pings. One that is stopped must not hold it for ever.
 SILENCE_S = 30.0
 _PAUSE_S = 0.1
@@ -45,16 +45,16 @@ class _Lease:
 
 
 class TransferServer:
-    """Serves what a segment store holds to those who know ``key``, until it is closed.
+    """Serves what a segment store holds to those who know one of ``keys``, until it is closed.
 
     ``address``: a numeric one of this host, where alone it can be reached; "": at all. ``port``: where.
     """
 
-    def __init__(self, segment_store: SegmentStore, key: bytes, address: str = "") -> None:
+    def __init__(self, segment_store: SegmentStore, keys: Sequence[bytes], address: str = "") -> None:
         """Listen. Raises ``OSError``."""
         self._segment_store = segment_store
-        self.key = key
-        """Changed for a new trainer: who knows the one before is not let in any more."""
+        self.keys = keys
+        """Who knows one of them is let in."""
         self._listener, self.address = listen(address, 0)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class TransferServer:
     def _serve(self, connection: socket.socket) -> None:
         peer = None
         try:
-            peer = SealedConnection(connection, self.key, asks=False, silence=_STRANGER_S)
+            peer = SealedConnection(connection, self.keys, asks=False, silence=_STRANGER_S)
             with self._lock:
                 self._strangers.pop(connection)
                 self._known.add(peer)

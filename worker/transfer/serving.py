@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,15 @@ class Serving:
         self._segment_store = segment_store
         self._lock = threading.Lock()
         self._server: TransferServer | None = None
+        self._own_key = self._loading_key = b""
 
-    def serve(self, key: bytes, address: str) -> Served:
-        """Serve those who know ``key``, and from now on nobody else.
+    def serve(self, key: bytes, address: str, *, to_own_job: bool) -> Served:
+        """Serve those who know ``key``.
 
         Args:
-            key: That of the job; a job that is started again has another.
+            key: That of the ranks; they agree upon another for each load.
+            to_own_job: Whether they are those that the worker's trainer saves with. Else they load; who loaded before
+                is not let in any more.
             address: A numeric one of this host, to be reached there alone; "": at all.
 
         Returns:
@@ -35,10 +39,14 @@ class Serving:
 
         with self._lock:
             try:
-                self._server = self._server or TransferServer(self._segment_store, key, address)
+                self._server = self._server or TransferServer(self._segment_store, (key,), address)
             except OSError as error:
                 return Served(0, error.strerror or str(error))
-            self._server.key = key
+            if to_own_job:
+                self._own_key = key
+            else:
+                self._loading_key = key
+            self._server.keys = tuple(filter(None, (self._own_key, self._loading_key)))
             return Served(self._server.port)
 
     def close(self) -> None:
@@ -47,3 +55,14 @@ class Serving:
             if self._server is not None:
                 self._server.close()
                 self._server = None
+
+
+def listens_at(address: str) -> str:
+    """The numeric address to listen at alone, for a host that is known as ``address``; "": at all of its own.
+
+    What a name means to others is not known here.
+    """
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return ""

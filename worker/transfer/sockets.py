@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 from asyncckpt.worker.transfer.requests import Opened, ReadBytes
 from asyncckpt.worker.transfer.sealed_connection import SealedConnection
@@ -15,13 +16,22 @@ CONNECTIONS = 4
 SILENCE_S = 20.0
 # How long a host may take to answer at all.
 _REACH_S = 5.0
+# How often to try it where the holder drops who has not proved anything yet, and how long to wait in between.
+_TRIES, _PAUSE_S = 4, 0.3
 
 
 def connect(address: TransferAddress, key: bytes, silence: float = SILENCE_S) -> SealedConnection:
     """A connection to the worker at ``address``. Raises ``OSError``."""
     reach_s = min(silence, _REACH_S)
-    connection = socket.create_connection((address.host, address.port), timeout=reach_s)
-    return SealedConnection(connection, key, asks=True, silence=silence)
+    for left in reversed(range(_TRIES)):
+        connection = socket.create_connection((address.host, address.port), timeout=reach_s)
+        try:
+            return SealedConnection(connection, (key,), asks=True, silence=silence)
+        except ConnectionResetError:  # many connect at the same moment, or strangers do
+            if not left:
+                raise
+            time.sleep(_PAUSE_S)
+    raise ConnectionAbortedError("it lets nobody in")
 
 
 class _SocketReading(Reading):

@@ -28,7 +28,7 @@ def address() -> Iterator[TransferAddress]:
     """Of a server in this process that holds an image."""
     store = SegmentStore()
     hold(store, NBYTES)
-    server = TransferServer(store, KEY, "127.0.0.1")
+    server = TransferServer(store, (KEY,), "127.0.0.1")
     yield TransferAddress("127.0.0.1", server.port)
     server.close()
     store.close()
