@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimeoutOfFuture
@@ -66,10 +67,13 @@ class _Reader:
         self._memory.close()
 
     def take(self, reading: _NixlReading, *, wait: bool) -> int | None:
-        """A piece of the buffer; None: there is none free, or the reading is closed."""
+        """A piece of the buffer; None: there is none free, or the reading is closed. Raises ``TimeoutError``."""
+        begun = time.monotonic()
         with self._changed:
             while not self._free and wait and not reading.is_closed and not self.process.has_ended:
-                self._changed.wait(1.0)
+                self._changed.wait(_LATE_S)
+                if time.monotonic() > begun + (_SILENCE_S if self.process.is_usable() else 2 * _LATE_S):
+                    raise TimeoutError("other transfers, which are stuck, have all of the buffer")
             return self._free.pop() if self._free and not reading.is_closed else None
 
     def give_back(self, piece: int) -> None:
@@ -239,6 +243,7 @@ class NixlTransport(TransportKind):
         self._lock = threading.Lock()
         self._keys = itertools.count()
         self._readers: list[_Reader] = []
+        self._closed = False
         self._holder: NixlProcess | None = None
         self._offered: dict[int, _Offered] = {}
 
@@ -270,6 +275,8 @@ class NixlTransport(TransportKind):
     def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
         metadata, base = json.loads(opened.offer)
         with self._lock:
+            if self._closed:
+                raise ConnectionAbortedError("the reading of images was ended")
             if not self._readers or not self._readers[-1].process.is_usable(_LATE_S):
                 self._readers.append(_used_reader())
             reader = self._readers[-1]
@@ -277,6 +284,7 @@ class NixlTransport(TransportKind):
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._end_holder()
             while self._readers:
                 _let_go(self._readers.pop())
