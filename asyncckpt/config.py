@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 WhenBusy = Literal["wait", "skip", "latest"]
 Failure = Literal["raise", "warn"]
-Transport = Literal["sockets"]
+Transport = Literal["sockets", "nixl"]
 IOClass = Literal["none", "best-effort", "idle"]
 
 
@@ -97,7 +97,9 @@ class Config:
     """Name or address of this host, for the workers of other hosts. None: that by which it reaches the first rank's."""
 
     transport: Transport = "sockets"
-    """How images travel between hosts: ``sockets``, sealed with the job's key."""
+    """How images travel between hosts: ``sockets``, sealed with the job's key; or ``nixl`` (RDMA, EFA, TCP; pip install
+    'asyncckpt[nixl]', on all hosts), which authenticates nobody and is for a trusted fabric alone: bind it to that with
+    ``UCX_NET_DEVICES``."""
 
     replicas: int = 0
     """On how many other hosts each image is copied in the background while it is written, so that as many hosts may be
@@ -178,6 +180,8 @@ class Config:
             raise TypeError(f"Config.on_event is a function of an event, or a sequence of such, not {self.on_event!r}")
         if self.metrics_folder is not None and importlib.util.find_spec("prometheus_client") is None:
             raise ValueError("Config.metrics_folder needs prometheus_client: pip install 'asyncckpt[prometheus]'")
+        if self.transport == "nixl" and not any(map(importlib.util.find_spec, ("nixl_cu12", "nixl_cu13"))):
+            raise ValueError("Config.transport='nixl' needs NIXL: pip install 'asyncckpt[nixl]'")
         for name, good in checks.items():
             if not good:
                 about = _OPTIONS[name].help if name in _OPTIONS else ""

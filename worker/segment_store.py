@@ -127,14 +127,14 @@ def _checksums(
 
 
 class LeasedImage:
-    """An image that somebody reads, in ``memory``, a whole segment: nobody writes in its slot until this is closed."""
+    """An image that somebody reads, in ``segment``: nobody writes in its slot until this is closed."""
 
     def __init__(self, held: HeldImage, hosted: HostedSegment, lease: int) -> None:
         """``held``: which; ``hosted``: where it is, in use until this is closed; ``lease``: the lock on its slot."""
         self.held = held
         self.used = hosted.used
         """Keeps the memory, whatever becomes of the lease."""
-        self.memory = hosted.segment.view
+        self.segment = hosted.segment
         self._hosted, self._lease = hosted, lease
 
     def checksums(self, first: int, last: int) -> array[int]:

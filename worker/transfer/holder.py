@@ -40,7 +40,8 @@ class Holder:
             OSError: It cannot be reached, or does not know the key.
         """
         self.address = address
-        self._key, self._kind, self._answer_s = key, transport, answer_s
+        self._key, self._answer_s = key, answer_s
+        self._transport, self._kind = transport, transport_named(transport)
         self._asking = threading.Lock()
         self._open: list[RemoteImage] = []
         self._connection = connect(address, key, answer_s)
@@ -78,13 +79,14 @@ class Holder:
         Raises:
             FileNotFoundError: It is not held.
         """
-        question = requests.OpenImage(key, self._kind, with_checksums)
-        answer = self._ask(question, _CHECKSUMS_S if with_checksums else self._answer_s)
+        question = requests.OpenImage(key, self._transport, with_checksums)
+        within = _CHECKSUMS_S if with_checksums else self._answer_s
+        answer = self._ask(question, within + self._kind.offer_s)
         if not isinstance(answer, requests.Opened):
             why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
             raise FileNotFoundError(f"the image of rank {key.rank} cannot be read at {self._connection.peer}: {why}")
         try:
-            reading = transport_named(self._kind).read_from(self.address, self._key, answer)
+            reading = self._kind.read_from(self.address, self._key, answer)
         except OSError:
             with self._asking:
                 self._connection.send(requests.CloseImage(answer.lease))
@@ -103,6 +105,7 @@ class Holder:
             image.close()
         if self._pinger is not threading.current_thread():
             self._pinger.join()
+        self._kind.close()
 
     def checksums(self, lease: str, first: int, last: int) -> array[int]:
         """As of ``RemoteImage``, of the one with that ``lease``."""

@@ -10,4 +10,8 @@ def transport_named(name: str) -> TransportKind:
     """The kind of that name. Raises ``ValueError`` where there is none."""
     if name == "sockets":
         return SocketTransport()
+    if name == "nixl":
+        from asyncckpt.worker.transfer.nixl import NixlTransport  # loaded where it is needed
+
+        return NixlTransport()
     raise ValueError(f"there is no transport {name!r}")

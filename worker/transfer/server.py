@@ -21,7 +21,7 @@ from asyncckpt.worker.store import listen
 from asyncckpt.worker.transfer import requests
 from asyncckpt.worker.transfer.kinds import transport_named
 from asyncckpt.worker.transfer.sealed_connection import SealedConnection
-from asyncckpt.worker.transfer.transport import Offering
+from asyncckpt.worker.transfer.transport import Offering, TransportKind
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class TransferServer:
         self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
         self._known: set[SealedConnection] = set()
         self._leases: dict[str, _Lease] = {}
+        self._kinds: dict[str, TransportKind] = {}
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="asyncckpt-transfer", daemon=True)
@@ -79,6 +80,8 @@ class TransferServer:
         self._listener.close()
         for thread in list(self._threads):
             thread.join()
+        for kind in self._kinds.values():
+            kind.close()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -157,8 +160,8 @@ class TransferServer:
         if image is None:
             return requests.NotHeld("it is not held any more, or not yet")
         try:
-            offering = transport_named(transport).offer(image.memory)
-        except (OSError, ValueError, ImportError) as error:
+            offering = self._kind(transport).offer(image.segment)
+        except (OSError, ValueError) as error:
             image.close()
             return requests.NotHeld(f"it cannot be read by way of {transport}: {error}")
         name = secrets.token_hex(8)
@@ -167,9 +170,15 @@ class TransferServer:
         peer.limit(SILENCE_S)
         return requests.Opened(name, image.held, offering.description)
 
+    def _kind(self, name: str) -> TransportKind:
+        with self._lock:
+            if name not in self._kinds:
+                self._kinds[name] = transport_named(name)
+            return self._kinds[name]
+
     def _send_bytes(self, peer: SealedConnection, name: str, offset: int, nbytes: int) -> None:
         with self._used(name) as image:
-            peer.send_bytes(image.memory[offset : offset + nbytes])
+            peer.send_bytes(image.segment.view[offset : offset + nbytes])
 
     @contextlib.contextmanager
     def _used(self, name: str) -> Iterator[LeasedImage]:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 
+from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.transfer.requests import Opened, ReadBytes
 from asyncckpt.worker.transfer.sealed_connection import SealedConnection
 from asyncckpt.worker.transfer.transport import Offering, Reading, TransferAddress, TransportKind
@@ -108,8 +109,11 @@ class _SocketOffering(Offering):
 class SocketTransport(TransportKind):
     """The kind called ``sockets``."""
 
-    def offer(self, memory: memoryview) -> Offering:
+    def offer(self, segment: Segment) -> Offering:
         return _SocketOffering()
 
     def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
         return _SocketReading(address, key, opened.lease)
+
+    def close(self) -> None:
+        pass

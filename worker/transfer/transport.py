@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.transfer.requests import Opened
 
 
@@ -47,12 +48,22 @@ class Offering(ABC):
 
 
 class TransportKind(ABC):
-    """A kind, in one process."""
+    """A kind, as one server or one reader uses it: what is slow to begin is kept until this is closed.
+
+    All that it offers or reads has to be closed before.
+    """
+
+    offer_s: float = 0.0
+    """How long an offer may take."""
 
     @abstractmethod
-    def offer(self, memory: memoryview) -> Offering:
-        """Let the other side read ``memory``, a whole segment, as long as the lease lasts."""
+    def offer(self, segment: Segment) -> Offering:
+        """Let the other side read a segment as long as the lease lasts. Raises ``OSError``."""
 
     @abstractmethod
     def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
         """Begin to read an image that was opened at ``address`` with the job's ``key``. Raises ``OSError``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what it has kept."""
