@@ -56,7 +56,7 @@ def server() -> Iterator[TransferServer]:
     """In this process, of an image."""
     store = SegmentStore()
     hold(store, NBYTES)
-    server = TransferServer(store, KEY, "127.0.0.1")
+    server = TransferServer(store, (KEY,), "127.0.0.1")
     yield server
     server.close()
     store.close()
