@@ -94,7 +94,8 @@ class Config:
     it, or what the host calls itself."""
 
     address: str | None = None
-    """Name or address of this host, for the workers of other hosts. None: that by which it reaches the first rank's."""
+    """Name or address of this host, for the workers of other hosts. None: what ``$ASYNC_CKPT_ADDRESS`` says, or else
+    the address by which it reaches the first rank's."""
 
     transport: Transport = "sockets"
     """How images travel between hosts: ``sockets``, sealed with the job's key; or ``nixl`` (RDMA, EFA, TCP; pip install
@@ -111,7 +112,7 @@ class Config:
 
     domain: str | None = None
     """What this host shares with others so that all of that may be lost at once (a rack, say): copies go to another.
-    None: the host itself."""
+    None: what ``$ASYNC_CKPT_DOMAIN`` says, or else this machine, with all containers on it."""
 
     start_timeout: float = 60.0
     """Seconds the worker process may take to start. It takes a tenth of one on an idle machine."""

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from support import accelerators
+from support.hosts import hosts_of
 from support.workers import FAULTY, Faulty, send_away
 
 from asyncckpt.engine import shared as engines
@@ -130,6 +131,12 @@ def device_type() -> Iterator[str]:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the folders of the hosts that ranks are on."""
+    yield from hosts_of(tmp_path, monkeypatch, runtime)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,27 +13,14 @@ import torch.distributed as dist
 from support.hosts import enter_host, host_folder
 from support.ranks import Job, faulty, run, say
 from support.states import equal, replicas
-from support.workers import send_away
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, OutOfMemoryError, UnsavableStateError
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
-HOSTS = 4
 TWO_BY_TWO = [0, 0, 1, 1]
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the hosts' folders."""
-    yield tmp_path
-    for host in range(HOSTS):
-        monkeypatch.setenv(FOLDER_VARIABLE, str(host_folder(tmp_path, host)))
-        send_away(host_folder(tmp_path, host))
-    monkeypatch.setenv(FOLDER_VARIABLE, str(runtime))
 
 
 def lose(folder: Path, host: int, workers: list[int], places: list[int]) -> None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support.hosts import enter_host, host_folder
+from support.hosts import enter_host
 from support.ranks import Job, run, say
 from support.states import equal, replicas
-from support.workers import send_away
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 from asyncckpt.worker.transfer.nixl_process import MODULES
 
 pytestmark = [
@@ -26,18 +23,6 @@ pytestmark = [
         not any(map(importlib.util.find_spec, MODULES)), reason="NIXL is not installed: pip install 'asyncckpt[nixl]'"
     ),
 ]
-
-HOSTS = 3
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the hosts' folders."""
-    yield tmp_path
-    for host in range(HOSTS):
-        monkeypatch.setenv(FOLDER_VARIABLE, str(host_folder(tmp_path, host)))
-        send_away(host_folder(tmp_path, host))
-    monkeypatch.setenv(FOLDER_VARIABLE, str(runtime))
 
 
 def _enter(folder: str, host: int) -> None:
