@@ -41,30 +41,44 @@ def copy_bytes(nbytes: int) -> int:
 
 
 def _begin(nbytes: int) -> int:
-    """Where the slot begins."""
+    """Where the slots begin."""
     bounds = nbytes // min(SPAN_BYTES, nbytes) + 1
     return PAGE * (2 + -(-bounds * 8 // PAGE))
 
 
-def hold(store: SegmentStore, nbytes: int) -> int:
-    """Have ``store`` hold an image of ``nbytes`` (whole pages), in slot 0 of a segment whose number is returned."""
+def lay_out(store: SegmentStore, nbytes: int, slots: int) -> int:
+    """A segment for images of ``nbytes`` (whole pages), all with the same bytes. Returns its number."""
     bounds = array("Q", range(0, nbytes + 1, min(SPAN_BYTES, nbytes)))
     constants = PAGE, PAGE + PAGE
-    begin = _begin(nbytes)
-    number, segment = store.allocate(begin + nbytes)
+    begins = tuple(_begin(nbytes) + slot * nbytes for slot in range(slots))
+    number, segment = store.allocate(begins[-1] + nbytes)
     words = memoryview(bounds).cast("B")
     segment.view[constants[0] : constants[0] + 8] = b"metadata"
     segment.view[constants[1] : constants[1] + len(words)] = words
-    segment.view[begin:] = image_bytes(nbytes)
+    for begin in begins:
+        segment.view[begin : begin + nbytes] = image_bytes(nbytes)
     spans = Region(constants[1], len(words))
     file = DataFile(0, nbytes, Region(constants[0] + 4, 4), nbytes, spans, number=0, prefix="")
-    layout = CheckpointLayout((file,), nbytes, (begin,), Region(constants[0], 8))
-    hosted = store.hosted(number)
-    hosted.describe(layout)
-    hosted.slots.take(0, 1)
-    hosted.slots.set(0, State.STAGED)
-    path = "/nowhere/step-5"
-    store.image_staged(WriteRequest(1, number, 0, path, IMAGE.attempt, 5, IMAGE.rank, 1, "refuse", None, False, 60.0))
+    store.hosted(number).describe(CheckpointLayout((file,), nbytes, begins, Region(constants[0], 8)))
+    return number
+
+
+def stage(store: SegmentStore, number: int, slot: int, save_id: int, key: ImageKey) -> WriteRequest:
+    """As if the trainer had staged a save in that slot."""
+    table = store.hosted(number).slots
+    table.take(slot, save_id)
+    table.set(slot, State.STAGED)
+    path = f"/nowhere/step-{save_id}"
+    request = WriteRequest(save_id, number, slot, path, key.attempt, 5, key.rank, 2, "refuse", None, False, 60.0)
+    store.slot_taken(request)
+    store.image_staged(request)
+    return request
+
+
+def hold(store: SegmentStore, nbytes: int) -> int:
+    """Have ``store`` hold ``IMAGE``, of ``nbytes``, in slot 0 of a segment whose number is returned."""
+    number = lay_out(store, nbytes, 1)
+    stage(store, number, 0, 1, IMAGE)
     return number
 
 
