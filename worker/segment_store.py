@@ -161,7 +161,7 @@ class SegmentStore:
         self._trainer_is_gone = False
         self._ended: dict[int, bool] = {}  # of the last saves, whether they are committed
         self._staged = 0  # how many images were, of the trainer's own
-        self._is_staged = threading.Condition(self._lock)
+        self._is_staged, self._is_ending = threading.Condition(self._lock), False
 
     def allocate(self, nbytes: int) -> tuple[int, Segment]:
         """Make a segment, touched. Returns its number, and itself. Raises ``OutOfMemoryError``."""
@@ -234,11 +234,17 @@ class SegmentStore:
         Returns how many it has, and which is the newest of them that is here; None: no other.
         """
         with self._lock:
-            self._is_staged.wait_for(lambda: self._staged > after, timeout)
+            self._is_staged.wait_for(lambda: self._staged > after or self._is_ending, timeout)
             own = [each for each in self._images.values() if not each.adopted and not each.is_copy]
             if self._staged <= after or not own:
                 return None
             return self._staged, max(own, key=lambda each: each.staged_at).key
+
+    def end_waits(self) -> None:
+        """Nobody waits any more for what is staged: this worker ends."""
+        with self._lock:
+            self._is_ending = True
+            self._is_staged.notify_all()
 
     def copy_begun(self, number: int, slot: int) -> None:
         """A slot for copies is being written to: what was in it is gone."""

@@ -75,6 +75,7 @@ class TransferServer:
                 _shut(stranger)
             for peer in self._known:
                 peer.close()
+        self._segment_store.end_waits()
         _shut(self._listener)  # wakes the thread
         self._thread.join()
         self._listener.close()
