@@ -32,6 +32,8 @@ class TrackedSave(Protocol):
     is_whole: bool  # its image is complete
     is_written: bool  # the worker has no more to do with its slot
     is_withdrawn: bool  # it will fail, on all ranks, for a newer one
+    is_durable: bool  # it is committed
+    is_replicated: bool  # other hosts have copies of it
     has_ended: bool  # the worker's part has ended, well or badly
 
     def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:

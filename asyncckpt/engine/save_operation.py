@@ -84,7 +84,7 @@ class SaveOperation(SaveState):
     request: WriteRequest
     buffer: StagingBuffer
     begun_at: float
-    is_begun = is_whole = is_written = is_withdrawn = has_ended = False
+    is_begun = is_whole = is_written = is_withdrawn = is_durable = is_replicated = has_ended = False
     is_given_up = False
     """The engine is aborted: no other rank is told anything."""
     is_called_off = False
@@ -257,6 +257,7 @@ class SaveOperation(SaveState):
         """Other hosts have copies of its image; or, for ``failure``, they will not."""
         self.replication_failure = failure
         if failure is None:
+            self.is_replicated = True
             self.timings["replicated_s"] = time.perf_counter() - self.begun
             self._events.tell("replicated", self.timings, self.timings["replicated_s"])
         self.replicated.set()
@@ -265,6 +266,7 @@ class SaveOperation(SaveState):
         """The worker's part has ended, or, not ``heard``, the worker has. First the engine learns of it, then the
         handle, on which somebody may be waiting.
         """
+        self.is_durable = isinstance(outcome, Committed)
         self.has_ended = True
         with self._beginning:
             if not self.is_begun:  # the worker died while it was told of the save

@@ -154,10 +154,15 @@ class StagingBuffer:
     def claim_slot(self) -> int | None:
         """A slot to stage in, if there is one: that least recently used, so that they take turns.
 
-        It is not under way, nobody reads what was published there, and from now on nobody can.
+        It is not under way, nobody reads what is there, and from now on nobody can. Nor is it the last that other hosts
+        have copies of, if storage has failed and has it not: with it, a host that is lost would take a part along.
         """
+        safe = [save for save in self.saves if save is not None and (save.is_durable or save.is_replicated)]
+        last = max(safe, key=lambda save: save.request.save_id, default=None)
+        kept = last if last is not None and not last.is_durable and len(self.saves) > 1 else None
         for slot in self._by_age:
-            if self._is_free(slot) and self._published.claim(slot):
+            is_kept = kept is not None and self.saves[slot] is kept
+            if not is_kept and self._is_free(slot) and self._published.claim(slot):
                 return slot
         return None
 

@@ -1,0 +1,31 @@
+"""Which slot of a staging buffer is claimed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from asyncckpt.staging.buffer import StagingBuffer
+
+
+def test_the_last_step_that_other_hosts_have_stays_while_storage_fails() -> None:
+    """Claimed is what can be spared: a host that is lost would else take a part of it along."""
+    buffer: Any = object.__new__(StagingBuffer)
+    buffer._published = SimpleNamespace(claim=lambda slot: True)
+    common = {"is_written": True, "copied": SimpleNamespace(is_set=lambda: True), "has_ended": True}
+
+    def save(number: int, *, durable: bool, replicated: bool) -> Any:
+        request = SimpleNamespace(save_id=number)
+        return SimpleNamespace(request=request, is_durable=durable, is_replicated=replicated, **common)
+
+    for older, newer, expected in (
+        (save(1, durable=False, replicated=True), save(2, durable=False, replicated=False), 1),
+        (save(1, durable=False, replicated=True), save(2, durable=True, replicated=False), 0),
+        (save(1, durable=False, replicated=True), save(2, durable=False, replicated=True), 0),
+        (save(1, durable=True, replicated=True), save(2, durable=False, replicated=False), 0),
+        (save(1, durable=False, replicated=False), save(2, durable=False, replicated=False), 0),
+    ):
+        buffer.saves, buffer._by_age = [older, newer], [0, 1]
+        assert buffer.claim_slot() == expected
+    buffer.saves, buffer._by_age = [save(1, durable=False, replicated=True)], [0]
+    assert buffer.claim_slot() == 0  # there is no other
