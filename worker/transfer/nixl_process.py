@@ -144,7 +144,8 @@ class _Reads:
         except Exception as error:
             answer = _failure(error)
         del self._transfers[number]
-        self._agent.agent.releaseXferReq(handle)
+        with contextlib.suppress(Exception):  # it has ended: what it leaves behind ends with this process
+            self._agent.agent.releaseXferReq(handle)
         return [(number, answer)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -63,7 +64,13 @@ def server() -> Iterator[TransferServer]:
 
 
 def _children(pid: int | None = None) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    """The processes that have NIXL; those of other tests live as long as pytest."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if any("nixl_process" in word for word in child.cmdline()):
+                found.append(child.pid)
+    return found
 
 
 def _is_whole(image: RemoteImage) -> bool:
