@@ -19,7 +19,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 from torture.hosts import lose_host
-from torture.jobs import Job, worker_of
+from torture.jobs import Job
 from torture.leftovers import send_away
 from torture.tally import CONFIG, LIMIT_S
 
@@ -35,9 +35,10 @@ def time_host_restarts(folder: Path, rounds: int, nbytes: int) -> dict[str, floa
     place = folder / "host-restarts"
     place.mkdir()
     with Job(4, _hold, str(place), nbytes) as job:
-        workers = [job.hear(rank, "ready")[0] for rank in range(4)]
+        for rank in range(4):
+            job.hear(rank, "ready")
         job.kill(0)
-    lose_host(place, 1, workers[2:])
+    lose_host(place, 1)
     took: list[tuple[float, ...]] = []
     for _ in tqdm(range(rounds), desc="restarts from the memory of another host", unit="restart", disable=None):
         with Job(4, _restart, str(place), nbytes) as job:
@@ -68,7 +69,7 @@ def _hold(pipe: Connection, rank: int, place: str, nbytes: int) -> None:
     save = checkpointer.save(1, _weights(rank, nbytes, 1.0 + rank))
     save.wait_replicated(10 * LIMIT_S)
     save.result(10 * LIMIT_S)
-    pipe.send(("ready", worker_of(checkpointer)))
+    pipe.send(("ready",))
     threading.Event().wait(LIMIT_S)
 
 

@@ -26,7 +26,7 @@ from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
 from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
-from torture.jobs import Job, worker_of
+from torture.jobs import Job
 from torture.leftovers import send_away
 from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
 
@@ -83,20 +83,22 @@ class _Cluster:
         shape = choice.choice(shapes)
         return [host for host, ranks in zip(self.hosts, shape, strict=True) for _ in range(ranks)]
 
-    def lose(self, host: int, workers: list[int]) -> None:
+    def lose(self, host: int) -> None:
         """It burns."""
-        lose_host(self.place, host, workers)
+        lose_host(self.place, host)
         self.hosts.remove(host)
 
 
-def lose_host(place: Path, host: int, workers: list[int]) -> None:
-    """A host of ``place`` burns: these workers, and all that could be found of them."""
-    for worker in workers:
+def lose_host(place: Path, host: int) -> None:
+    """A host of ``place`` burns: its workers, those of jobs before, too, and all that could be found of them."""
+    runtime = str(place / f"host-{host}")
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            process = psutil.Process(worker)
-            process.kill()
-            process.wait(LIMIT_S)
-    shutil.rmtree(place / f"host-{host}", ignore_errors=True)
+            said = worker_process.parse(process.cmdline())
+            if said is not None and said.runtime == runtime:
+                process.kill()
+                process.wait(LIMIT_S)
+    shutil.rmtree(runtime, ignore_errors=True)
 
 
 def _round(tally: Tally, cluster: _Cluster, job: Job, places: list[int], choice: random.Random) -> None:
@@ -112,7 +114,8 @@ def _round(tally: Tally, cluster: _Cluster, job: Job, places: list[int], choice:
             tally.lose(f"rank {rank} loaded wrong bytes of step {step} from {source}")
         if rank == 0 and least:
             tally.counts[f"hosts: recovered from {source}"] += 1
-    workers = [job.hear(rank, "ready")[0] for rank in ranks]
+    for rank in ranks:
+        job.hear(rank, "ready")
     # What the job before had is safe again when something newer is.
     cluster.replicated = max(cluster.replicated, *(job.hear(rank, "replicated")[0] for rank in ranks))
     time.sleep(choice.uniform(0, 0.5))
@@ -123,7 +126,7 @@ def _round(tally: Tally, cluster: _Cluster, job: Job, places: list[int], choice:
     for rank in first:
         job.processes[rank].kill()
     for host in lost:
-        cluster.lose(host, [workers[rank] for rank in ranks if places[rank] == host])
+        cluster.lose(host)
     said = job.kill(first[0])
     news: dict[str, int] = {"replicated": 0, "durable": 0}
     for each in (each for of_rank in said for each in of_rank if each[0] in news):
@@ -160,7 +163,7 @@ def _train(
         source = checkpointer.loaded.source if checkpointer.loaded is not None else "nothing"
     pipe.send(("loaded", found, source, found == 0 or is_of(into, found), time.monotonic() - begun))
     checkpointer.prepare(_state(found))
-    pipe.send(("ready", worker_of(checkpointer)))
+    pipe.send(("ready",))
     for step in range(found + 1, 10**9):
         dist.barrier()
         save = checkpointer.save(step, _state(step))
