@@ -58,6 +58,13 @@ def main() -> int:
         help="those that are not installed are left out, and the tally says so",
     )
     parser.add_argument("--host-kills", type=int, default=300, help="hosts of a job that are lost with their memory")
+    parser.add_argument(
+        "--transports",
+        nargs="*",
+        choices=("sockets", "nixl"),
+        default=["sockets"],
+        help="for --host-kills",
+    )
     parser.add_argument("--restart-mib", type=int, default=1024, help="of a state that is restarted; 0: none is")
     parser.add_argument(
         "--host-restart-mib", type=int, default=1024, help="of each of four ranks on two hosts; 0: none"
@@ -126,7 +133,8 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
     for name in args.frameworks if args.framework_kills else ():
         trials.kill_trainings(tally, folder, args.framework_kills, choice(name), name)
     if args.host_kills:
-        hosts.kill_hosts(tally, folder, args.host_kills, choice("hosts"), "sockets")
+        for transport in args.transports:
+            hosts.kill_hosts(tally, folder, args.host_kills, choice(f"hosts {transport}"), transport)
     took: dict[str, float] = {}
     if args.restart_mib:
         took = restarts.time_restarts(folder, 5, args.restart_mib << 20)

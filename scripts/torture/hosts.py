@@ -15,13 +15,14 @@ import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch.distributed as dist
 from tqdm import tqdm
 
 from asyncckpt import Checkpointer
+from asyncckpt.config import Transport
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
 from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from asyncckpt.worker import process as worker_process
@@ -36,7 +37,7 @@ _GATE = "ASYNCCKPT_TEST_GATE"
 _SHAPES: tuple[tuple[int, ...], ...] = ((2, 2), (1, 1, 1), (1, 2), (2, 1), (1, 1))
 
 
-def kill_hosts(tally: Tally, folder: Path, kills: int, choice: random.Random, transport: Literal["sockets"]) -> None:
+def kill_hosts(tally: Tally, folder: Path, kills: int, choice: random.Random, transport: Transport) -> None:
     """Lose a host ``kills`` times, at random instants."""
     place = folder / f"hosts-{transport}"
     place.mkdir()
@@ -144,7 +145,7 @@ def _train(
     gate: str,
     hold_at: int,
     seed: int,
-    transport: Literal["sockets"],
+    transport: Transport,
 ) -> None:
     """Load, then save without end."""
     choice = random.Random(f"{seed} {rank}")
