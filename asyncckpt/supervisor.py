@@ -69,7 +69,7 @@ class Supervisor:
         claim: Claim | None = None,
         ranks: Callable[[], Ranks | None] | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Start nothing yet. ``register`` it.
 
         Args:
             config: What the workers are to be like, and how many may die in a row.
@@ -98,6 +98,11 @@ class Supervisor:
         """Who is told what becomes of all that this worker is for."""
         self.client: WorkerClient | None = None
         """The worker, once there is one; it may have died."""
+        # Begun, and not known to have ended: more than ``client`` where an exception came while one was started.
+        self._begun: list[WorkerClient] = []
+
+    def register(self) -> None:
+        """Whoever this is for is made, and can be closed: from now on it is, as the head of this module says."""
         _open[id(self)] = self
 
     def running(self, rank: int) -> WorkerClient:
@@ -110,7 +115,7 @@ class Supervisor:
         if self.client is not None and not self.client.alive:
             self._on_death()
             self.client.close(self._config.timeout)
-            self.client = None
+            self.client = None  # no more is known to run, see ``_leave_unfinished``
             self._record_death()
         if self.client is None:
             self._check_limit(rank)
@@ -164,36 +169,51 @@ class Supervisor:
         elif self._predecessor is not None and self._owner != os.getpid():
             raise ClosedError("this checkpointer has looked for its worker in another process: make one in each fork")
 
-    def leave(self, *, linger: bool) -> None:
+    def leave(self, *, linger: bool) -> CheckpointError | None:
         """End the worker when it has written what it has; with ``linger`` it stays as if this process had died.
 
-        Raises ``SaveTimeoutError`` where it is still writing after ``Config.timeout`` seconds.
+        Returns the ``SaveTimeoutError`` where it is still writing after ``Config.timeout`` seconds.
         """
         self._over = self._over or _CLOSED
-        _open.pop(id(self), None)
-        _given_up.pop(id(self), None)
+        self._leave_unfinished()
         if self.client is not None:
-            if linger:
-                self.client.detach()
-            else:
-                self.client.close(self._config.timeout)
+            try:
+                if linger:
+                    self.client.detach()
+                else:
+                    self.client.close(self._config.timeout)
+            except CheckpointError as error:
+                return error
+        return None
 
     def give_up(self, timeout: float) -> None:
         """Leave the worker as if this process had died, at once, whatever its owner is doing in another thread: what
         that waits for ends, with an error. ``timeout``: seconds that this may take. The owner is still to be closed.
         """
         if self._ranks is not None:
-            _given_up[id(self)] = self
             self._over = self._over or _GIVEN_UP
+            _given_up[id(self)] = self
+            if id(self) not in _open:  # closed meanwhile, by its own thread: nobody would look for it any more
+                _given_up.pop(id(self), None)
             if self.client is not None:
                 self.client.detach(timeout)
             if (ranks := self._ranks()) is not None:
                 ranks.close()
 
     def close(self) -> None:
-        """Let go of a predecessor's memory that no worker has taken over, and of those who listen."""
+        """Let go of a predecessor's memory that no worker has taken over, and of those who listen; after ``leave``, and
+        when all is closed that this is for: what an exception interrupts is found, and closed, by who takes over.
+        """
         self._forget_predecessor()
         self.listeners.close()
+        _open.pop(id(self), None)
+        _given_up.pop(id(self), None)
+
+    def _leave_unfinished(self) -> None:
+        """Workers that nobody has come to know, as an exception came while they were started, are to linger."""
+        for client in [each for each in self._begun if each is not self.client]:
+            client.detach()
+            self._begun.remove(client)
 
     def _forget_predecessor(self) -> None:
         if self._predecessor is not None:
@@ -205,8 +225,9 @@ class Supervisor:
         self.listeners.tell(Event(phase=phase, rank=rank, path=path, seconds=seconds, nbytes=nbytes))
 
     def __del__(self) -> None:
-        if not getattr(self, "_over", True) and self.client is not None:
-            self.client.abandon()
+        for client in getattr(self, "_begun", ()):  # also where what closes this was interrupted
+            client.abandon()
+        if not getattr(self, "_over", True) and getattr(self, "client", None) is not None:
             warnings.warn("what saves or publishes was not closed", ResourceWarning, stacklevel=2, source=self)
 
     def _check_limit(self, rank: int) -> None:
@@ -228,6 +249,7 @@ class Supervisor:
 
     def _start(self, rank: int) -> WorkerClient:
         config, self._has_begun = self._config, True
+        self._leave_unfinished()
         self._close_others()
         endpoint = None if self._job is None else endpoint_name(self._job, rank)
         predecessor, listeners = self.find_predecessor(rank), self.listeners
@@ -246,6 +268,7 @@ class Supervisor:
                 metrics_folder=config.metrics_folder and os.path.abspath(config.metrics_folder),
             ),
             lambda uploaded: listeners.tell(uploaded.event(rank)),  # it shall not keep this object
+            self._begun.append,
         )
         try:
             # First the memory: until this one has it, the worker before it must stay.
@@ -280,18 +303,16 @@ class Supervisor:
         training that is started again in the same process. ``only_stale``: as long as this has only loaded.
         """
         for other in known_supervisors():
-            is_taken_over = other._job == self._job is not None and (other.is_over() or not only_stale)
             if other is self:
                 continue
-            if not other._has_begun:
-                if is_taken_over:
-                    other._forget_predecessor()  # it has only loaded, and may go on with that
-                continue
-            if is_taken_over and not other._over:
+            is_taken_over = other._job == self._job is not None and (other.is_over() or not only_stale)
+            if is_taken_over and other._has_begun and not other._over:
                 logger.warning("what this process had for the same folder or address is closed: it is used anew")
                 other._over = _TAKEN_OVER
-            if other._over:
+            if other._over:  # also where it has only loaded: nobody else would end its threads
                 other.close_owner("as another takes over", linger=True)
+            elif is_taken_over:
+                other._forget_predecessor()  # it has only loaded, and may go on with that
 
     def close_owner(self, when: str, *, linger: bool) -> None:
         """Close all that the worker is for. What goes wrong is logged: there is nobody to be told."""

@@ -15,6 +15,7 @@ import os
 import weakref
 
 from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.shm.descriptor import Descriptor
 
 PAGE = mmap.PAGESIZE
 
@@ -54,7 +55,7 @@ class Segment:
             nbytes: Its size in bytes.
             writable: Whether the mapping may be written to.
         """
-        self._fd = fd
+        self._file = Descriptor(fd, "rb")
         self.closed = True
         """``close`` was called."""
         self.nbytes = nbytes
@@ -113,7 +114,7 @@ class Segment:
 
     def fileno(self) -> int:
         """The descriptor, which can be sent to another process."""
-        return self._fd
+        return self._file.fileno()
 
     @property
     def address(self) -> int:
@@ -146,13 +147,11 @@ class Segment:
 
         Where a tensor still points into the mapping, the mapping stays until the tensor is gone.
         """
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._file.close()
         if not self.closed:
-            self.closed = True
             with contextlib.suppress(BufferError):  # a view is left: the mapping goes when that does
                 self.view.release()
+            self.closed = True
 
     def leave_to_parent(self) -> None:
         """In a fork: let go of the memory, whoever still has a view of it. Nobody may look there any more."""
@@ -163,8 +162,8 @@ class Segment:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:  # whose owner was not closed; the mapping goes by itself
-            os.close(self._fd)
+        if hasattr(self, "_file"):  # whose owner was not closed; the mapping goes by itself
+            self._file.close()
 
     def __enter__(self) -> Segment:
         return self

@@ -15,6 +15,7 @@ import struct
 import weakref
 from enum import IntEnum
 
+from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import Segment
 
 
@@ -33,32 +34,29 @@ def reopen(fd: int, flags: int) -> int:
 class Claims:
     """The writer's locks on the slots of one segment."""
 
-    _fd = -1
-
     def __init__(self, segment: Segment) -> None:
-        self._fd = reopen(segment.fileno(), os.O_RDWR)
+        self._file = Descriptor(reopen(segment.fileno(), os.O_RDWR), "rb")
         _all_claims.add(self)
 
     def __del__(self) -> None:
         """Whoever was dropped without being closed keeps no slot from others of the same process."""
-        self.close()
+        if hasattr(self, "_file"):
+            self.close()
 
     def claim(self, slot: int, *readers: Readers) -> bool:
         """Whether none of those ``readers`` (by default: nobody) reads ``slot``, and none begins to from now on.
 
         True where it is claimed already.
         """
-        return _lock(self._fd, fcntl.F_WRLCK, slot, readers or tuple(Readers))
+        return _lock(self._file.fileno(), fcntl.F_WRLCK, slot, readers or tuple(Readers))
 
     def offer(self, slot: int, readers: Readers) -> None:
         """End the claim on ``slot``: those ``readers`` may take a lease."""
-        _lock(self._fd, fcntl.F_UNLCK, slot, (readers,))
+        _lock(self._file.fileno(), fcntl.F_UNLCK, slot, (readers,))
 
     def close(self) -> None:
         """End all claims. Safe to call twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._file.close()
 
 
 def lease(fd: int, slot: int, readers: Readers = Readers.OF_PUBLISHED) -> int | None:

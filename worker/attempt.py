@@ -32,7 +32,6 @@ from asyncckpt.worker.manifest import (
     index_name,
     merged,
     spans,
-    storage_meta,
 )
 from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.segment_layout import (
@@ -48,6 +47,7 @@ from asyncckpt.worker.segment_layout import (
 from asyncckpt.worker.staged_image import ImageFile, StagedImage
 from asyncckpt.worker.storage.history import time_of_creation
 from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile
+from asyncckpt.worker.storage_meta import storage_meta
 from asyncckpt.worker.timings import CALLED_AT, note, of_all_ranks
 from asyncckpt.worker.write_request import ANY_PLAN
 

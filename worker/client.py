@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from multiprocess.reduction import recv_handle, send_handle
 
@@ -29,6 +28,11 @@ logger = logging.getLogger(__name__)
 _CHECK_S = 0.5  # how often a wait looks whether it makes sense
 _LISTEN_S = 1.0  # how long the listener listens before it looks which saves are overdue
 Answer = TypeVar("Answer")
+_Told: TypeAlias = Callable[[Any], object]
+
+
+def _ignore(_: object) -> None:
+    pass
 
 
 class WorkerClient:
@@ -37,21 +41,23 @@ class WorkerClient:
     A listener thread takes its messages. When it ends, expected or not, every open save fails with ``WorkerDiedError``.
     """
 
-    def __init__(self, options: WorkerOptions, on_uploaded: Callable[[Uploaded], object] = lambda _: None) -> None:
-        """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds."""
+    def __init__(self, options: WorkerOptions, on_uploaded: _Told = _ignore, begun: _Told = _ignore) -> None:
+        """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds.
+
+        ``begun`` is told of this before a thread keeps it: an exception may come before its maker has it.
+        """
         self._owner, self._process, self._on_uploaded = os.getpid(), WorkerProcess(options), on_uploaded
-        self._connection = self._process.connection
-        self.saves = OpenSaves()
-        self._sending = threading.Lock()
+        self._connection, self._endpoint = self._process.connection, options.endpoint
+        self.saves, self._sending = OpenSaves(), threading.Lock()
         self._questions = Questions(self._send, self._give_back)
         self._death: WorkerDiedError | None = None
-        self._closing = self._detaching = False
-        self._endpoint = options.endpoint
+        self._closing = self._detaching = self._is_told = False
         self.has_endpoint = False
         """Whether others can find the worker."""
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
         try:
             self._process.wait_ready(options.start_timeout)
+            begun(self)
             self._listener.start()
         except BaseException as error:
             self._process.end()
@@ -186,16 +192,15 @@ class WorkerClient:
         self._listener.join(timeout)
 
     def close(self, timeout: float) -> None:
-        """End the worker once all that was handed over is written. Safe to call twice.
+        """End the worker once all that was handed over is written. Safe to call twice: that waits for nothing.
 
         Raises ``SaveTimeoutError`` after ``timeout`` seconds; then the worker goes on, and leaves when it is done.
         """
-        if self._may_end():
+        if self._may_end() and not self._is_told:
             self.abandon()
             if self._process.wait(timeout) is None:
-                raise SaveTimeoutError(
-                    f"the worker {self.pid} is still writing after {timeout:g} s; it goes on, and ends by itself"
-                )
+                how = f"is still writing after {timeout:g} s; it goes on, and ends by itself"
+                raise SaveTimeoutError(f"the worker {self.pid} {how}")
             self._listener.join(timeout)
 
     def detach(self, timeout: float | None = None) -> None:
@@ -205,17 +210,18 @@ class WorkerClient:
         if self._may_end():
             self._closing = self._detaching = True
             self._process.detach()
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
-                ours.shutdown(socket.SHUT_RDWR)
-            self._listener.join(timeout)
+            self._process.hang_up()
+            if self._listener.ident is not None:  # else its start was interrupted
+                self._listener.join(timeout)
 
     def abandon(self) -> None:
         """Let the worker finish by itself what it was given, without waiting."""
-        if self._owner == os.getpid() and not self._closing:
+        if self._owner == os.getpid() and not self._is_told and not self._detaching:
             self._closing = True
             self._process.detach()  # another of this process may have to wait for its end
             with contextlib.suppress(OSError, ImportError):  # nothing can be imported as the interpreter ends
                 messages.send(self._connection, messages.Close())
+            self._is_told = True  # not before: an exception may come in between, and the next call is to tell it
 
     def kill(self) -> None:
         """End the worker at once, and wait until all it had to do has failed."""

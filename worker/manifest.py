@@ -14,7 +14,6 @@ import json
 import math
 import operator
 import os
-import pickle
 import re
 import sys
 from array import array
@@ -33,7 +32,7 @@ FORMAT = 2
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
 SPAN_BYTES = 8 << 20
-_DATA_NAME = re.compile(r".*__\d+_\d+\.distcp", re.DOTALL)
+_DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
 _LONGEST_S = 1e12  # also of moments, in seconds since the epoch
 _MOST_BYTES, _MOST_RANKS = 1 << 63, 10_000_000
@@ -56,6 +55,12 @@ def index_name(rank: int, number: int = 0) -> str:
 def is_data(name: str) -> bool:
     """Whether ``name`` is that of a data file of DCP's, in whatever folder."""
     return _DATA_NAME.fullmatch(name) is not None
+
+
+def data_of_rank(names: Iterable[str], rank: int) -> list[str]:
+    """The data files of ``rank`` among ``names``, in the order of their numbers."""
+    found = ((int(match[2]), match[0]) for match in map(_DATA_NAME.fullmatch, names) if match and int(match[1]) == rank)
+    return [name for _, name in sorted(found)]
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -199,7 +204,8 @@ def spans(starts: Iterable[int], nbytes: int) -> array[int]:
 @dataclass(frozen=True)
 class Index:
     """The index of a data file, or of a part of a joint one: then ``nbytes`` are those of the part, in which all stands
-    as if it stood alone, and ``extents`` say where in the file.
+    as if it stood alone, and ``extents`` say where in the file. ``asked``: a digest of what the rank was asked to
+    save; "": it says nothing of that.
     """
 
     data: str
@@ -207,6 +213,7 @@ class Index:
     items: list[Item]
     checksums: Sequence[int]
     extents: Sequence[Extent] | None = None
+    asked: str = ""
 
     @cached_property
     def bounds(self) -> array[int]:
@@ -224,16 +231,17 @@ class Index:
         return [item.name for item in self.items if item.at < end and begin < item.at + item.nbytes]
 
     @staticmethod
-    def head(data: str, items: Sequence[Item], extents: Sequence[Extent] | None = None) -> bytes:
+    def head(data: str, items: Sequence[Item], extents: Sequence[Extent] | None = None, asked: str = "") -> bytes:
         """The constant part of an index, where ``tail`` goes on.
 
         Args:
             data: The name of the data file.
             items: What stands in it, in the order of the file.
-            extents: As of an index.
+            extents, asked: As of an index.
         """
         rows = ",\n".join(json.dumps(item, separators=(",", ":")) for item in items)
-        about = {} if extents is None else {"extents": extents}
+        about: dict[str, Any] = {} if extents is None else {"extents": extents}
+        about |= {"asked": asked} if asked else {}
         start = json.dumps({"format": FORMAT, "data": data, **about, "fields": list(Item.__annotations__)})
         return f'{start[:-1]}, "items": [\n{rows}\n]'.encode()
 
@@ -251,7 +259,8 @@ class Index:
             _check_format(found, path)
             checksums = _little_endian(array("Q", base64.b64decode(found["checksums"], validate=True)))
             extents = list(starmap(Extent, found["extents"])) if "extents" in found else None
-            index = cls(found["data"], found["bytes"], list(starmap(Item, found["items"])), checksums, extents)
+            items, asked = list(starmap(Item, found["items"])), found.get("asked", "")
+            index = cls(found["data"], found["bytes"], items, checksums, extents, asked)
             _check_items(index)
             # Before anything is made of these numbers: there is a checksum for each span.
             starts = [item.at for item in index.items]
@@ -300,8 +309,8 @@ def _check_fields(manifest: Manifest) -> None:
 
 def _check_items(index: Index) -> None:
     """That all is of its type. Raises ``ValueError``, ``TypeError``."""
-    if type(index.data) is not str or not _is_size(index.nbytes):
-        raise ValueError("the name or the size of the file")
+    if not (type(index.data) is type(index.asked) is str and _is_size(index.nbytes)):
+        raise ValueError("the name, the digest or the size of the file")
     for item in index.items:
         name, kind, dtype, shape, offsets, *numbers = item
         if not (type(name) is type(kind) is type(dtype) is str and type(shape) is type(offsets) is list):
@@ -355,29 +364,3 @@ def _little_endian(numbers: array[int]) -> array[int]:
         numbers = array("Q", numbers)
         numbers.byteswap()
     return numbers
-
-
-def storage_meta(path: str, save_id: str) -> bytes:
-    """What takes the place of the last byte of DCP's ``.metadata``, of which all else is the same in every save.
-
-    These are the last steps of its pickle: they give the object before them its ``storage_meta``, as DCP's writer does.
-
-    Args:
-        path: Where the checkpoint is to stand.
-        save_id: What no other save has.
-    """
-    fields = {"checkpoint_id": _text(path), "save_id": _text(save_id), "load_id": pickle.NONE}
-    fields["modules"] = pickle.EMPTY_LIST
-    steps = [
-        *(pickle.EMPTY_DICT, _text("storage_meta")),
-        *(pickle.GLOBAL, b"torch.distributed.checkpoint.metadata\nStorageMeta\n", pickle.EMPTY_TUPLE, pickle.NEWOBJ),
-        *(pickle.EMPTY_DICT, pickle.MARK, *(_text(name) + value for name, value in fields.items())),
-        *(pickle.SETITEMS, pickle.BUILD, pickle.SETITEM, pickle.BUILD, pickle.STOP),
-    ]
-    return b"".join(steps)
-
-
-def _text(value: str) -> bytes:
-    """The step of a pickle that makes a ``str``."""
-    data = value.encode("utf-8", "surrogatepass")
-    return pickle.BINUNICODE + len(data).to_bytes(4, "little") + data

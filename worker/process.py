@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from asyncckpt.worker.messages import Ready, receive
 
 _LAST_WORDS_BYTES = 4096
 _END_S = 1.0  # what a process may take to end after its socket is closed
+_libc = ctypes.CDLL(None)
 # By this a worker's command line is known among all others.
 _MARK = {"program": "asyncckpt worker"}
 
@@ -81,6 +83,11 @@ class WorkerProcess:
             env={"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules(),
         )
 
+    def __del__(self) -> None:
+        if self._stderr >= 0:  # an exception came before somebody had this; without its socket it ends by itself
+            self.detach()
+            self.close()
+
     @property
     def pid(self) -> int:
         """Its process id."""
@@ -134,6 +141,12 @@ class WorkerProcess:
         """It goes on while this process lives on; Python is to take note of its end."""
         if self._process not in _detached:
             _detached.append(self._process)
+
+    def hang_up(self) -> None:
+        """End all talk with it, at once, in whatever thread."""
+        with contextlib.suppress(OSError):
+            # Not by a socket of Python's: an exception might come before that has its descriptor.
+            _libc.shutdown(self.connection.fileno(), socket.SHUT_RDWR)
 
     def last_words(self) -> str:
         """The end of what it wrote to stderr, in a sentence."""

@@ -33,6 +33,8 @@ KEPT_ROUNDS = 64
 # How often the first rank looks whether one of those missing has said that it is gone.
 _CHECK_GONE_S = 0.5
 _SEAL_CHARACTERS = 32
+# What an outcome begins with.
+_FOR_ALL, _FOR_EACH, _FAILED = b"+", b"=", b"-"
 _FORGED = "a message to the ranks of this job comes from none of them"
 
 
@@ -141,27 +143,29 @@ class Rounds:
         """The ranks that have reported in a round that nobody collects yet."""
         return self._call(lambda store: store.fields(f"{self._keys(name)}/reports"))
 
-    def conclude(self, name: str, outcome: bytes, each: Mapping[int, bytes] | None = None) -> None:
-        """First rank: conclude a round.
+    def conclude(self, name: str, outcome: bytes) -> None:
+        """First rank: conclude the round ``name`` by an ``outcome`` for all."""
+        key = f"{self._keys(name)}/outcome"
+        self._call(lambda store: store.put(key, 0, self._sealed(key, _FOR_ALL + outcome)))
 
-        Args:
-            name: The round.
-            outcome: What all are told.
-            each: What single ranks are told beside that.
-        """
+    def conclude_each(self, name: str, outcomes: Mapping[int, bytes]) -> None:
+        """First rank: conclude the round ``name`` by one of the ``outcomes`` for each rank of these."""
+        if len(outcomes) > 1 == len(alike := {*outcomes.values()}):  # one message, and not one for each of thousands
+            self.conclude(name, alike.pop())
+            return
         keys = self._keys(name)
 
         def send(store: StoreClient) -> None:
-            for rank, value in (each or {}).items():
-                store.put(f"{keys}/for/{rank}", 0, self._sealed(f"{keys}/for/{rank}", value))
-            store.put(f"{keys}/outcome", 0, self._sealed(f"{keys}/outcome", b"+" + outcome))
+            for rank, outcome in outcomes.items():
+                store.put(f"{keys}/for/{rank}", 0, self._sealed(f"{keys}/for/{rank}", outcome))
+            store.put(f"{keys}/outcome", 0, self._sealed(f"{keys}/outcome", _FOR_EACH))
 
         self._call(send)
 
     def conclude_soon(self, name: str, outcome: bytes, timeout: float) -> Future[None]:
         """As ``conclude``, unless it is concluded, as soon as the store can be reached; see ``report_soon``."""
         key = f"{self._keys(name)}/outcome"
-        text = self._sealed(key, b"+" + outcome)
+        text = self._sealed(key, _FOR_ALL + outcome)
         return self._behind.start(lambda store: store.offer(key, 0, text), timeout)
 
     def conclude_failed(self, name: str, error: CheckpointError) -> None:
@@ -172,16 +176,15 @@ class Rounds:
         """As ``conclude_failed``, as soon as the store can be reached; see ``report_soon``."""
         return self._behind.start(self._concluding_failed(name, error), timeout)
 
-    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | CheckpointError:
+    def outcome(self, name: str, timeout: float) -> bytes | CheckpointError:
         """Wait for the outcome of a round.
 
         Args:
             name: The round.
             timeout: Seconds to wait; then there is a ``SaveTimeoutError``.
-            own: Return what the first rank had for this rank alone.
 
         Returns:
-            What the first rank concluded, or the error that the round has failed with.
+            What the first rank concluded for this rank, or the error that the round has failed with.
         """
         keys = self._keys(name)
         limit = timeout + max(1.0, grace(timeout) / 2)  # for the store to say that the wait has run out
@@ -189,9 +192,9 @@ class Rounds:
         if found is None:
             raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:.1f} s", rank=0)
         outcome = self._opened(f"{keys}/outcome", found.get(0, b""))
-        if outcome[:1] == b"-":
+        if outcome[:1] == _FAILED:
             return decode(outcome[1:])
-        if own:
+        if outcome == _FOR_EACH:
             return self._opened(key := f"{keys}/for/{self.rendezvous.rank}", self._take(key))
         return outcome[1:]
 
@@ -289,7 +292,7 @@ class Rounds:
 
     def _concluding_failed(self, name: str, error: CheckpointError) -> Callable[[StoreClient], None]:
         key = f"{self._keys(name)}/outcome"
-        text = self._sealed(key, b"-" + encode(error))
+        text = self._sealed(key, _FAILED + encode(error))
         return lambda store: store.offer(key, 0, text)
 
     def _get(self, key: str) -> bytes | None:

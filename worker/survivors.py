@@ -35,7 +35,6 @@ class Survivors:
         self._rounds = Rounds(rendezvous, _ANSWER_S, Patience(0.0))
         self._rank = rendezvous.rank
         self._slower = max(1.0, rendezvous.world_size / _RANKS)
-        self._lock = threading.Lock()
         self._heard: dict[int, tuple[bytes | None, float]] = {}  # by rank: what it has said last, and since when
         self._restarted_at: float | None = None
         self._closed = threading.Event()
@@ -56,11 +55,10 @@ class Survivors:
             said = self._rounds.get(_KIND, rank)
         except CheckpointError:  # the store is this worker's own: it is closing
             return None
-        with self._lock:
-            before, since = self._heard.get(rank, (b"", now))
-            if said != before:
-                before, since = said, now
-            self._heard[rank] = before, since
+        before, since = self._heard.get(rank, (b"", now))
+        if said != before:
+            before, since = said, now
+        self._heard[rank] = before, since
         is_lost = now - max(since, self._restarted_at) > _SILENCE_S * self._slower
         return RankFailedError("its trainer and its worker are gone", rank=rank) if is_lost else None
 

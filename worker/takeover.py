@@ -21,6 +21,7 @@ from asyncckpt.worker.endpoint import connect, endpoint_names, job_taken_error, 
 from asyncckpt.worker.endpoint_messages import (
     AskImage,
     AskImages,
+    AskStatus,
     FoundImage,
     Images,
     Inspect,
@@ -34,6 +35,7 @@ from asyncckpt.worker.endpoint_messages import (
     Served,
     TakeSegments,
     TrainerAlive,
+    WorkerStatus,
 )
 from asyncckpt.worker.held_image import HeldImage, ImageKey
 from asyncckpt.worker.messages import receive, send
@@ -190,8 +192,8 @@ class ReaderClient:
     ``SaveTimeoutError`` when it does not answer.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, endpoint: str) -> None:
+        self._connection, self._endpoint = connection, endpoint
         self.timeout = 10.0
         """Seconds that each answer may take."""
 
@@ -199,7 +201,7 @@ class ReaderClient:
     def connect(cls, endpoint: str) -> ReaderClient | None:
         """None where no worker has that endpoint."""
         connection = connect(endpoint)
-        return None if connection is None else cls(connection)
+        return None if connection is None else cls(connection, endpoint)
 
     def published(self) -> tuple[PublishedSegment, ...]:
         """Where something is published now."""
@@ -213,8 +215,21 @@ class ReaderClient:
 
     def image(self, key: ImageKey) -> HeldImage | None:
         """What one image is; None where it is not held any more."""
-        found: FoundImage = ask(self._connection, AskImage(key), max(self.timeout, _CHECKSUMS_S), FoundImage)
+        send(self._connection, AskImage(key))
+        until = time.monotonic() + max(self.timeout, _CHECKSUMS_S)
+        while not self._connection.poll(self.timeout / 2):
+            self._check_answers()  # one that is stopped makes no checksums
+            if time.monotonic() > until:
+                _await_answer(self._connection, 0)
+        found: FoundImage = _receive(self._connection, AskImage(key), FoundImage)
         return found.held
+
+    def _check_answers(self) -> None:
+        """See that it is there: on a connection of its own it answers whatever else it does."""
+        if (connection := connect(self._endpoint)) is None:
+            raise EOFError("the worker has left")
+        with connection:
+            ask(connection, AskStatus(), self.timeout / 2, WorkerStatus)
 
     def serve(self, key: bytes, address: str) -> int:
         """Have it serve its images to those on other hosts who know ``key``. Returns the port.
@@ -304,6 +319,10 @@ def ask(connection: Connection, question: object, timeout: float, *expected: typ
     """
     send(connection, question)
     _await_answer(connection, timeout)
+    return _receive(connection, question, *expected)
+
+
+def _receive(connection: Connection, question: object, *expected: type) -> Any:
     answer = receive(connection)
     if not isinstance(answer, expected):
         raise CheckpointError(f"a worker answered {answer!r} to {question!r}: please report this")

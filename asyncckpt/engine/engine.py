@@ -81,9 +81,10 @@ class Engine(AbstractContextManager["Engine"]):
         self._supervisor = Supervisor(self.config, job, *mine, claim, ranks=lambda: self._group)
         self._plans, self._saves = PlanSelection(self.config, self._buffers, self._supervisor), Saves(self.config)
         self._copier = Copier(overlaps=self.config.overlap)
-        self._numbers, self._questions = itertools.count(1), itertools.count(1)
-        self._closed, self._turn, self.tell = False, Turn(), self._supervisor.listeners.tell
+        self._closed, self._turn, self._numbers, self._questions = False, Turn(), itertools.count(1), itertools.count(1)
+        self.tell, self.plan_as = self._supervisor.listeners.tell, self._plans.plan_as
         self.check_open, self.is_over = self._supervisor.check_open, self._supervisor.is_over
+        self._supervisor.register()
 
     @property
     def worker(self) -> WorkerClient | None:
@@ -266,17 +267,16 @@ class Engine(AbstractContextManager["Engine"]):
     def _close(self, *, linger: bool) -> None:
         if self._closed or (self.worker is not None and self.worker.is_forked):
             return
-        self._closed = True
         self._copier.close()
-        try:
-            self._supervisor.leave(linger=linger)
-        finally:
-            self._detach_buffers()
-            self._buffers.close()
-            self._memory = None
-            self._supervisor.close()
-            if self._group is not None:
-                self._group.close()
+        failure = self._supervisor.leave(linger=linger)
+        self._detach_buffers()
+        self._buffers.close()
+        if self._group is not None:
+            self._group.close()
+        self._supervisor.close()
+        self._closed, self._memory = True, None  # not before: what an exception interrupts, the next call does
+        if failure is not None:
+            raise failure
 
     def __exit__(self, *_: object) -> None:
         self.close()

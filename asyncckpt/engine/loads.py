@@ -16,6 +16,8 @@ from asyncckpt.events import Event
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.loading.memory_search import find_images
 from asyncckpt.loading.memory_source import MemorySource, choose_in_memory, chosen_source, load_image
+from asyncckpt.loading.plan_reading import read_plan
+from asyncckpt.loading.source import Source
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.publication import whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, rank_of
@@ -98,10 +100,12 @@ class Loads:
         self, fill: Callable[..., int], step: int | None, begun: float, *, memory: bool, fallback: bool
     ) -> Loaded:
         nbytes = 0
+        self._engine.plan_as(lambda: None)
 
-        def counted(path: str, **source: Any) -> None:
+        def counted(path: str, source: Source | None = None) -> None:
             nonlocal nbytes
-            nbytes = fill(path, **source)
+            nbytes = fill(path, source=source)
+            self._engine.plan_as(partial(read_plan, path, source, rank_of(self._ranks)))
 
         source: Literal["memory", "local", "storage"] = "memory"
         found, nbytes_from = None, dict[str, int]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -28,6 +28,7 @@ from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.replicas import warn_differing
+from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.address import own_domain
@@ -63,6 +64,17 @@ class Captured(NamedTuple):
     is_new: bool = False
 
 
+class _Offer(NamedTuple):
+    """By what a rank can save: the number of a ``plan`` that it keeps, the attempt that stored one, or None.
+
+    ``call``: what it does; ``digests``: of values that may be replicas.
+    """
+
+    plan: int | str | None
+    call: Call
+    digests: dict[str, int]
+
+
 def _warn_untrusted(plan: CheckpointPlan | FileSetPlan) -> None:
     """Say which values a load would refuse, unless it is told to run code: after a crash is late to learn that."""
     refused = []
@@ -83,7 +95,7 @@ def _warn_untrusted(plan: CheckpointPlan | FileSetPlan) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlanSelection:
     """Of one engine: out of the plans that ``buffers`` keeps, in memory of the worker that ``supervisor`` gives."""
 
@@ -92,6 +104,8 @@ class PlanSelection:
     supervisor: Supervisor
     differing: set[str] = field(default_factory=set)
     """First rank: the names under which ranks are known to have different values."""
+    stored: StoredPlan | None = None
+    """That of the checkpoint which this job goes on from, until there is a plan for what is in it."""
 
     def for_all(self, wanted: SaveInput) -> Captured:
         """The memory and the tensors of what all ranks save, as they have planned it.
@@ -102,7 +116,7 @@ class PlanSelection:
         check_not_capturing()
         client = wanted.group.connect_worker(self.supervisor.running)
         try:
-            found = self._kept_by_all(wanted, client)
+            found = self._found_by_all(wanted, client)
         except WorkerDiedError as error:
             if wanted.group.alone or wanted.group.rank > 0 or error.rank != 0:
                 raise
@@ -111,9 +125,17 @@ class PlanSelection:
             logger.warning("asking again: %s", str(error))
             client.wait_for_end(_NOTICE_S)
             client = wanted.group.connect_worker(self.supervisor.running)
-            found = self._kept_by_all(wanted, client)
-        captured = found or self._planned_by_all(wanted, client)
-        return captured._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files)
+            found = self._found_by_all(wanted, client)
+        if not isinstance(found, Captured):
+            plan = found or wanted.make_plan(None if wanted.group.alone else self.differing)
+            found = self._placed_by_all(wanted, client, plan)
+        if self.stored is not None and self.stored.names <= found.buffer.plan.names:
+            self.stored = None  # it was taken, or never will be
+        return found._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files)
+
+    def plan_as(self, read: Callable[[], StoredPlan | None]) -> None:
+        """Plan what comes first as a checkpoint was planned, if all ranks can. ``read``: gives that plan, or None."""
+        self.stored = None if self.buffers.known else read()
 
     def for_file(self, contents: TorchFileContents, group: Group, number: int) -> Captured:
         """The same for the contents of a single file.
@@ -138,33 +160,42 @@ class PlanSelection:
             buffer.close()
             raise
 
-    def _kept_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured | None:
-        """By a plan that all ranks have; None: all have to plan. With constant structure no rank is asked."""
-        found: Captured | None = None
+    def _found_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured | CheckpointPlan | None:
+        """By a plan that all ranks have, or by that of a checkpoint, which is to be placed; None: all have to plan.
 
-        def find() -> tuple[int, Call, dict[str, int]]:
-            """The number of the plan, 0 where there is none; what it is for; digests of values that may be replicas."""
+        With constant structure no rank is asked.
+        """
+        is_constant = self.config.assume_constant_structure and not wanted.asks
+        asks = not (wanted.group.alone or (is_constant and self.buffers.known))
+        found: Captured | CheckpointPlan | None = None
+
+        def find() -> _Offer:
             nonlocal found
             wanted.check()
             kept = self.buffers.find(wanted.key, wanted.capture, client)
-            found = None if kept is None else Captured(*kept)
-            if found is None:
-                return 0, wanted.call, {}
-            return found.buffer.plan.number, wanted.call, wanted.digests(found.buffer.plan)
+            if kept is not None:
+                found = Captured(*kept)
+                plan = found.buffer.plan
+                return _Offer(plan.number, wanted.call, wanted.digests(plan))
+            found = None
+            if self.stored is not None and (asks or wanted.group.alone):  # else others may not have it
+                found = wanted.restore_plan(self.stored, None if wanted.group.alone else self.differing)
+            if self.stored is None or found is None:
+                return _Offer(None, wanted.call, {})
+            return _Offer(self.stored.attempt, wanted.call, wanted.digests(found))
 
-        def decide(said: list[tuple[int, Call, dict[str, int]]]) -> list[bool]:
-            plans, calls, digests = zip(*said, strict=True)
+        def decide(offers: list[_Offer]) -> list[bool]:
+            plans, calls, digests = zip(*offers, strict=True)
             check_same_call(calls)
             warn_differing(digests, [array("Q", each.values()) for each in digests], self.differing)
-            return [0 not in plans and len({*plans} - {ANY_PLAN}) <= 1] * len(plans)
+            return [None not in plans and len({*plans} - {ANY_PLAN}) <= 1] * len(plans)
 
-        is_constant = self.config.assume_constant_structure and not wanted.asks
-        if wanted.group.alone or (is_constant and self.buffers.known):
-            find()
-            if found is None and not wanted.group.alone:
-                self._check_new(wanted)
-            return found
-        return found if wanted.group.ask_all("agree", wanted.number, find, decide) else None
+        if asks:
+            return found if wanted.group.ask_all("agree", wanted.number, find, decide) else None
+        find()
+        if found is None and not wanted.group.alone:
+            self._check_new(wanted)
+        return found
 
     def _check_new(self, wanted: SaveInput) -> None:
         """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""
@@ -176,10 +207,9 @@ class PlanSelection:
                 " first, or do not promise that"
             )
 
-    def _planned_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured:
-        """By a new plan, which takes the place of one for the same names in another form."""
+    def _placed_by_all(self, wanted: SaveInput, client: WorkerClient, plan: CheckpointPlan | FileSetPlan) -> Captured:
+        """By a plan that is new here, which takes the place of one for the same names in another form."""
         group, number = wanted.group, wanted.number
-        plan = wanted.make_plan(None if group.alone else self.differing)
         if self.config.replicas and isinstance(plan, CheckpointPlan):
             place = RankPlace(own_domain(self.config.domain), copy_bytes(plan))
             decide = partial(copied_ranks, replicas=self.config.replicas)

@@ -16,6 +16,7 @@ from asyncckpt.planning.draft import Draft, DraftInput, flat_names, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet, ShardedSafetensors
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
+from asyncckpt.planning.stored_plan import StoredPlan, restored_plan
 from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.rounds import Call
@@ -73,6 +74,18 @@ class SaveInput(ABC):
     def make_plan(self, differing: set[str] | None) -> CheckpointPlan | FileSetPlan:
         """A new plan. Args: as of ``Draft``. Raises as ``make_plans``."""
 
+    def restore_plan(self, stored: StoredPlan, differing: set[str] | None) -> CheckpointPlan | None:
+        """The plan of a checkpoint, if it is for this; None: this has to be planned.
+
+        Args:
+            stored: What is known of that plan.
+            differing: As of ``Draft``.
+
+        Raises:
+            UnsavableStateError: A value cannot be saved.
+        """
+        return None
+
     def digests(self, plan: Any) -> dict[str, int]:
         """Of values that may be replicas: all ranks that have one are to have the same."""
         return {}
@@ -117,10 +130,17 @@ class StateToSave(SaveInput):
         return tensors
 
     def make_plan(self, differing: set[str] | None) -> CheckpointPlan:
-        draft = Draft(DraftInput(self.state, self.planner, self.separate), self.group.rank, differing)
+        draft = self._draft(differing)
         make_plans([draft], self.group, self.number)
         plan: CheckpointPlan = draft.plan
         return plan
+
+    def restore_plan(self, stored: StoredPlan, differing: set[str] | None) -> CheckpointPlan | None:
+        return restored_plan(self._draft(differing), stored, self.number)
+
+    def _draft(self, differing: set[str] | None) -> Draft:
+        given = DraftInput(self.state, self.planner, self.separate)
+        return Draft(given, self.group.rank, self.group.world_size, differing)
 
     def digests(self, plan: Any) -> dict[str, int]:
         found: dict[str, int] = {} if self.group.alone else plan.replicas.digests(self.state)

@@ -27,9 +27,10 @@ from asyncckpt.exporting.selection import Selection
 from asyncckpt.exporting.stored import DictKey
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.metadata import pickle_metadata
-from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest, data_name, index_name, spans, storage_meta
+from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest, data_name, index_name, spans
 from asyncckpt.worker.storage import step_of
 from asyncckpt.worker.storage.history import time_of_creation
+from asyncckpt.worker.storage_meta import storage_meta
 from asyncckpt.worker.timings import of_all_ranks
 
 

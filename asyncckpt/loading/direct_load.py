@@ -24,6 +24,7 @@ from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.unpickle import load_object
+from asyncckpt.planning.per_rank import of_any_rank
 from asyncckpt.planning.structure import PLAIN, Keys, any_has_shards, is_leaf, put_leaf
 from asyncckpt.worker.manifest import Item
 
@@ -102,12 +103,15 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
 
 
 def left_out(asked: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Names that are ``known``, and not ``asked`` for, though others are with the same key at the top."""
+    """Names that are ``known``, and not ``asked`` for, though others are with the same key at the top; but for those of
+    what each rank has of its own, where this rank's, or any, is asked for.
+    """
     missing = set(known).difference(asked := set(asked))
     if not missing:
         return []
     tops = {name.partition(".")[0] for name in asked}
-    return sorted(name for name in missing if name.partition(".")[0] in tops)
+    per_rank = set(map(of_any_rank, asked)).difference(asked)
+    return sorted(name for name in missing if name.partition(".")[0] in tops and of_any_rank(name) not in per_rank)
 
 
 def warn_left_out(left: Sequence[str], path: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from asyncckpt.loading.data_file import ChecksummedFile, FilePart, MemoryFile
 from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.held_image import HeldImage
+from asyncckpt.worker.held_image import HeldImage, ImageKey
 from asyncckpt.worker.manifest import Index, checksum
 from asyncckpt.worker.segment_layout import Region
 
@@ -32,6 +32,8 @@ class ImageFiles(ABC):
 
     def __init__(self, held: HeldImage) -> None:
         self.held = held
+        self.is_damaged = self.is_gone = False
+        """What was found while it was read: bytes that are not those that were staged; that nobody answers any more."""
 
     def metadata(self) -> bytes:
         """DCP's ``.metadata`` of the checkpoint that it is a part of; only the first rank's image has it.
@@ -69,6 +71,7 @@ class ImageFiles(ABC):
         held = self.held
         found = self._bytes(region)
         if checksum(memoryview(found)) != held.constants[held.layout.constants().index(region)]:
+            self.is_damaged = True
             raise DamagedCheckpointError(
                 "its image in memory is damaged", path=held.request.path, step=held.request.step
             )
@@ -95,10 +98,22 @@ class MappedImage(ImageFiles):
         return bytes(self._view(region))
 
     def _data_file(self, path: str, index: Index, data: Region) -> ChecksummedFile:
-        return MemoryFile(path, index, self._view(data))
+        return _MappedFile(path, index, self, self._view(data))
 
     def _view(self, region: Region) -> memoryview:
         return memory_at(self._address + region.offset, region.nbytes)
+
+
+class _MappedFile(MemoryFile):
+    """A data file of such an image."""
+
+    def __init__(self, path: str, index: Index, image: MappedImage, data: memoryview) -> None:
+        super().__init__(path, index, data)
+        self._image = image
+
+    def _damage(self, span: int) -> DamagedCheckpointError:
+        self._image.is_damaged = True
+        return super()._damage(span)
 
 
 class FetchedImage(ImageFiles):
@@ -111,19 +126,29 @@ class FetchedImage(ImageFiles):
     def close(self) -> None:
         self._image.close()
 
+    def fetch(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on. Raises ``CheckpointNotFoundError``."""
+        try:
+            self._image.read(offset, into)
+        except OSError as error:
+            self.is_gone = True
+            raise CheckpointNotFoundError(
+                f"the worker that holds this can be read no more: {error}", path=self.held.request.path
+            ) from error
+
     def _bytes(self, region: Region) -> bytes:
         found = bytearray(region.nbytes)
-        _fetch(self._image, region.offset, memoryview(found), self.held.request.path)
+        self.fetch(region.offset, memoryview(found))
         return bytes(found)
 
     def _data_file(self, path: str, index: Index, data: Region) -> ChecksummedFile:
-        return _FetchedFile(path, index, self._image, data.offset)
+        return _FetchedFile(path, index, self, data.offset)
 
 
 class _FetchedFile(ChecksummedFile):
     """A data file of such an image: it goes straight to where its bytes belong, but for the edges of what is there."""
 
-    def __init__(self, path: str, index: Index, image: RemoteImage, offset: int) -> None:
+    def __init__(self, path: str, index: Index, image: FetchedImage, offset: int) -> None:
         super().__init__(path, index, _REMOTE_RUN_BYTES)
         self._image, self._offset = image, offset
 
@@ -139,8 +164,12 @@ class _FetchedFile(ChecksummedFile):
                 into = memory_at(to.address + at - to.begin, stop - at)
             else:
                 into = own_buffer(_REMOTE_RUN_BYTES)[: stop - at]
-            _fetch(self._image, self._offset + at, into, self.path)
+            self._image.fetch(self._offset + at, into)
             yield FilePart(at, into, placed=is_inside)
+
+    def _damage(self, span: int) -> DamagedCheckpointError:
+        self._image.is_damaged = True
+        return super()._damage(span)
 
 
 @dataclass(frozen=True)
@@ -156,13 +185,11 @@ class HeldImages:
         """Whether some of it was given back meanwhile."""
         return any(segment.closed for segment in self.segments.values())
 
+    def without(self, keys: Collection[ImageKey]) -> HeldImages:
+        """All but these."""
+        kept = [each for each in self.images if ImageKey(each.request.attempt, each.request.rank) not in keys]
+        return HeldImages(self.segments, kept)
+
     def files(self, held: HeldImage) -> MappedImage:
         """The files of one of the images."""
         return MappedImage(held, self.segments[held.request.segment])
-
-
-def _fetch(image: RemoteImage, offset: int, into: memoryview, path: str) -> None:
-    try:
-        image.read(offset, into)
-    except OSError as error:
-        raise CheckpointNotFoundError(f"the worker that holds this can be read no more: {error}", path=path) from error

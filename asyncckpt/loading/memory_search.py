@@ -1,7 +1,7 @@
 """Which images of a job the workers hold that trainers have left, on all hosts that a rank is on now.
 
 They are known by what they are (attempt and rank), not by who asks: a job that is started again may have other ranks on
-other hosts, or more of them, or fewer. The first rank of each host asks the workers there, and tells all.
+other hosts, or more of them, or fewer. The first rank of each host asks the workers there, and tells the first of all.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.ranks.address import own_address
-from asyncckpt.ranks.collectives import from_first, gather, rank_of
+from asyncckpt.ranks.collectives import from_first, gather, gather_to_first, rank_of
 from asyncckpt.worker.endpoint import endpoint_names, endpoint_scope
 from asyncckpt.worker.endpoint_messages import Images
-from asyncckpt.worker.held_image import ImageSummary
+from asyncckpt.worker.held_image import ImageKey, ImageSummary
 from asyncckpt.worker.takeover import ReaderClient, is_running
 from asyncckpt.worker.transfer.transport import TransferAddress
 from asyncckpt.worker.write_request import WriteRequest
@@ -35,6 +36,8 @@ _KEY_BYTES = 32
 # How long a worker may take to see that its trainer is dead, and how often it is asked.
 _NOTICE_S = 5.0
 _POLL_S = 0.02
+# Side by side: those that are stopped are waited for until each has had its time to answer.
+_ASKED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,21 @@ class ImagePlace:
     scope: str
     endpoint: str
     served: TransferAddress | None
+
+
+class Unusable(NamedTuple):
+    """What a rank could not load: the image of that ``key`` which the worker with that ``endpoint`` holds, on the host
+    of that ``scope``; None for the key: all that it holds. None for the endpoint: what a rank there has mapped.
+    """
+
+    scope: str
+    endpoint: str | None
+    key: ImageKey | None
+
+    def has(self, place: ImagePlace) -> bool:
+        """Whether ``place`` is such."""
+        same_worker = place.scope == self.scope and self.endpoint in (None, place.endpoint)
+        return same_worker and self.key in (None, place.summary.key)
 
 
 @dataclass(frozen=True)
@@ -69,8 +87,7 @@ class HeldAttempt:
 
 @dataclass(frozen=True)
 class FoundImages:
-    """What is held, the same on all ranks, but for ``own``: what this rank's predecessor has left, mapped here.
-
+    """What is held: ``places``, on the first rank. ``own``: what this rank's predecessor has left, mapped here;
     ``scope``: this host; ``key``: by which workers on other hosts let this job read.
     """
 
@@ -79,8 +96,15 @@ class FoundImages:
     key: bytes
     places: tuple[ImagePlace, ...]
 
+    def without(self, unusable: Collection[Unusable]) -> FoundImages:
+        """All but what some rank could not load."""
+        mapped = {each.key for each in unusable if each.endpoint is None and each.key is not None}
+        own = None if self.own is None else self.own.without(mapped)
+        places = tuple(place for place in self.places if not any(each.has(place) for each in unusable))
+        return replace(self, own=own, places=places)
+
     def attempts(self) -> Iterator[HeldAttempt]:
-        """What is held of each attempt of which the first rank's image is there, the newest first."""
+        """First rank: what is held of each attempt of which the first rank's image is there, the newest first."""
         of: defaultdict[str, list[ImagePlace]] = defaultdict(list)
         for place in self.places:
             of[place.summary.request.attempt].append(place)
@@ -110,7 +134,7 @@ def find_images(
     is_first_here = scopes.index(scope) == rank_of(ranks)
     host = own_address(address) if len({*scopes}) > 1 else None
     here = list(_held_here(job, scope, key, host)) if is_first_here else []
-    return FoundImages(own, scope, key, tuple(place for places in gather(here, ranks) for place in places))
+    return FoundImages(own, scope, key, tuple(place for places in gather_to_first(here, ranks) for place in places))
 
 
 def _age(request: WriteRequest) -> tuple[float, int]:
@@ -119,17 +143,22 @@ def _age(request: WriteRequest) -> tuple[float, int]:
 
 def _held_here(job: str, scope: str, key: bytes, host: str | None) -> Iterator[ImagePlace]:
     """What the workers on this host hold. ``host``: its name to others; None: there are none."""
-    for endpoint in endpoint_names(job):
+
+    def ask(endpoint: str) -> list[ImagePlace]:
         try:
             if (client := ReaderClient.connect(endpoint)) is None:
-                continue
+                return []
             with closing(client):
                 images = _settled(client).images
                 served = _served(client, key, host) if host is not None and images else None
         except (CheckpointError, EOFError, OSError) as error:
             logger.warning("what a worker on this host holds is not loaded: %s", error)
-            continue
-        yield from (ImagePlace(each, scope, endpoint, served) for each in images)
+            return []
+        return [ImagePlace(each, scope, endpoint, served) for each in images]
+
+    with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="asyncckpt-ask") as pool:
+        for places in pool.map(ask, endpoint_names(job)):
+            yield from places
 
 
 def _served(client: ReaderClient, key: bytes, host: str) -> TransferAddress | None:

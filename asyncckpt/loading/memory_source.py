@@ -10,13 +10,20 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    MismatchError,
+    StorageError,
+)
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.image_files import FetchedImage, ImageFiles, MappedImage
-from asyncckpt.loading.memory_search import FoundImages, HeldAttempt, ImagePlace
+from asyncckpt.loading.memory_search import FoundImages, HeldAttempt, ImagePlace, Unusable
 from asyncckpt.loading.source import StorageSource
-from asyncckpt.ranks.collectives import from_first
+from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.shm.slot_locks import Readers, lease
+from asyncckpt.worker.held_image import ImageKey
 from asyncckpt.worker.segment_layout import DataFile
 from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.storage.history import StoredStep, history
@@ -52,21 +59,30 @@ def chosen_source(
         ranks: That load together; None: the whole job.
     """
     attempt = from_first(lambda: choose(found), ranks)
-    return None if attempt is None else MemorySource(found, attempt, transport, ranks)
+    return None if attempt is None else MemorySource(found, attempt, choose, transport, ranks)
 
 
 def load_image(fill: Callable[..., None], source: MemorySource) -> bool:
     """Load the checkpoint ``source``. Returns whether that was possible, on all ranks alike.
 
+    Where an image is damaged, or out of reach, what others hold is loaded: another copy, or an older step; ``source``
+    is that then.
+
     ``fill``: loads the checkpoint at a path, given its ``source``.
     """
-    try:
-        source.prepare()
-        fill(source.request.path, source=source)
-    except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-        logger.warning("not loaded from memory: %s", str(error))  # not itself: it holds on to the memory it saw
-        return False
-    return True
+    expected: tuple[type[CheckpointError], ...] = (CheckpointNotFoundError, DamagedCheckpointError, StorageError)
+    while True:
+        try:
+            source.prepare()
+            fill(source.request.path, source=source)
+            return True
+        except expected as error:
+            words = str(error)  # not itself: it holds on to the memory it saw
+        if not source.choose_again():
+            logger.warning("not loaded from memory: %s", words)
+            return False
+        logger.warning("step %s is loaded from what else is held, for: %s", source.request.step, words)
+        expected = (*expected, MismatchError)  # that was not what the caller has made ready for
 
 
 def choose_in_memory(roots: Sequence[str], step: int | None, found: FoundImages) -> HeldAttempt | None:
@@ -130,28 +146,60 @@ class MemorySource:
     """
 
     def __init__(
-        self, found: FoundImages, attempt: HeldAttempt, transport: str, ranks: ProcessGroup | None = None
+        self,
+        found: FoundImages,
+        attempt: HeldAttempt,
+        choose: Callable[[FoundImages], HeldAttempt | None],
+        transport: str,
+        ranks: ProcessGroup | None = None,
     ) -> None:
         """Read nothing yet.
 
         Args:
             found: What is held.
             attempt: What to load of it, the same on all ranks.
+            choose: First rank: what to load, where not all of that can be.
             transport: The kind by which bytes are fetched.
             ranks: That load together; None: the whole job.
         """
         self.request = attempt.request
-        self._found, self._attempt, self._transport, self._ranks = found, attempt, transport, ranks
+        self._found, self._places, self._choose = found, attempt.places, choose
+        self._transport, self._ranks = transport, ranks
         self._images: dict[int, ImageFiles | None] = {}
+        self._origins: dict[int, Unusable] = {}  # of the images that are open, should they turn out to be that
+        self._unusable: set[Unusable] = set()
         self._holders: dict[TransferAddress, Holder] = {}
         self._held = ExitStack()
         self._metadata = b""
         self._files: tuple[DataFile, ...] = ()
         self._opened: list[tuple[BytesFrom, ChecksummedFile]] = []
 
+    @property
+    def attempt(self) -> str:
+        return self.request.attempt
+
     def prepare(self) -> None:
         """Learn what the checkpoint is made of, on all ranks together. Raises as ``open``."""
         self._metadata, self._files = from_first(self._first_image, self._ranks)
+
+    def choose_again(self) -> bool:
+        """Leave out what some rank could not load, on all ranks together. Returns whether there is anything else, or
+        another copy of this, which this is from now on; not prepared.
+        """
+        for rank, origin in self._origins.items():
+            image = self._images.get(rank)
+            if image is not None and (image.is_damaged or image.is_gone):
+                self._unusable.add(origin._replace(key=None) if image.is_gone else origin)
+        unusable = {each for of_rank in gather(self._unusable, self._ranks) for each in of_rank}
+        self.close()
+        if not unusable:
+            return False
+        self._found = self._found.without(unusable)
+        attempt = from_first(lambda: self._choose(self._found), self._ranks)
+        if attempt is None:
+            return False
+        self.request, self._places, self._opened = attempt.request, attempt.places, []
+        return True
 
     def metadata(self) -> bytes:
         return self._metadata
@@ -185,6 +233,8 @@ class MemorySource:
         """Let go of all images."""
         self._held.close()
         self._images.clear()
+        self._origins.clear()
+        self._unusable.clear()
         self._holders.clear()
 
     def _noted(self, origin: BytesFrom, file: ChecksummedFile) -> ChecksummedFile:
@@ -210,17 +260,24 @@ class MemorySource:
         if own is not None and not own.is_closed():
             for held in own.images:
                 if (held.request.attempt, held.request.rank) == (self.request.attempt, rank):
+                    self._origins[rank] = Unusable(self._found.scope, None, ImageKey(self.request.attempt, rank))
                     return own.files(held)
         # What is on this host first.
-        places = sorted(self._attempt.places.get(rank, []), key=lambda place: place.scope != self._found.scope)
+        places = sorted(self._places.get(rank, []), key=lambda place: place.scope != self._found.scope)
         for place in places:
+            origin, image = Unusable(place.scope, place.endpoint, place.summary.key), None
+            if origin._replace(key=None) in self._unusable:
+                continue  # it has not answered
             try:
                 image = self._mapped(place) if place.scope == self._found.scope else self._fetched(place)
             except (CheckpointError, EOFError, OSError) as error:
                 logger.warning("an image of %s cannot be read: %s", self.request.path, error)
-                continue
+                if not isinstance(error, FileNotFoundError):
+                    origin = origin._replace(key=None)
             if image is not None:
+                self._origins[rank] = origin
                 return self._held.enter_context(closing(image))
+            self._unusable.add(origin)
         return None
 
     def _mapped(self, place: ImagePlace) -> ImageFiles | None:

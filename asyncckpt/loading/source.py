@@ -120,6 +120,10 @@ def read_manifest(path: str) -> Manifest:
 class Source(Protocol):
     """The files of one checkpoint, wherever they are."""
 
+    @property
+    def attempt(self) -> str:
+        """The attempt that it is of."""
+
     def metadata(self) -> bytes:
         """DCP's ``.metadata``, checked."""
 
@@ -137,6 +141,7 @@ class StorageSource:
         """Read its ``manifest``. Raises also ``CheckpointNotFoundError``."""
         self.path = path
         self.manifest = read_manifest(path)
+        self.attempt = self.manifest.attempt
         self._storage = storage_for(path)
 
     def metadata(self) -> bytes:

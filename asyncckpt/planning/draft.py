@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from array import array
 from bisect import bisect_right
@@ -26,6 +27,7 @@ from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import (
     CheckpointPlan,
     FlatCapture,
+    Opaque,
     PlannedFile,
     PlannerCapture,
     StateDict,
@@ -36,6 +38,9 @@ from asyncckpt.planning.replicas import Replicas, digests, warn_differing
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key, has_shards
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
+
+# Who decides what comes of it: to be counted up where we plan, or describe a plan, in another way.
+_PLANNED_BY = (1, *torch.__version__.split(".")[:2])
 
 
 class DraftInput(NamedTuple):
@@ -147,26 +152,35 @@ class StoredPlaces(NamedTuple):
 class Draft:
     """A plan being made, step by step, as all ranks take the steps together."""
 
-    def __init__(self, given: DraftInput, rank: int, differing: set[str] | None) -> None:
+    def __init__(self, given: DraftInput, rank: int, world_size: int, differing: set[str] | None) -> None:
         """Plan nothing yet.
 
         Args:
             given: What is to be planned.
-            rank: The number of this rank.
+            rank, world_size: The number of this rank, and how many there are.
             differing: Under which names ranks are known, by the first, to have different values; it adds others. None:
                 this rank is alone.
         """
         self.plan: Any  # a ``CheckpointPlan``, from ``lay_out`` on; complete with the metadata
         self._state_dict, planner, self._separate, self._folder = given
-        self._planner, self._rank, self._differing = _fresh(planner), rank, differing
+        self._planner, self._rank, self._world_size, self._differing = _fresh(planner), rank, world_size, differing
         self._flat: dict[str, Any] | None = None
         self.local = SavePlan([])
+        self.asked = ""
+        """What the plans of all ranks are made of, of this rank: a digest; "": it is not plain, or not planned yet."""
+        self.reserved: Sequence[int] | None = None
+        """The bytes to reserve for each object; None: as they need it."""
         # First rank: what all have, until it becomes the metadata.
         self._finals: list[SavePlan] = []
         self.global_metadata = Metadata({})
 
-    def local_plan(self) -> tuple[SavePlan, array[int]]:
-        """What this rank has, with digests of the values."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether DCP's own planner plans it, and for a checkpoint of its own."""
+        return type(self._planner) is DefaultSavePlanner and not self._folder
+
+    def plan_alone(self) -> None:
+        """Find out what this rank has."""
         planner = self._planner
         with _planning():
             planner.set_up_planner(dict(self._state_dict), StorageMeta(), self._rank == 0)
@@ -176,13 +190,26 @@ class Draft:
                 self._flat = planner.state_dict
                 # What has no plain bytes is planned, and stored, as an object.
                 planner.state_dict = {
-                    name: _Opaque(name, value) if is_opaque(value) else value for name, value in self._flat.items()
+                    name: Opaque(name, value) if is_opaque(value) else value for name, value in self._flat.items()
                 }
             self.local = planner.create_local_plan()
+        if self.is_plain:
+            self.asked = self._digest()
+
+    def local_plan(self) -> tuple[SavePlan, array[int]]:
+        """What this rank has, with digests of the values."""
+        self.plan_alone()
         values = self.values()
         if self._differing is None or not values:
             return self.local, array("Q")
         return self.local, digests(values.get(item.index.fqn, ...) for item in self.local.items)
+
+    def _digest(self) -> str:
+        who = _PLANNED_BY, self._rank, self._world_size, getattr(self._planner, "dedup_save_to_lowest_rank", None)
+        hasher = hashlib.blake2b(repr((*who, self.local.planner_data)).encode(), digest_size=16)
+        for item in self.local.items:
+            hasher.update(repr(item).encode())
+        return hasher.hexdigest()
 
     def values(self) -> Mapping[str, Any]:
         """Those of the state by their names, as far as the planner shows them."""
@@ -214,7 +241,7 @@ class Draft:
             for number, (tensor, name) in enumerate(zip(tensors, values.tensor_names, strict=True))
         ]
         tensor_items, object_items = split_items(items)
-        stored = StoredObjects([item.index.fqn for item in object_items], objects)
+        stored = StoredObjects([item.index.fqn for item in object_items], objects, self.reserved)
         layout = DataLayout.lay_out(specs, stored.reserved, self._counts(tensor_items, object_items))
         files = self._planned_files(layout, tensor_items, object_items)
         names = dict.fromkeys(item.index.fqn for item in self.local.items)
@@ -317,25 +344,11 @@ class Draft:
         for number, items in enumerate(indexed):
             begin, end = [*layout.begins, layout.nbytes][number : number + 2]
             prefix = self._separate if number else ""
-            head = Index.head(os.path.join(self._folder, data_name(self._rank, number, prefix)), items)
+            data = os.path.join(self._folder, data_name(self._rank, number, prefix))
+            head = Index.head(data, items, asked=self.asked)
             bounds = spans((item.at for item in items), end - begin)
             files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds))
         return files
-
-
-class _Opaque:
-    """Stands for a tensor without plain bytes while DCP plans, so that DCP takes it for an object."""
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ``UnsavableStateError`` for a ``tensor`` that cannot be an object either."""
-        if tensor.device.type == "meta":
-            raise UnsavableStateError(
-                f"{name!r} is on the meta device and has no values to save; materialise it first, or leave it out"
-            )
-        if tensor.is_nested and tensor.layout == torch.strided:
-            raise UnsavableStateError(
-                f"{name!r} is a nested tensor of strided layout, which torch cannot reload; use layout=torch.jagged"
-            )
 
 
 @contextlib.contextmanager

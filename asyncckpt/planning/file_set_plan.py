@@ -82,9 +82,9 @@ def make_file_set_plan(contents: FileSetContents, group: Group, number: int, dif
     drafts: dict[str, Draft] = {}
     for name, content in contents.large.items():
         if isinstance(content, DraftInput):
-            drafts[name] = Draft(content, group.rank, differing)
+            drafts[name] = Draft(content, group.rank, group.world_size, differing)
         elif isinstance(content, ShardedSafetensors):
-            drafts[name] = ShardedSafetensorsDraft(name, content, group.rank, differing)
+            drafts[name] = ShardedSafetensorsDraft(name, content, group.rank, group.world_size, differing)
     make_plans(list(drafts.values()), group, number)
     parts: dict[str, _PartPlan] = {}
     for name, content in contents.large.items():

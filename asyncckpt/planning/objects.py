@@ -92,15 +92,26 @@ def bytes_to_reserve(nbytes: int) -> int:
 class StoredObjects:
     """The objects of one plan: their last values, their bytes, and what each slot has of them."""
 
-    def __init__(self, names: Sequence[str], values: Sequence[Any]) -> None:
-        """Pickle ``values``, which have these ``names``. Raises ``UnsavableStateError``."""
+    def __init__(self, names: Sequence[str], values: Sequence[Any], reserved: Sequence[int] | None = None) -> None:
+        """Pickle values.
+
+        Args:
+            names: Theirs.
+            values: To be pickled.
+            reserved: The bytes to reserve for each; None: as they need it.
+
+        Raises:
+            UnsavableStateError: One does not pickle.
+            StructureChanged: One does not fit what is to be reserved for it.
+        """
         self._names = names
         self._known = [value if _is_constant(value) else None for value in values]
         self._bytes = list(map(_pickled, names, values))
-        self.reserved = [
-            data.reserve() if isinstance(data, Raw) else bytes_to_reserve(len(data)) for data in self._bytes
-        ]
+        needed = [data.reserve() if isinstance(data, Raw) else bytes_to_reserve(len(data)) for data in self._bytes]
+        self.reserved = needed if reserved is None else reserved
         """The bytes reserved for each."""
+        for name, data, room in zip(names, self._bytes, self.reserved, strict=True):
+            _check_fits(name, data, room)
         # For each slot that was written to, the numbers of the objects that have changed since.
         self._stale: dict[int, set[int]] = {}
 
@@ -132,9 +143,7 @@ class StoredObjects:
                 raise StructureChanged(f"{self._names[number]} is now a {type(new).__name__} with tensors or a mapping")
             data = _pickled(self._names[number], new)
             if data != self._bytes[number]:
-                reserved = self.reserved[number]
-                if not (data.fits(reserved) if isinstance(data, Raw) else len(data) <= reserved):
-                    raise StructureChanged(f"{self._names[number]} does not fit its {reserved} bytes")
+                _check_fits(self._names[number], data, self.reserved[number])
                 changed.append((number, new, data))
         for number, new, data in changed:
             # In this order: whatever interrupts this, no value is known of which other bytes are kept.
@@ -157,6 +166,11 @@ class StoredObjects:
             data = self._bytes[number]
             image[at : at + reserved] = data.filled(reserved) if isinstance(data, Raw) else data.ljust(reserved, b"\0")
         self._stale[slot] = set()
+
+
+def _check_fits(name: str, data: bytes, reserved: int) -> None:
+    if not (data.fits(reserved) if isinstance(data, Raw) else len(data) <= reserved):
+        raise StructureChanged(f"{name} does not fit its {reserved} bytes")
 
 
 def _same(new: Any, known: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from asyncckpt.errors import MismatchError
 from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
 
-_STORED = re.compile(r"rank-(\d+)-of-(\d+)(?=\.|$)")
+_STORED = re.compile(r"(?<![^.])rank-(\d+)-of-(\d+)(?=\.|$)")
 
 
 class PerRank:
@@ -116,6 +116,11 @@ def per_rank_values(state_dict: Mapping[str, Any]) -> dict[str, PerRank]:
     """All that are in ``state_dict``, by their names. Raises ``TypeError`` where it is no state dict."""
     top, deep = stateful_types(state_dict)
     return dict(_values(state_dict)) if any(issubclass(kind, PerRank) for kind in top | deep) else {}
+
+
+def of_any_rank(name: str) -> str:
+    """``name`` with "rank" in the place of "rank-3-of-8"."""
+    return _STORED.sub("rank", name)
 
 
 def _values(container: Any, prefix: str = "") -> Iterator[tuple[str, PerRank]]:

@@ -232,6 +232,21 @@ def is_opaque(value: object) -> bool:
     return type(value) not in PLAIN or has_no_bytes(value)
 
 
+class Opaque:
+    """Stands for a tensor without plain bytes while DCP plans, so that DCP takes it for an object."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises ``UnsavableStateError`` for a ``tensor`` that cannot be an object either."""
+        if tensor.device.type == "meta":
+            raise UnsavableStateError(
+                f"{name!r} is on the meta device and has no values to save; materialise it first, or leave it out"
+            )
+        if tensor.is_nested and tensor.layout == torch.strided:
+            raise UnsavableStateError(
+                f"{name!r} is a nested tensor of strided layout, which torch cannot reload; use layout=torch.jagged"
+            )
+
+
 def split_items(items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
     """Those for tensors, and those for objects."""
     objects = [item for item in items if item.type == WriteItemType.BYTE_IO]

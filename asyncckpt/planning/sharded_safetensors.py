@@ -114,19 +114,22 @@ class ShardedSafetensorsPlan:
 class ShardedSafetensorsDraft(Draft):
     """A plan being made, with all ranks."""
 
-    def __init__(self, name: str, content: ShardedSafetensors, rank: int, differing: set[str] | None) -> None:
+    def __init__(
+        self, name: str, content: ShardedSafetensors, rank: int, world_size: int, differing: set[str] | None
+    ) -> None:
         """Plan nothing yet.
 
         Args:
             name: Of the file, if it becomes one.
             content: What stands in it.
-            rank, differing: As of ``Draft``.
+            rank, world_size, differing: As of ``Draft``.
 
         Raises:
             UnsavableStateError: The metadata is not text.
         """
         check_metadata(content.metadata)
-        super().__init__(DraftInput(stateful_to_dict(content.state_dict), None, folder=name), rank, differing)
+        given = DraftInput(stateful_to_dict(content.state_dict), None, folder=name)
+        super().__init__(given, rank, world_size, differing)
         self._file, self._content = name, content
 
     def local_plan(self) -> tuple[SavePlan, array[int]]:

@@ -68,6 +68,17 @@ def gather(value: T, process_group: Any = None) -> list[T]:
     return values
 
 
+def gather_to_first(value: T, process_group: Any = None) -> list[T]:
+    """First rank: the values of all ranks, in their order. Of others: none."""
+    if not many(process_group):
+        return [value]
+    group = cpu_group(process_group)
+    is_first = dist.get_rank(group) == 0
+    values: list[Any] = [None] * dist.get_world_size(group) if is_first else []
+    dist.gather_object(value, values if is_first else None, dst=dist.get_global_rank(group, 0), group=group)
+    return values
+
+
 def check_same(call: Call, process_group: Any = None) -> None:
     """Raise ``RankFailedError``, on all ranks, unless all of them make the same ``call``."""
     if many(process_group):

@@ -173,7 +173,7 @@ class Group:
             if not self._is_loss_of_store(found):
                 rounds.conclude_failed(name, found)
             raise found from error
-        rounds.conclude(name, b"", each)
+        rounds.conclude_each(name, each)
         with _logged("clearing up the store"):  # the others have their answer all the same
             rounds.clear(kind, number)
         return answers[0]
@@ -299,7 +299,7 @@ class Group:
             if rounds.patience.left() <= 0:
                 raise
             rounds.report(name, value)  # to the store of another worker: this one has not concluded anything
-        return _answer(rounds.outcome(name, self._config.timeout + grace(self._config.timeout), own=True))
+        return _answer(rounds.outcome(name, self._config.timeout + grace(self._config.timeout)))
 
     def _follow_first(self, rounds: Rounds, kind: str, number: int, decide: Callable[[], T]) -> T:
         name = round_name(kind, number)

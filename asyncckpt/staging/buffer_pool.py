@@ -121,12 +121,6 @@ class BufferPool:
                 if (segment := predecessor.segments.get(number)) is not None:  # else an interrupted call has
                     client.adopt(segment, copies, self._config.timeout)
                     predecessor.segments.pop(number).close()
-        self.detached = [each for each in self.detached if not each.segment.closed]  # of a call that was interrupted
-        if predecessor is not None:
-            for number, copies in predecessor.copies_by_segment().items():
-                if (segment := predecessor.segments.pop(number, None)) is not None:  # else an interrupted call has
-                    with segment:
-                        client.adopt(segment, copies, self._config.timeout)
         for detached in self.detached:
             detached.number = client.adopt(detached.segment, detached.held, self._config.timeout)
 
@@ -142,7 +136,8 @@ class BufferPool:
     def close(self) -> None:
         """Give back memory that has no worker."""
         while self.detached:
-            self.detached.pop().close()
+            self.detached[-1].close()  # first, for an exception may come in between
+            self.detached.pop()
 
     def _allocate(self, plan: Plan, client: WorkerClient) -> StagingBuffer:
         """Memory for ``plan``; where there is too little, for one slot, or in the place of what was not used lately."""
@@ -150,7 +145,11 @@ class BufferPool:
         while True:
             try:
                 buffer = StagingBuffer(plan, client, slots, self._config.timeout, self.detached)
-                self._keep_copies(plan, client, buffer)
+                try:
+                    self._keep_copies(plan, client)
+                except BaseException:
+                    buffer.close()
+                    raise
                 return buffer
             except OutOfMemoryError as error:
                 if self._config.slots is None and slots > 1:
@@ -161,18 +160,14 @@ class BufferPool:
                 else:
                     raise
 
-    def _keep_copies(self, plan: Plan, client: WorkerClient, buffer: StagingBuffer) -> None:
+    def _keep_copies(self, plan: Plan, client: WorkerClient) -> None:
         """Have the worker keep copies of what ranks of other hosts stage by that plan."""
         if not self._config.replicas or not isinstance(plan, CheckpointPlan):
             return
         plans = (plan.number, *(known.plan.number for known in self.known))
         how = self._config.transport, self._config.replica_rate
-        try:
-            wanted = KeepCopies(plan.number, plan.copied_ranks, plans, *how)
-            client.ask(wanted, CopiesKept, self._config.timeout, "taking memory for copies of other hosts' images")
-        except BaseException:
-            buffer.close()
-            raise
+        wanted = KeepCopies(plan.number, plan.copied_ranks, plans, *how)
+        client.ask(wanted, CopiesKept, self._config.timeout, "taking memory for copies of other hosts' images")
 
     def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str) -> None:
         """Give back the memory of a plan, once nothing in it is under way."""

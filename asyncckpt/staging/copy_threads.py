@@ -69,7 +69,7 @@ class CopyThreads:
         self._end()
 
     def _end(self) -> None:
-        for _ in self._threads:
+        for _ in getattr(self, "_threads", ()):  # none where the making was interrupted
             self._calls.put(None)
 
     def _join(self) -> None:

@@ -88,8 +88,9 @@ class WeightPublisher:
         self._threads = copy_threads()
         self._timings: dict[str, float] = {}
         self._skips = False
-        self._closed = False
+        self._closed = self._has_left = False
         self._lock = threading.Lock()
+        self._supervisor.register()
 
     @property
     def worker(self) -> WorkerClient | None:
@@ -157,18 +158,20 @@ class WeightPublisher:
 
     def _close(self, *, linger: bool) -> None:
         with self._lock:
-            if self._closed:
+            if self._has_left:
                 return
             self._closed = True
             if self.worker is not None and self.worker.is_forked:
                 return
-            try:
-                self._supervisor.leave(linger=linger)
-            finally:
-                self._supervisor.close()
-                while self._buffers:
-                    self._buffers.pop().close()
-                self._threads.close()
+            failure = self._supervisor.leave(linger=linger)
+            while self._buffers:
+                self._buffers[-1].close()
+                self._buffers.pop()
+            self._threads.close()
+            self._supervisor.close()
+            self._has_left = True  # not before: what an exception interrupts, the next call does
+            if failure is not None:
+                raise failure
 
     def __enter__(self) -> WeightPublisher:
         return self

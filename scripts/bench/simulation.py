@@ -1,4 +1,4 @@
-"""What a save costs the first rank of a job of thousands, simulated.
+"""What saves cost the first rank of a job of thousands, simulated: later ones, and beside them the first.
 
 The first rank's real code runs on what that many ranks would send it, through a real store: their requests come from a
 few connections in turn, so what is left out is only the network. DCP's coordinator does its own work on the same plans,
@@ -18,21 +18,16 @@ import statistics
 import tempfile
 import threading
 import time
-from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncckpt.planning.draft import Draft, DraftInput, StoredPlaces
-from asyncckpt.ranks.group import pack, unpack
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import store_connection
 from asyncckpt.worker.manifest import data_name, index_name
@@ -45,6 +40,7 @@ from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.store import Store
 from asyncckpt.worker.write_request import WriteRequest
 from asyncckpt.worker.writer import begin_attempt
+from bench.first_saves import save_plan, simulate_first_saves
 
 
 class _Counting(store_connection.StoreClient):
@@ -154,34 +150,6 @@ def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _plan(rank: int, world_size: int, items: int) -> SavePlan:
-    """As FSDP2 and Adam make it: every tensor sharded over all ranks, and step counters that all have."""
-    properties = TensorProperties(dtype=torch.float32)
-    size = torch.Size([world_size * 64, 1024])
-    made = []
-    for number in range(items):
-        offsets = torch.Size([rank * 64, 0])
-        chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size([64, 1024]))
-        index = MetadataIndex(f"optimizer.state.layers.{number}.weight.exp_avg", offsets)
-        made.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)))
-    return SavePlan(made, planner_data={item.index.fqn: tuple(item.index.fqn.split(".")) for item in made})
-
-
-def simulate_plan(world_size: int, items: int) -> tuple[float, float]:
-    """What the first save costs the first rank's trainer: seconds, and bytes received for each rank."""
-    plans = [_plan(rank, world_size, items) for rank in range(world_size)]
-    local = [pack((plan, array("Q", range(1, len(plan.items) + 1)))) for plan in plans]
-    zeros = array("Q", bytes(8 * items))
-    places = [pack(StoredPlaces(zeros, zeros, None, [("", 0)])) for _ in range(world_size)]
-    draft = Draft(DraftInput({}, None), 0, set())
-    begun = time.perf_counter()
-    for answer in draft.global_plans([unpack(each) for each in local]):
-        pack(answer)
-    draft.metadata([unpack(each) for each in places])
-    took = time.perf_counter() - begun
-    return took, statistics.mean(map(len, local)) + statistics.mean(map(len, places))
-
-
 class _Cached(DefaultSavePlanner):
     pass
 
@@ -189,7 +157,7 @@ class _Cached(DefaultSavePlanner):
 def simulate_dcp(world_size: int, items: int, cached: bool, where: str) -> tuple[float, float]:
     """What a later save costs DCP's coordinator: seconds, and bytes received from and sent to each rank."""
     planner = _Cached(enable_plan_caching=True) if cached else DefaultSavePlanner()
-    plans = [_plan(rank, world_size, items) for rank in range(world_size)]
+    plans = [save_plan(rank, world_size, items) for rank in range(world_size)]
     for cache in ("_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
         getattr(SavePlanner, cache, {}).pop("_Cached", None)
     if cached:
@@ -197,7 +165,7 @@ def simulate_dcp(world_size: int, items: int, cached: bool, where: str) -> tuple
         plans = [SavePlan([], usable=False)] * world_size
     results = [
         [WriteResult(item.index, 1 << 18, _StorageInfo(data_name(rank), 0, 1 << 18)) for item in plan.items]
-        for rank, plan in enumerate(_plan(rank, world_size, items) for rank in range(world_size))
+        for rank, plan in enumerate(save_plan(rank, world_size, items) for rank in range(world_size))
     ]
     sent, told = [pickle.dumps(plan) for plan in plans], [pickle.dumps(result) for result in results]
     del plans, results
@@ -218,14 +186,15 @@ def measure(counts: Sequence[int], items: int, saves: int, where: str) -> list[d
     """A row for each number of ranks."""
     found = []
     for count in counts:
+        first = simulate_first_saves(count, items)
         commit = simulate_commit(count, saves, where)
-        first_s, first_bytes = simulate_plan(count, items)
         plain_s, plain_bytes = simulate_dcp(count, items, cached=False, where=where)
         found.append(
             {
                 "ranks": count,
-                "first save: plan s": first_s,
-                "first save: bytes/rank": first_bytes,
+                "first save s": first.planned_s,
+                "first save: bytes/rank": first.nbytes,
+                "first save, plan stored s": first.stored_s,
                 "later: worker CPU s": commit["cpu"],
                 "later: all in to told s": commit["conclude"],
                 "later: messages/rank": commit["messages"],

@@ -65,6 +65,12 @@ def main() -> int:
         default=["sockets"],
         help="for --host-kills",
     )
+    parser.add_argument(
+        "--host-flips", type=float, default=0.3, help="of the --host-kills, how many with bytes changed"
+    )
+    parser.add_argument(
+        "--host-stops", type=float, default=0.3, help="of the --host-kills, how many with workers stopped"
+    )
     parser.add_argument("--restart-mib", type=int, default=1024, help="of a state that is restarted; 0: none is")
     parser.add_argument(
         "--host-restart-mib", type=int, default=1024, help="of each of four ranks on two hosts; 0: none"
@@ -85,6 +91,7 @@ def main() -> int:
         leftovers.check_left(tally, folder / "runtime")
 
     rows: list[tuple[str, object]] = sorted(tally.counts.items())
+    rows += [(name, f"{value:.1f}") for name, value in sorted(tally.waits.items())]
     rows += [(name, f"{value:.3f}") for name, value in took.items()]
     if "hosts_load_s" in took:
         rows.append(
@@ -101,7 +108,14 @@ def main() -> int:
     for loss in tally.losses:
         print(f"LOST: {loss}")
     if args.json is not None:
-        facts = {**tally.counts, **took, "longest_s": tally.longest_s, "seed": args.seed, "losses": tally.losses}
+        facts = {
+            **tally.counts,
+            **tally.waits,
+            **took,
+            "longest_s": tally.longest_s,
+            "seed": args.seed,
+            "losses": tally.losses,
+        }
         args.json.write_text(json.dumps(facts, indent=1) + "\n")
     return 1 if tally.losses else 0
 
@@ -134,7 +148,9 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         trials.kill_trainings(tally, folder, args.framework_kills, choice(name), name)
     if args.host_kills:
         for transport in args.transports:
-            hosts.kill_hosts(tally, folder, args.host_kills, choice(f"hosts {transport}"), transport)
+            chosen = choice(f"hosts {transport}")
+            shares = hosts.Shares(args.host_flips, args.host_stops)
+            hosts.kill_hosts(tally, folder, args.host_kills, chosen, transport, shares)
     took: dict[str, float] = {}
     if args.restart_mib:
         took = restarts.time_restarts(folder, 5, args.restart_mib << 20)

@@ -3,6 +3,11 @@
 A host is a runtime folder and an address of the loopback range. At most one is lost at a time, and the next one only
 when all that is new was replicated again; then what was replicated must be found, whatever storage has of it. Now and
 then two are lost at once: then there is what storage has.
+
+At the end of some jobs bytes of copies are changed (flips), with a host lost, or none. At the end of others a worker of
+those that are left is stopped until after the next load; or no host is lost, and all workers of one are stopped. What
+was replicated need not be found then if all images of a rank are such. And while some jobs run, a worker is stopped
+that takes copies.
 """
 
 from __future__ import annotations
@@ -12,171 +17,259 @@ import os
 import random
 import shutil
 import time
-from dataclasses import replace
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
-import torch.distributed as dist
 from tqdm import tqdm
 
-from asyncckpt import Checkpointer
 from asyncckpt.config import Transport
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
-from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
-from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from torture.host_faults import Memory, Stopped, check_idle, runtime_of, workers_of
+from torture.host_trainers import Training, train
 from torture.jobs import Job
 from torture.leftovers import send_away
-from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
+from torture.tally import CONFIG, LIMIT_S, Tally, check_root
 
-_FAULTY = Path(__file__).parent.parent.parent / "tests" / "support" / "faulty_worker.py"
-_GATE = "ASYNCCKPT_TEST_GATE"
 # How many ranks there are on each host, in turns: as before, in another order, more, fewer.
 _SHAPES: tuple[tuple[int, ...], ...] = ((2, 2), (1, 1, 1), (1, 2), (2, 1), (1, 1))
+# Where workers are stopped, limits are so short that they are reached: that of each wait, and what a save and a load
+# may then take in all, on a machine that is busy.
+_TIMEOUT_S, _SAVE_S, _LOAD_S = 6.0, 16.0, 30.0
+# After how many rounds it is looked whether workers burn a core.
+_IDLE_EVERY = 20
 
 
-def kill_hosts(tally: Tally, folder: Path, kills: int, choice: random.Random, transport: Transport) -> None:
+@dataclass(frozen=True)
+class Shares:
+    """Of the rounds: in how many of them bytes of copies are flipped, and workers are stopped."""
+
+    flips: float
+    stops: float
+
+
+def kill_hosts(
+    tally: Tally, folder: Path, kills: int, choice: random.Random, transport: Transport, shares: Shares
+) -> None:
     """Lose a host ``kills`` times, at random instants."""
     place = folder / f"hosts-{transport}"
     place.mkdir()
-    cluster = _Cluster(place)
+    cluster = _Cluster(tally, place, shares, choice)
     for number in tqdm(range(kills + 1), desc=f"host kills, by {transport}", unit="kill", disable=None):
-        cluster.be(len(choice.choice(_SHAPES)) if choice.random() < 0.3 else max(2, len(cluster.hosts)), choice)
-        places = cluster.places(choice)
+        cluster.be(len(choice.choice(_SHAPES)) if choice.random() < 0.3 else max(2, len(cluster.hosts)))
+        places = cluster.places()
         gate = place / f"gate-{number}"
-        hold_at = choice.choice((0, 1, 2, 3, 5, 8))  # from this attempt on, nothing is written
-        with Job(
-            len(places), _train, str(place), places, str(gate), hold_at, choice.randrange(1 << 30), transport
-        ) as job:
+        stops = choice.random() < shares.stops / 2
+        # From this attempt on, nothing is written; but to go on the job needs its slots.
+        hold_at = 0 if stops else choice.choice((0, 1, 2, 3, 5, 8))
+        timeout = _TIMEOUT_S if stops or cluster.stopped is not None else CONFIG.timeout
+        seed = choice.randrange(1 << 30)
+        training = Training(str(place), places, str(gate), hold_at, seed, transport, timeout, may_fail=stops)
+        with Job(len(places), train, training) as job:
             try:
-                _round(tally, cluster, job, places, choice)
+                _Round(cluster, job, places, is_strict=timeout == CONFIG.timeout).go(stops=stops)
             except (TimeoutError, RuntimeError) as error:
                 tally.lose(f"hosts, by {transport}, round {number}: {error}")
-            gate.touch()
+                cluster.go_on()
+                cluster.open()
+        # What is in storage does not help the next load then, as nobody can go on writing before.
+        cluster.gate = gate
+        if not cluster.replicated or cluster.is_spoiled or choice.random() < 0.5:
+            cluster.open()
+        if number % _IDLE_EVERY == _IDLE_EVERY - 1 or number == kills:
+            cluster.go_on()
+            cluster.open()
+            check_idle(tally, place, range(cluster.seen))
     for host in range(cluster.seen):
-        os.environ[FOLDER_VARIABLE] = str(place / f"host-{host}")
-        send_away(place / f"host-{host}")
+        os.environ[FOLDER_VARIABLE] = str(runtime_of(place, host))
+        send_away(runtime_of(place, host))
     os.environ[FOLDER_VARIABLE] = str(folder / "runtime")
     check_root(tally, str(place / "root"))
+
+
+def lose_host(place: Path, host: int) -> None:
+    """A host of ``place`` burns: its workers, those of jobs before, too, and all that could be found of them."""
+    for process in workers_of(place, host):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+            process.wait(LIMIT_S)
+    shutil.rmtree(runtime_of(place, host), ignore_errors=True)
 
 
 class _Cluster:
     """Which hosts there are, and what must be found in the memory of them, or in storage."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, tally: Tally, place: Path, shares: Shares, choice: random.Random) -> None:
+        self.tally, self.place, self.shares, self.choice = tally, place, shares, choice
         self.hosts: list[int] = []
         self.seen = 0
         self.replicated = self.durable = 0
+        self.stopped: Stopped | None = None
+        self.gate: Path | None = None
+        self.is_spoiled = False
+        """Whether, of what was replicated, all images of a rank are damaged or stopped."""
 
-    def be(self, count: int, choice: random.Random) -> None:
+    def be(self, count: int) -> None:
         """Have ``count`` hosts. One that is not needed any more stays as it is."""
         while len(self.hosts) < count:
             self.hosts.append(self.seen)
             self.seen += 1
-        choice.shuffle(self.hosts)
+        self.choice.shuffle(self.hosts)
 
-    def places(self, choice: random.Random) -> list[int]:
+    def places(self) -> list[int]:
         """The host of each rank."""
         shapes = [shape for shape in _SHAPES if len(shape) == len(self.hosts)] or [(1,) * len(self.hosts)]
-        shape = choice.choice(shapes)
+        shape = self.choice.choice(shapes)
         return [host for host, ranks in zip(self.hosts, shape, strict=True) for _ in range(ranks)]
+
+    def least(self) -> int:
+        """The step that a load has to find, or a newer one."""
+        return self.durable if self.is_spoiled else max(self.replicated, self.durable)
 
     def lose(self, host: int) -> None:
         """It burns."""
         lose_host(self.place, host)
         self.hosts.remove(host)
 
+    def spoil(self, victim: int, *, flips: bool, stops: str) -> None:
+        """Flip bytes of copies; stop a "worker" of those that are left, or all workers of the "host" ``victim``."""
+        chosen: list[psutil.Process] = []
+        with Memory(self.place, self.hosts) as memory:
+            if flips and (flipped := memory.flip(self.choice)):
+                self.tally.counts["hosts: copies with flipped bytes"] += flipped
+                self.tally.counts["hosts: restarts after flips"] += 1
+            if stops:
+                workers = [each for host in self.hosts for each in workers_of(self.place, host)]
+                chosen = [self.choice.choice(workers)] if stops == "worker" else [*workers_of(self.place, victim)]
+                memory.rule_out(each.pid for each in chosen)
+            self.is_spoiled = memory.has_lost(self.replicated)
+        if chosen:
+            # Before the next job, or while that starts and loads.
+            after = self.choice.choice((0.0, self.choice.uniform(1, 5)))
+            self.stopped = Stopped(chosen, with_children=self.choice.random() < 0.5, after=after)
+            self.tally.counts[f"hosts: restarts with a {stops} stopped"] += 1
 
-def lose_host(place: Path, host: int) -> None:
-    """A host of ``place`` burns: its workers, those of jobs before, too, and all that could be found of them."""
-    runtime = str(place / f"host-{host}")
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            said = worker_process.parse(process.cmdline())
-            if said is not None and said.runtime == runtime:
-                process.kill()
-                process.wait(LIMIT_S)
-    shutil.rmtree(runtime, ignore_errors=True)
+    def open(self) -> None:
+        """Let the workers of the job before write again."""
+        if self.gate is not None:
+            self.gate.touch()
+
+    def go_on(self, *, kill: bool = False) -> None:
+        """Have what is stopped go on, or end it."""
+        if self.stopped is not None:
+            self.stopped.end(kill=kill)
+            self.stopped = None
 
 
-def _round(tally: Tally, cluster: _Cluster, job: Job, places: list[int], choice: random.Random) -> None:
+class _Round:
     """One job, until a host of it is lost."""
-    ranks = range(len(places))
-    for rank in ranks:
-        step, source, good, took = job.hear(rank, "loaded")
-        tally.longest_s = max(tally.longest_s, took)
-        least = max(cluster.replicated, cluster.durable)
+
+    def __init__(self, cluster: _Cluster, job: Job, places: list[int], *, is_strict: bool) -> None:
+        """``is_strict``: its limits are not so short that it may be refused what it wants."""
+        self._is_strict = is_strict
+        self._cluster, self._job, self._places = cluster, job, places
+        self._tally, self._choice = cluster.tally, cluster.choice
+        self._ranks = range(len(places))
+
+    def go(self, *, stops: bool) -> None:
+        """All of it. Raises ``TimeoutError``, ``RuntimeError``. ``stops``: whether a worker is stopped meanwhile."""
+        cluster, job = self._cluster, self._job
+        reasons: list[str] = []
+        step = min([self._loaded(rank, reasons) for rank in self._ranks])
+        is_older = step < cluster.replicated
+        if is_older and not reasons:
+            self._tally.lose(f"step {step} was loaded, and it was not said why not {cluster.replicated}")
+        self._tally.counts["hosts: loads that found damage"] += any("damage" in each for each in reasons)
+        self._tally.counts["hosts: loads of an older step, as no good image was left"] += is_older
+        cluster.open()
+        if cluster.stopped is not None:
+            time.sleep(self._choice.choice((0.0, self._choice.uniform(0, 2 * _TIMEOUT_S))))
+            cluster.go_on(kill=self._choice.random() < 0.3)
+        for rank in self._ranks:
+            (refused,) = job.hear(rank, "ready", 2 * LIMIT_S)
+            self._tally.counts["hosts: ranks that were refused to get ready, and then could"] += bool(refused)
+            if refused and self._is_strict:
+                self._tally.lose(f"rank {rank} could not get ready to save: {refused}")
+        # What the job before had is safe again when something newer is.
+        cluster.replicated, cluster.is_spoiled = min(cluster.replicated, step), False
+        cluster.replicated = max(cluster.replicated, *(job.hear(rank, "replicated")[0] for rank in self._ranks))
+        if stops:
+            self._stop_one()
+        self._end()
+
+    def _loaded(self, rank: int, reasons: list[str]) -> int:
+        """The step that a rank has loaded, once it has, and that is what it should. ``reasons``: of what it warned."""
+        cluster, tally, least = self._cluster, self._tally, self._cluster.least()
+        what = "load" if cluster.stopped is None else "load with workers stopped"
+        step, source, good, took, said = self._job.hear(rank, "loaded", 2 * _LOAD_S)
+        while source == "refused" and not self._is_strict:
+            # As one does who is told that a worker does not answer, or still writes.
+            tally.counts["hosts: loads that were refused, as workers were stopped"] += rank == 0
+            tally.wait("hosts: longest load that was refused, s", took)
+            reasons += said
+            cluster.go_on()
+            cluster.open()
+            step, source, good, took, said = self._job.hear(rank, "loaded", 2 * _LOAD_S)
+        tally.wait(f"hosts: longest {what}, s", took)
+        if took > _LOAD_S:
+            tally.lose(f"rank {rank} took {took:.1f} s to load step {step} from {source}")
         if step < least:
-            tally.lose(f"rank {rank} found step {step} in {source}; {least} was replicated or durable")
+            tally.lose(f"rank {rank} found step {step} in {source}; {least} was replicated or durable: {said}")
         if not good:
             tally.lose(f"rank {rank} loaded wrong bytes of step {step} from {source}")
-        if rank == 0 and least:
+        if rank == 0 and (least or step):
             tally.counts[f"hosts: recovered from {source}"] += 1
-    for rank in ranks:
-        job.hear(rank, "ready")
-    # What the job before had is safe again when something newer is.
-    cluster.replicated = max(cluster.replicated, *(job.hear(rank, "replicated")[0] for rank in ranks))
-    time.sleep(choice.uniform(0, 0.5))
-    victim = choice.choice(sorted({*places}))
-    both = choice.random() < 0.05
-    lost = {*places} if both else {victim}
-    first = [rank for rank in ranks if places[rank] in lost]
-    for rank in first:
-        job.processes[rank].kill()
-    for host in lost:
-        cluster.lose(host)
-    said = job.kill(first[0])
-    news: dict[str, int] = {"replicated": 0, "durable": 0}
-    for each in (each for of_rank in said for each in of_rank if each[0] in news):
-        news[each[0]] = max(news[each[0]], each[1])
-    cluster.durable = max(cluster.durable, news["durable"])
-    cluster.replicated = 0 if both else max(cluster.replicated, news["replicated"])
-    tally.counts["hosts lost, all at once" if both else "hosts lost"] += 1
+        reasons += said
+        return int(step)
 
+    def _stop_one(self) -> None:
+        """Stop a worker of the job, which then goes on, or is killed; then steps have to be replicated again."""
+        cluster, job, choice, tally = self._cluster, self._job, self._choice, self._tally
+        trainers = {process.pid for process in job.processes}
+        found = {each: owner for host in {*self._places} for each, owner in workers_of(cluster.place, host).items()}
+        time.sleep(choice.uniform(0, 0.3))
+        own = sorted((each for each, owner in found.items() if owner in trainers), key=lambda each: each.pid)
+        stopped, kills = Stopped([choice.choice(own)], with_children=choice.random() < 0.5), choice.random() < 0.3
+        time.sleep(choice.choice((choice.uniform(0, 2), choice.uniform(_TIMEOUT_S, 2 * _TIMEOUT_S))))
+        stopped.end(kill=kills)
+        tally.counts[f"hosts: workers stopped in a job, then {'killed' if kills else 'going on'}"] += 1
+        ended = time.monotonic()
+        told = [said[1] for rank in self._ranks for said in job.heard(rank) if said[0] == "replicated"]
+        # What was under way when a worker was killed may still be said to be replicated, and have lost its copies.
+        since = max(cluster.replicated, *told, 0) + 2
+        for rank in self._ranks:
+            step = 0
+            while step < since:
+                step, waited = job.hear(rank, "replicated", _SAVE_S + LIMIT_S)
+            cluster.replicated = max(cluster.replicated, step)
+            tally.wait("hosts: longest save with a worker stopped, s", waited)
+            if waited > _SAVE_S:
+                tally.lose(f"rank {rank} waited {waited:.1f} s for a save while a worker was stopped")
+        tally.wait("hosts: longest until steps are replicated again, s", time.monotonic() - ended)
 
-def _train(
-    pipe: Connection,
-    rank: int,
-    place: str,
-    places: list[int],
-    gate: str,
-    hold_at: int,
-    seed: int,
-    transport: Transport,
-) -> None:
-    """Load, then save without end."""
-    choice = random.Random(f"{seed} {rank}")
-    os.environ[FOLDER_VARIABLE] = f"{place}/host-{places[rank]}"
-    os.environ[ADDRESS_VARIABLE] = f"127.{places[rank] // 60000}.{places[rank] // 250 % 240}.{places[rank] % 250 + 2}"
-    os.environ[DOMAIN_VARIABLE] = str(places[rank])
-    if hold_at:
-        os.environ[_GATE] = gate
-        real = worker_process.command()
-        worker_process.command = lambda: [real[0], str(_FAULTY), f"create:hold:{hold_at}"]
-    checkpointer = Checkpointer(f"{place}/root", replace(CONFIG, replicas=1, transport=transport))
-    into, found, source = _state(0), 0, "nothing"
-    begun = time.monotonic()
-    with contextlib.suppress(CheckpointNotFoundError):
-        found = checkpointer.load(into)
-        source = checkpointer.loaded.source if checkpointer.loaded is not None else "nothing"
-    pipe.send(("loaded", found, source, found == 0 or is_of(into, found), time.monotonic() - begun))
-    checkpointer.prepare(_state(found))
-    pipe.send(("ready",))
-    for step in range(found + 1, 10**9):
-        dist.barrier()
-        save = checkpointer.save(step, _state(step))
-        with contextlib.suppress(CheckpointError):  # a newer one may have been copied first
-            save.wait_replicated(LIMIT_S)
-            pipe.send(("replicated", step))
-        if not hold_at and choice.random() < 0.3:
-            save.result(LIMIT_S)
-            pipe.send(("durable", step))
-        time.sleep(choice.uniform(0, 0.02))
-
-
-def _state(step: int) -> dict[str, Any]:
-    """The same on any number of ranks, which spread it among them."""
-    return state_of(step)
+    def _end(self) -> None:
+        """The job ends: a host of it is lost, or its trainers are, and a host is stopped."""
+        cluster, choice = self._cluster, self._choice
+        time.sleep(choice.uniform(0, 0.5))
+        victim = choice.choice(sorted({*self._places}))
+        flips = choice.random() < cluster.shares.flips
+        stops = choice.choice(("worker", "host")) if choice.random() < cluster.shares.stops / 2 else ""
+        both = choice.random() < 0.05 and not stops
+        keeps = stops == "host" or (flips and not both and choice.random() < 0.4)
+        lost = {*self._places} if both else {victim}
+        first = [rank for rank in self._ranks if self._places[rank] in lost]
+        for rank in first:
+            self._job.processes[rank].kill()
+        if not keeps:
+            for host in lost:
+                cluster.lose(host)
+        what = "jobs killed, their hosts left" if keeps else "hosts lost, all at once" if both else "hosts lost"
+        self._tally.counts[what] += 1
+        said = self._job.kill(first[0])
+        news: dict[str, int] = {"replicated": 0, "durable": 0}
+        for each in (each for of_rank in said for each in of_rank if each[0] in news):
+            news[each[0]] = max(news[each[0]], each[1])
+        cluster.durable = max(cluster.durable, news["durable"])
+        cluster.replicated = 0 if both else max(cluster.replicated, news["replicated"])
+        if flips or stops:
+            cluster.spoil(victim, flips=flips, stops=stops)

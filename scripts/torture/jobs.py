@@ -48,9 +48,9 @@ class Job:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def hear(self, rank: int, kind: str) -> tuple[Any, ...]:
+    def hear(self, rank: int, kind: str, limit: float = LIMIT_S) -> tuple[Any, ...]:
         """The next thing of that ``kind`` that a rank says. Raises ``TimeoutError``, ``RuntimeError`` if it ends."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             if not self.pipes[rank].poll(0.5):
                 continue
@@ -63,7 +63,15 @@ class Job:
                 raise RuntimeError(f"a trainer failed: {said[1]}")
             if said[0] == kind:
                 return tuple(said[1:])
-        raise TimeoutError(f"rank {rank} has not {kind} within {LIMIT_S:g} s")
+        raise TimeoutError(f"rank {rank} has not {kind} within {limit:g} s")
+
+    def heard(self, rank: int) -> list[tuple[Any, ...]]:
+        """All that a rank has said, and nobody has heard yet."""
+        said = []
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while self.pipes[rank].poll(0):
+                said.append(self.pipes[rank].recv())
+        return said
 
     def kill(self, first: int) -> list[list[tuple[Any, ...]]]:
         """Kill a rank, then, as a launcher does, the others. Returns what each had still said."""

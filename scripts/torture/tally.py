@@ -70,10 +70,16 @@ class Tally:
     losses: list[str] = field(default_factory=list)
     longest_s: float = 0.0
     """The longest that a save, or what follows a fault, has taken."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """The longest of other waits, in seconds, by their names."""
 
     def lose(self, what: str) -> None:
         self.losses.append(what)
         tqdm.write(f"LOST: {what}")
+
+    def wait(self, name: str, took: float) -> None:
+        """Somebody has waited for so many seconds."""
+        self.waits[name] = max(self.waits.get(name, 0.0), took)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from support.states import same
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError
+from asyncckpt.errors import ClosedError, MismatchError
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
 from asyncckpt.save_handle import Save
 from asyncckpt.supervisor import Supervisor, known_supervisors
@@ -25,6 +27,9 @@ from asyncckpt.worker.process import detached_workers
 
 # Every so many instructions of a save there is an interrupt: 1 tries them all, and takes hours.
 EVERY = int(os.environ.get("ASYNCCKPT_TEST_EVERY", 149))
+
+# Of what was opened when an exception came before anybody had it: Python closes it, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -59,6 +64,15 @@ class Trainings:
         self.save().result(60)
         self.durable = self.step
 
+    def load(self) -> int:
+        """As a training does that is begun anew."""
+        self.make()
+        return self.checkpointer.load(_state(0))
+
+
+def _threads() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name.startswith("asyncckpt")}
+
 
 def _children() -> set[int]:
     return {each.pid for each in psutil.Process().children()}
@@ -68,8 +82,23 @@ def _with_workers() -> list[Supervisor]:
     return [each for each in known_supervisors() if each.client is not None]
 
 
+def _check_threads(trainings: Trainings) -> None:
+    """There are those of the last alone. One that was closed by nobody ends its own when it is collected."""
+    trainings.before = trainings.checkpointer
+    engine = trainings.checkpointer._engine
+    assert engine.worker is not None
+    mine = {engine.worker._listener, *engine._copier.threads._threads}
+    mine |= set(engine._copier._behind._threads) if engine._copier._behind is not None else set()
+    deadline = time.monotonic() + 30
+    while _threads() != mine and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.002)
+    assert _threads() == mine
+
+
 def _check(trainings: Trainings, memory: set[int]) -> None:
     """There is one of all, and the memory is the same."""
+    _check_threads(trainings)
     assert set(mapped_segments()) == memory and len(_with_workers()) == 1
     deadline = time.monotonic() + 30
     while len(_children() - trainings.others) > 1 and time.monotonic() < deadline:
@@ -104,8 +133,56 @@ def test_after_an_interrupt_at_any_instruction_of_the_first_save(root: Path) -> 
 
     for _ in interrupted_everywhere(first, "asyncckpt/", every=13 * EVERY, error=Restarted):
         trainings.begin_anew()
+        _check_threads(trainings)
         assert len(mapped_segments()) == 1 and len(_with_workers()) == 1
     trainings.checkpointer.close()
+
+
+@pytest.mark.timeout(900)
+def test_after_an_interrupt_at_any_instruction_of_a_load(root: Path) -> None:
+    """Of one that goes on where another was, which it closes; every second time all are given up then."""
+    trainings = Trainings(root, Config(keep_last=3))
+    trainings.begin_anew()
+    memory = set(mapped_segments())
+    everywhere = interrupted_everywhere(trainings.load, "asyncckpt/", every=9 * EVERY, error=Restarted)
+    for number, _ in enumerate(everywhere):
+        if number % 2:
+            AbortAsyncckpt()(None)
+        trainings.begin_anew()
+        _check(trainings, memory)
+    trainings.checkpointer.close()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("overlap", [False, True], ids=["copied", "overlapping"])
+def test_after_an_interrupt_at_any_instruction_of_a_close(root: Path, overlap: bool) -> None:
+    """By an error that ends a training, as long as which the hook gives up what there is, and raises another."""
+    trainings = Trainings(root, Config(overlap=overlap, keep_last=3))
+    trainings.begin_anew()
+    memory = set(mapped_segments())
+
+    def end() -> None:
+        trainings.checkpointer.__exit__(RuntimeError, RuntimeError(), None)
+
+    for number, _ in enumerate(interrupted_everywhere(end, "asyncckpt/", every=EVERY // 3, error=Restarted)):
+        if number % 2:
+            AbortAsyncckpt()(None)
+        trainings.begin_anew()
+        _check(trainings, memory)
+    trainings.checkpointer.close()
+
+
+def test_one_that_could_only_load_leaves_nothing(root: Path) -> None:
+    """And was given up: the next that loads closes it."""
+    with Checkpointer(root) as first:
+        first.save(1, _state(1)).result(60)
+    for _ in range(3):
+        with pytest.raises(MismatchError):
+            Checkpointer(root).load({"w": torch.zeros(3)})
+        AbortAsyncckpt()(None)
+    with Checkpointer(root) as last:
+        assert last.load(_state(0)) == 1
+        assert _threads() == set(last._engine._copier.threads._threads)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["copied", "overlapping"])

@@ -64,6 +64,7 @@ def _check(state: dict[str, Any], rank: int) -> None:
 
 
 def _load(root: str, memory: bool) -> None:
+    logging.getLogger("asyncckpt").addHandler(heard := _Handler())
     mine = 20 + dist.get_rank()
     with Checkpointer(root, QUICK) as checkpointer:
         into = _state(mine)
@@ -72,6 +73,7 @@ def _load(root: str, memory: bool) -> None:
         into["a.b"][1]["form"].value["t"][0].zero_()
         assert checkpointer.load(into, memory=memory) == 2
         _check(into, mine)
+    assert not heard.messages  # what others have is not asked for, and that is no news
 
 
 def test_each_rank_gets_its_own(tmp_path: Path) -> None:

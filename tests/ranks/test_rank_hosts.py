@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
-from support.hosts import enter_host
-from support.ranks import Job, run, say
+from support.hosts import damage_images, enter_host
+from support.ranks import Job, faulty, run, say
 from support.states import equal, replicas
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.loading.memory_source import MemorySource
 from asyncckpt.worker.storage import complete_steps
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -72,6 +74,70 @@ def test_what_is_on_no_host_any_more_comes_from_storage(hosts: Path) -> None:
     found = run(2, _load, str(hosts), [0, 2], folder=hosts)
     assert [each[:3] for each in found] == [(2, "memory", True)] * 2
     assert found[0][3].keys() == {"memory", "storage"} and found[1][3].keys() == {"peer", "storage"}
+
+
+def _die_unwritten(folder: str, places: list[int]) -> None:
+    """Have two steps replicated, of which nothing is written, and die."""
+    os.environ["ASYNCCKPT_TEST_GATE"] = f"{folder}/gate"
+    faulty("create:hold")
+    enter_host(folder, places[dist.get_rank()])
+    checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30))
+    for step in (1, 2):
+        checkpointer.save(step, replicas(step)).wait_replicated(30)
+    say(checkpointer._engine.worker.pid if checkpointer._engine.worker else 0)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _load_unwritten(folder: str, places: list[int]) -> tuple[int, str, bool]:
+    enter_host(folder, places[dist.get_rank()])
+    with Checkpointer(f"{folder}/root", Config(timeout=5)) as checkpointer:
+        into = replicas(99)
+        step = checkpointer.load(into)
+        assert checkpointer.loaded is not None
+        Path(folder, "gate").touch()
+        return step, checkpointer.loaded.source, equal(into, replicas(step))
+
+
+@pytest.mark.parametrize("then", [[0, 1], [1, 0, 2]], ids=["as before", "among others"])
+@pytest.mark.parametrize(
+    ("damaged", "expected"), [("copies", 2), ("own images", 2), ("copies and own images", 1)], ids=str
+)
+def test_what_is_damaged_is_loaded_from_elsewhere(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch, then: list[int], damaged: str, expected: int
+) -> None:
+    """From another copy, or, where there is none, it is an older step: storage has nothing."""
+    Job(2, _die_unwritten, str(hosts), [0, 1], folder=hosts).wait()
+    for host in (0, 1):
+        damage_images(hosts, host, 2, damaged, monkeypatch)
+    found = run(len(then), _load_unwritten, str(hosts), then, folder=hosts)
+    assert found == [(expected, "memory", True)] * len(then)
+
+
+def _stop_and_load(folder: str, places: list[int], worker: int) -> tuple[int, str, bool]:
+    """The ``worker`` is stopped when all know what it holds."""
+    prepare = MemorySource.prepare
+
+    def stop(source: MemorySource) -> None:
+        os.kill(worker, signal.SIGSTOP)
+        prepare(source)
+
+    MemorySource.prepare = stop  # type: ignore[assignment, method-assign]
+    return _load_unwritten(folder, places)
+
+
+def test_a_worker_that_is_stopped_in_the_middle_of_a_load(hosts: Path) -> None:
+    """All that it holds is held elsewhere, too. One rank is on its host, and one on a third."""
+    job = Job(2, _die_unwritten, str(hosts), [0, 1], folder=hosts)
+    workers = [job.hear(rank) for rank in range(2)]
+    job.wait()
+    begun = time.monotonic()
+    try:
+        found = run(3, _stop_and_load, str(hosts), [1, 2, 0], workers[1], folder=hosts)
+        assert time.monotonic() - begun < 60
+    finally:
+        os.kill(workers[1], signal.SIGCONT)
+    assert found == [(2, "memory", True)] * 3
 
 
 def test_a_worker_that_is_stopped_is_not_waited_for(hosts: Path) -> None:

@@ -88,11 +88,11 @@ class FaultyRounds(rounds.Rounds):
         reporting.add_done_callback(lambda _: self.reported[name].set())
         return reporting
 
-    def outcome(self, name: str, timeout: float, *, own: bool = False) -> bytes | errors.CheckpointError:
+    def outcome(self, name: str, timeout: float) -> bytes | errors.CheckpointError:
         if point == "finalize":
             self.reported[name].wait(60)  # the outcome is waited for from the moment the save begins
         reach("finalize", name)
-        return super().outcome(name, timeout, own=own)
+        return super().outcome(name, timeout)
 
 
 def faulty_prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:

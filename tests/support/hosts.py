@@ -10,6 +10,7 @@ import pytest
 
 from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from asyncckpt.worker.takeover import Takeover
 from support.workers import send_away
 
 HOSTS = 4
@@ -26,6 +27,25 @@ def enter_host(folder: str | Path, host: int) -> None:
     os.environ[FOLDER_VARIABLE] = str(host_folder(folder, host))
     os.environ[ADDRESS_VARIABLE] = f"127.0.0.{host + 2}"
     os.environ[DOMAIN_VARIABLE] = str(host)
+
+
+def damage_images(folder: Path, host: int, step: int, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change a byte of each image of ``step`` on a host that is dead but for its workers.
+
+    ``which``: has "copies" and "own images" in it, or one of the two.
+    """
+    monkeypatch.setenv(FOLDER_VARIABLE, str(host_folder(folder, host)))
+    for lock in host_folder(folder, host).glob("*.lock"):
+        takeover = Takeover.find(lock.stem, 30)
+        assert takeover is not None
+        with takeover:
+            images = takeover.copies * ("copies" in which) + takeover.images * ("own images" in which)
+            of_step = [each for each in images if each.request.step == step]
+            assert of_step
+            for held in of_step:
+                file = held.layout.data_files[0]
+                at = held.layout.data(held.request.slot, file).offset + file.length // 2
+                takeover.segments[held.request.segment].view[at] ^= 1
 
 
 def hosts_of(folder: Path, monkeypatch: pytest.MonkeyPatch, runtime: Path) -> Iterator[Path]:

@@ -38,8 +38,10 @@ FAULTS = ("between saves", "in save", "in load", "at random")
 """Which one a rank has in its turn. Unless it is "in load", the other saves meanwhile, and is interrupted."""
 
 
-MOST_THREADS = 2
-"""Of a checkpointer that was given up, until it is closed by the next: those that copy."""
+MOST_THREADS = max(2, min(4, os.cpu_count() or 1))
+"""Of a checkpointer that was given up, until it is closed by the next: those that copy, and with overlap the one in
+the place of the caller.
+"""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,15 @@ class TransportContract:
             with pytest.raises(OSError):
                 peer.ping()
 
+    def test_the_holder_is_stopped_before_it_has_opened_an_image(self) -> None:
+        """To make its checksums may take minutes, but not for one that says nothing."""
+        with image_holder(NBYTES) as holder, Holder(holder.address, KEY, self.kind, answer_s=1.0) as peer:
+            os.kill(holder.process.pid, signal.SIGSTOP)
+            begun = time.monotonic()
+            with pytest.raises(OSError):
+                peer.open(IMAGE)
+            assert time.monotonic() - begun < 10
+
     def test_the_holder_is_stopped_in_the_middle(self) -> None:
         """It says nothing any more, and who reads does not wait for ever, nor uses a core meanwhile."""
         with image_holder(MUCH) as holder, Holder(holder.address, KEY, self.kind, answer_s=1.0) as peer:

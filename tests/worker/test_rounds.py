@@ -54,9 +54,14 @@ def test_all_report_and_all_learn_the_outcome(ranks: list[Rounds]) -> None:
             reporting.close()
         assert ranks[0].collect("round-1", 10) == [b"of 0", b"", b"of 2"]
         assert not any(outcome.done() for outcome in outcomes)
-        ranks[0].conclude("round-1", b"well", {1: b"one", 2: b"two"})
+        ranks[0].conclude("round-1", b"well")
         assert [outcome.result(10) for outcome in outcomes] == [b"well", b"well"]
-    assert ranks[1].outcome("round-1", 1, own=True) == b"one"
+
+
+@pytest.mark.parametrize("outcomes", [{1: b"one", 2: b"two"}, {1: b"same", 2: b"same"}, {1: b"", 2: b""}])
+def test_each_learns_its_own_outcome(ranks: list[Rounds], outcomes: dict[int, bytes]) -> None:
+    ranks[0].conclude_each("round-1", outcomes)
+    assert {rank: ranks[rank].outcome("round-1", 10) for rank in outcomes} == outcomes
 
 
 def test_values_larger_than_the_store_takes_at_once(ranks: list[Rounds]) -> None:
@@ -64,8 +69,8 @@ def test_values_larger_than_the_store_takes_at_once(ranks: list[Rounds]) -> None
     for rank in range(WORLD):
         ranks[rank].report("round-1", values[rank])
     assert ranks[0].collect("round-1", 10) == values
-    ranks[0].conclude("round-1", b"", {2: values[1]})
-    assert ranks[2].outcome("round-1", 10, own=True) == values[1]
+    ranks[0].conclude_each("round-1", {1: values[2], 2: values[1]})
+    assert ranks[2].outcome("round-1", 10) == values[1]
 
 
 def test_the_first_failure_is_everybodys(ranks: list[Rounds]) -> None:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from multiprocess.connection import Connection
 
+from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.worker import messages, takeover
 from asyncckpt.worker.endpoint import Endpoint, endpoint_name
-from asyncckpt.worker.endpoint_messages import Inspect, Inventory, Retire, TrainerAlive
-from asyncckpt.worker.takeover import Takeover, retire_idle_workers
+from asyncckpt.worker.endpoint_messages import (
+    AskStatus,
+    FoundImage,
+    Inspect,
+    Inventory,
+    Retire,
+    TrainerAlive,
+    WorkerStatus,
+)
+from asyncckpt.worker.held_image import ImageKey
+from asyncckpt.worker.takeover import ReaderClient, Takeover, retire_idle_workers
 
 
 @contextlib.contextmanager
@@ -65,3 +77,29 @@ def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPa
         assert retire_idle_workers(30) is not has_trainer
     kinds = [type(each) for each in asked]
     assert kinds == [Inspect] * (1 if has_trainer else 4) + [Retire] * (not has_trainer)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["it takes its time", "it is stopped"])
+def test_checksums_are_waited_for_as_long_as_it_answers(is_stopped: bool) -> None:
+    """To make those of an image may take minutes."""
+    may_end = threading.Event()
+
+    def answer(connection: Connection) -> None:
+        if is_stopped:
+            may_end.wait(30)
+        elif isinstance(messages.receive(connection), AskStatus):
+            messages.send(connection, WorkerStatus(os.getpid(), False, (), None, False))
+        else:
+            may_end.wait(1)
+            messages.send(connection, FoundImage(None))
+
+    with answering(os.getpid(), answer) as name:
+        client = ReaderClient.connect(name)
+        assert client is not None
+        client.timeout = 0.3
+        begun = time.monotonic()
+        with pytest.raises(SaveTimeoutError) if is_stopped else contextlib.nullcontext():
+            assert client.image(ImageKey("attempt", 0)) is None
+        assert time.monotonic() - begun < 10
+        may_end.set()
+        client.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from array import array
 from types import TracebackType
 
@@ -119,12 +120,21 @@ class Holder:
         with contextlib.suppress(OSError), self._asking:
             self._connection.send(requests.CloseImage(lease))
 
-    def _ask(self, question: object, answer_s: float | None = None) -> object:
+    def _ask(self, question: object, within: float = 0.0) -> object:
+        """``within``: seconds that the answer may take, as long as the other end says again and again that it is at
+        it; else it has to come as soon as any.
+        """
         with self._asking:
             try:
-                self._connection.limit(self._answer_s, answer_s)
+                self._connection.limit(self._answer_s)
                 self._connection.send(question)
-                return self._connection.receive()
+                until = time.monotonic() + within
+                answer: object = self._connection.receive()
+                while isinstance(answer, requests.Pong) and not isinstance(question, requests.Ping):
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"{self._connection.peer} has not answered within {within:g} s")
+                    answer = self._connection.receive()
+                return answer
             except OSError:
                 self._connection.close()  # an answer may still be on its way
                 raise

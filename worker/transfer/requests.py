@@ -12,7 +12,7 @@ Any number of connections may stand between the two.
     reader  NextImage                 which is the newest that you have staged since?
     holder  NewestStaged              this one, or none, after some seconds
     reader  Ping                      are you there?
-    holder  Pong
+    holder  Pong                      also before an answer that takes time: I am at it
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ _STRANGER_S = 5.0
 _STRANGERS = 512
 # How long one may say nothing: who holds a lease pings. One that is stopped must not hold it for ever.
 SILENCE_S = 30.0
+# How often one is told that what it has asked for takes time.
+BUSY_S = 0.5
 _PAUSE_S = 0.1
 
 
@@ -137,7 +139,9 @@ class TransferServer:
         while True:
             match peer.receive():
                 case requests.OpenImage(key, transport, with_checksums):
-                    peer.send(self._open(peer, key, transport, with_checksums))
+                    with _heard(peer):
+                        answer = self._open(peer, key, transport, with_checksums)
+                    peer.send(answer)
                 case requests.AskChecksums(name, first, last):
                     with self._used(name) as image:
                         peer.send(requests.Checksums(image.checksums(first, last).tobytes()))
@@ -191,6 +195,25 @@ class TransferServer:
                     raise ConnectionAbortedError("something was asked for without a lease")
                 held.enter_context(lease.image.used())
             yield lease.image
+
+
+@contextlib.contextmanager
+def _heard(peer: SealedConnection) -> Iterator[None]:
+    """Say again and again that this is at it: it may take minutes to make checksums of an image."""
+    is_done = threading.Event()
+
+    def say() -> None:
+        with contextlib.suppress(OSError):
+            while not is_done.wait(BUSY_S):
+                peer.send(requests.Pong())
+
+    thread = threading.Thread(target=say, name="asyncckpt-transfer", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
 
 
 def _shut(connection: socket.socket) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.image_holder import IMAGE, KEY, hold, image_bytes
@@ -41,6 +42,19 @@ def _read_all(address: TransferAddress) -> bool:
         image.read(image.held.layout.slots[0], into)
         image.close()
         return into == image_bytes(NBYTES)
+
+
+def test_an_answer_may_take_time(address: TransferAddress, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As to make the checksums of a large image: longer than any other answer may."""
+    lease = SegmentStore.lease
+
+    def lease_slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(3)
+        return lease(*args, **options)
+
+    monkeypatch.setattr(SegmentStore, "lease", lease_slowly)
+    with Holder(address, KEY, "sockets", answer_s=2.0) as peer:
+        peer.open(IMAGE).close()
 
 
 def test_a_thousand_strangers_get_nothing_and_stall_nothing(address: TransferAddress) -> None:

@@ -1,0 +1,41 @@
+"""Reading the plan that a checkpoint was saved by, for the first save of the job that has loaded it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from asyncckpt.loading.source import Source, StorageSource
+from asyncckpt.planning.stored_plan import StoredPlan
+from asyncckpt.worker.manifest import data_of_rank
+from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage_meta import without_storage_meta
+
+logger = logging.getLogger(__name__)
+
+
+def read_plan(path: str, source: Source | None, rank: int) -> StoredPlan | None:
+    """What a rank needs of the plan; None: that is not stored, or cannot be read, which is no reason to fail.
+
+    Args:
+        path, source: As of ``load``.
+        rank: The number of this rank.
+    """
+    try:
+        if source is not None:
+            return _read(source, rank)
+        with storage_for(path).reading(path):
+            return _read(StorageSource(path), rank)
+    except Exception as error:  # whatever it is: the other ranks have loaded, and go on
+        logger.info("the next save is planned anew, as the plan of %s is not known: %s", path, error)
+        return None
+
+
+def _read(source: Source, rank: int) -> StoredPlan | None:
+    indexes = []
+    for name in data_of_rank(source.data_files(), rank):
+        with contextlib.closing(source.open(name)) as file:
+            indexes.append(file.index)
+    if not indexes or not all(index.asked for index in indexes):
+        return None
+    return StoredPlan(source.attempt, indexes, without_storage_meta(source.metadata()) if rank == 0 else b"")

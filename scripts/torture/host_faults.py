@@ -1,0 +1,185 @@
+"""What else befalls hosts: bytes of copies change in the memory of workers, and workers are stopped by a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from asyncckpt.worker.held_image import HeldImage
+from asyncckpt.worker.segment_layout import Region
+from asyncckpt.worker.takeover import Takeover
+from torture.tally import LIMIT_S, Tally
+
+# Of one core, for how long at a time, and how often in a row: a worker that does so does it for ever.
+_BURNS, _WHILE_S, _TIMES = 0.5, 1.0, 8
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an image is: in a slot of a segment of a worker, by process id."""
+
+    worker: int
+    segment: int
+    slot: int
+
+
+class Memory:
+    """What the workers of some hosts hold, when their trainers are dead, and which of it can be relied on."""
+
+    def __init__(self, place: Path, hosts: Iterable[int]) -> None:
+        """Ask them. Computes checksums that were not known yet."""
+        self.images: dict[_Place, HeldImage] = {}
+        self._bad: set[_Place] = set()
+        with contextlib.ExitStack() as held:
+            self._takeovers = {each.worker: held.enter_context(each) for host in hosts for each in _found(place, host)}
+            for worker, takeover in self._takeovers.items():
+                for image in (*takeover.images, *takeover.copies):
+                    self.images[_Place(worker, image.request.segment, image.request.slot)] = image
+            self._held = held.pop_all()
+
+    def flip(self, choice: random.Random) -> int:
+        """Change bytes of some copies, of at least one if there are any. Returns of how many."""
+        copies = [each for each, image in self.images.items() if image.is_copy]
+        share = choice.choice((0.0, 0.5, 1.0))
+        flipped = {each for each in copies if choice.random() < share} or {*copies[:1]}
+        for each in flipped:
+            in_constants = _flip(self._takeovers[each.worker], self.images[each], choice)
+            # What is constant is so for all images of a segment.
+            self._bad |= {other for other in self.images if _is_beside(other, each, in_constants)}
+        return len(flipped)
+
+    def rule_out(self, workers: Iterable[int]) -> None:
+        """Nothing that these workers hold can be relied on: they are stopped."""
+        gone = {*workers}
+        self._bad |= {each for each in self.images if each.worker in gone}
+
+    def has_lost(self, step: int) -> bool:
+        """Whether all images of a rank are bad that were there of ``step``, as it was saved last."""
+        of_step = [image.request for image in self.images.values() if image.request.step == step]
+        if not of_step:
+            return False
+        newest = max(of_step, key=lambda request: request.called_at).attempt
+        usable: defaultdict[int, bool] = defaultdict(bool)
+        for each, image in self.images.items():
+            if image.request.attempt == newest:
+                usable[image.request.rank] |= each not in self._bad
+        return not all(usable.values())
+
+    def close(self) -> None:
+        """Let go of it. The workers stay."""
+        self._held.close()
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stopped:
+    """Workers that are stopped by a signal, with the processes that they have started, or without, until ``end``."""
+
+    def __init__(self, workers: Iterable[psutil.Process], *, with_children: bool, after: float = 0.0) -> None:
+        """``after``: in so many seconds, and not now."""
+        self.workers = list(workers)
+        self._processes = list(self.workers)
+        for worker in self.workers:
+            with contextlib.suppress(psutil.Error):
+                self._processes += worker.children(recursive=True) if with_children else []
+        self._timer = threading.Timer(after, self._stop)
+        if after:
+            self._timer.start()
+        else:
+            self._stop()
+
+    def end(self, *, kill: bool) -> None:
+        """Have them go on, or end the workers. Safe to call twice."""
+        self._timer.cancel()
+        if self._timer.is_alive():
+            self._timer.join()
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                if kill and process in self.workers:
+                    process.kill()
+                process.resume()
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+
+
+def workers_of(place: Path, host: int) -> dict[psutil.Process, int]:
+    """The workers of a host, those of jobs before, too, each with the process id of its trainer."""
+    runtime = str(runtime_of(place, host))
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            said = worker_process.parse(process.cmdline())
+            if said is not None and said.runtime == runtime and process.status() != psutil.STATUS_ZOMBIE:
+                found[process] = said.trainer
+    return found
+
+
+def runtime_of(place: Path, host: int) -> Path:
+    """The runtime folder of a host."""
+    return place / f"host-{host}"
+
+
+def check_idle(tally: Tally, place: Path, hosts: Iterable[int]) -> None:
+    """No worker without a trainer may burn a core for ever, nor a process that it has started."""
+    workers = [worker for host in hosts for worker in workers_of(place, host)]
+    for _ in range(_TIMES):
+        before = {worker: _cpu_s(worker) for worker in workers}
+        time.sleep(_WHILE_S)
+        workers = [worker for worker in workers if _cpu_s(worker) - before[worker] > _BURNS * _WHILE_S]
+        if not workers:
+            return
+    for worker in workers:
+        tally.lose(f"the worker {worker.pid} burns a core")
+
+
+def _cpu_s(worker: psutil.Process) -> float:
+    total = 0.0
+    with contextlib.suppress(psutil.Error):
+        for process in (worker, *worker.children(recursive=True)):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def _found(place: Path, host: int) -> Iterable[Takeover]:
+    runtime = runtime_of(place, host)
+    os.environ[FOLDER_VARIABLE] = str(runtime)
+    for lock in sorted(runtime.glob("*.lock")):
+        if (takeover := Takeover.find(lock.stem, LIMIT_S)) is not None:
+            yield takeover
+
+
+def _flip(takeover: Takeover, image: HeldImage, choice: random.Random) -> bool:
+    """Change some bytes of an image. Returns whether they are such that are constant in its segment."""
+    layout, slot = image.layout, image.request.slot
+    data = [Region(layout.data(slot, file).offset, file.length) for file in layout.data_files if file.length]
+    constants = [region for region in layout.constants() if region.nbytes]
+    in_constants = not data or choice.random() < 0.2
+    region = choice.choice(constants if in_constants else data)
+    view = takeover.segments[image.request.segment].view
+    for at in choice.sample(range(region.nbytes), min(region.nbytes, choice.choice((1, 1, 8, 64)))):
+        view[region.offset + at] ^= 1 << choice.randrange(8)
+    return in_constants
+
+
+def _is_beside(other: _Place, flipped: _Place, in_constants: bool) -> bool:
+    same_segment = (other.worker, other.segment) == (flipped.worker, flipped.segment)
+    return same_segment and (in_constants or other.slot == flipped.slot)

@@ -1,0 +1,140 @@
+"""The trainers on hosts that are lost: they load what is there, and then save without end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch.distributed as dist
+
+from asyncckpt import Checkpointer
+from asyncckpt.config import Transport
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
+from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from torture.tally import CONFIG, LIMIT_S, is_of, state_of
+
+_FAULTY = Path(__file__).parent.parent.parent / "tests" / "support" / "faulty_worker.py"
+_GATE = "ASYNCCKPT_TEST_GATE"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A job on hosts.
+
+    ``place``: a folder for all; ``places``: the host of each rank. From attempt ``hold_at`` on (0: never) nothing is
+    written until the file ``gate`` is there. ``timeout``: of each wait, and of a save; ``may_fail``: whether saves may.
+    """
+
+    place: str
+    places: list[int]
+    gate: str
+    hold_at: int
+    seed: int
+    transport: Transport
+    timeout: float
+    may_fail: bool
+
+
+def train(pipe: Connection, rank: int, training: Training) -> None:
+    """What each rank does. It says when it has loaded, when it is ready to save, and what is replicated and durable."""
+    choice = random.Random(f"{training.seed} {rank}")
+    host = training.places[rank]
+    os.environ[FOLDER_VARIABLE] = f"{training.place}/host-{host}"
+    os.environ[ADDRESS_VARIABLE] = f"127.{host // 60000}.{host // 250 % 240}.{host % 250 + 2}"
+    os.environ[DOMAIN_VARIABLE] = str(host)
+    if training.hold_at:
+        os.environ[_GATE] = training.gate
+        real = worker_process.command()
+        worker_process.command = lambda: [real[0], str(_FAULTY), f"create:hold:{training.hold_at}"]
+    config = replace(CONFIG, timeout=training.timeout, commit_timeout=training.timeout)
+    config = replace(config, replicas=1, transport=training.transport)
+    checkpointer = Checkpointer(f"{training.place}/root", config)
+    found = _load(pipe, checkpointer)
+    _prepare(pipe, checkpointer, found)
+    longest = 0.0
+    for step in range(found + 1, 10**9):
+        dist.barrier()
+        begun = time.monotonic()
+        try:
+            is_replicated = _save(pipe, checkpointer, step, durable=not training.hold_at and choice.random() < 0.3)
+        except CheckpointError:
+            if not training.may_fail:
+                raise
+            is_replicated = False
+        longest = max(longest, time.monotonic() - begun)
+        if is_replicated:
+            pipe.send(("replicated", step, longest))
+        time.sleep(choice.uniform(0, 0.02))
+
+
+def _load(pipe: Connection, checkpointer: Checkpointer) -> int:
+    """Load, again and again where that is refused, as long as a worker is stopped that may be writing."""
+    into, found, source, until = state_of(0), 0, "nothing", time.monotonic() + LIMIT_S
+    while True:
+        begun = time.monotonic()
+        with _warnings() as said:
+            try:
+                found = checkpointer.load(into)
+                source = checkpointer.loaded.source if checkpointer.loaded is not None else "nothing"
+                break
+            except CheckpointNotFoundError:
+                break
+            except StorageError as error:
+                if time.monotonic() > until:
+                    raise
+                pipe.send(("loaded", 0, "refused", True, time.monotonic() - begun, [*said, str(error)]))
+    pipe.send(("loaded", found, source, found == 0 or is_of(into, found), time.monotonic() - begun, said))
+    return found
+
+
+def _prepare(pipe: Connection, checkpointer: Checkpointer, found: int) -> None:
+    """Get ready to save, again and again where that is refused, as long as a worker is stopped."""
+    refused, until = "", time.monotonic() + LIMIT_S
+    while True:
+        try:
+            checkpointer.prepare(state_of(found))
+            break
+        except CheckpointError as error:
+            refused = str(error)
+            if time.monotonic() > until:
+                raise
+    pipe.send(("ready", refused))
+
+
+def _save(pipe: Connection, checkpointer: Checkpointer, step: int, *, durable: bool) -> bool:
+    """Returns whether it was replicated: a newer one may have been copied first."""
+    save = checkpointer.save(step, state_of(step))
+    is_replicated = False
+    with contextlib.suppress(CheckpointError):
+        save.wait_replicated(LIMIT_S)
+        is_replicated = True
+    if durable:
+        save.result(LIMIT_S)
+        pipe.send(("durable", step))
+    return is_replicated
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What loading warns of, meanwhile."""
+    logger, said = logging.getLogger("asyncckpt.loading"), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    try:
+        yield said
+    finally:
+        logger.setLevel(logging.NOTSET)
+        logger.removeHandler(handler)
+        logger.propagate = True

@@ -1,0 +1,25 @@
+"""What is held is asked of all workers on a host."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.loading import memory_search
+from asyncckpt.worker.takeover import ReaderClient
+
+
+def test_workers_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are stopped each takes its time to give no answer."""
+    all_asked = threading.Barrier(12)
+
+    def connect(endpoint: str) -> None:
+        all_asked.wait(10)
+        raise SaveTimeoutError(endpoint)
+
+    monkeypatch.setattr(memory_search, "endpoint_names", lambda job: [f"{job}-{number}" for number in range(12)])
+    monkeypatch.setattr(ReaderClient, "connect", connect)
+    assert memory_search.find_images("job", None, None).places == ()
+    assert not all_asked.broken
