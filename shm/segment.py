@@ -16,6 +16,7 @@ import weakref
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.descriptor import Descriptor
+from asyncckpt.shm.memcpy import address_of
 
 PAGE = mmap.PAGESIZE
 
@@ -30,7 +31,6 @@ _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _TOUCH_BYTES = 64 << 20
@@ -119,7 +119,7 @@ class Segment:
     @property
     def address(self) -> int:
         """The address in this process at which the mapping begins."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        return address_of(self.view)
 
     def touch(self) -> None:
         """Take the memory now, so that no later write to it has to wait for the kernel or can fail.
@@ -173,17 +173,15 @@ class Segment:
 
 
 def _mapped(fd: int, nbytes: int, *, writable: bool) -> memoryview:
-    """Map a file. It is unmapped with the last view of it.
+    """Map a file. It is unmapped with the last view of it, also where an exception comes before anybody has one.
 
-    Not by Python's ``mmap``: that has a descriptor of its own, which nobody can close in a fork.
+    Python's ``mmap`` sees to that: it reserves the addresses, and the file takes its place there. It is not given the
+    file, for it would have a descriptor of its own, which nobody can close in a fork.
     """
+    view = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE))
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
-    if address == _MAP_FAILED:
+    if _libc.mmap(address_of(view), nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
         raise OSError(code := ctypes.get_errno(), os.strerror(code))
-    pages = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(pages, _libc.munmap, address, nbytes).atexit = False  # threads may still copy then
-    view = memoryview(pages).cast("B")
     return view if writable else view.toreadonly()
 
 
