@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.interrupts import interrupted_everywhere
 from support.segments import mapped_segments
 
 from asyncckpt.errors import OutOfMemoryError
@@ -55,6 +57,24 @@ def test_a_fork_lets_go_of_it() -> None:
         left.release()
         mine.close()
         read.close()
+
+
+# Python closes the descriptor, and says so; so it does of an exception in ``__del__``.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_at_any_instruction_leaves_no_mapping() -> None:
+    with Segment.create("asyncckpt-test", PAGE) as segment:
+        nbytes, fd = mapped_segments(), segment.fileno()
+        descriptors: list[int] = []
+
+        def attach() -> None:
+            descriptors.append(os.dup(fd))
+            Segment.attach(descriptors[-1]).close()
+
+        for tried, _ in enumerate(interrupted_everywhere(attach, "shm/segment.py")):
+            assert mapped_segments() == nbytes, tried
+            with contextlib.suppress(OSError):  # nobody had it yet
+                os.close(descriptors.pop())
+        assert tried > 100
 
 
 def test_touch_takes_the_memory() -> None:
