@@ -31,39 +31,45 @@ from torture.frameworks import trials
 from torture.jobs import MARK
 from torture.tally import Tally
 
+# Each with how many there are where none is named, and of what.
+_KINDS = {
+    "kills": (300, "of trainers, and as many of workers"),
+    "interruptions": (300, "signals that the trainer gets"),
+    "calls": (300, "system calls of the worker that fail"),
+    "forks": (300, "of the trainer"),
+    "damages": (1000, "to files of a checkpoint"),
+    "exchanges": (300, "of one checkpoint for another"),
+    "store": (200, "kills, of each, and faults on S3, as moto serves it"),
+    "full": (50, "times that space runs out"),
+    "framework-kills": (20, "of trainings of each kind in --frameworks"),
+    "host-kills": (300, "hosts of a job that are lost with their memory"),
+    "restart-mib": (1024, "MiB of a state that is restarted out of memory, and timed"),
+    "host-restart-mib": (1024, "MiB of each of four ranks on two hosts, which are restarted and timed"),
+}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/torture",
-        description="Everything that can happen to a job, at random and by the hundreds: is anything ever lost?",
+        description="Everything that can happen to a job, at random and by the hundreds: is anything ever lost? All"
+        " kinds of it; or those alone that are named; or all but those that are named with 0.",
         epilog="The same seed makes the same choices; what comes of them is up to the machine. Each wait has a limit of"
         " 30 seconds, of 180 for a framework's training, and running into it is a hang. Exits with 1 if anything was"
         " lost, hung, published half, loaded wrong, or left over.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--kills", type=int, default=300, help="of trainers, and as many of workers")
-    parser.add_argument("--interruptions", type=int, default=300, help="signals that the trainer gets")
-    parser.add_argument("--calls", type=int, default=300, help="system calls of the worker that fail")
-    parser.add_argument("--forks", type=int, default=300, help="of the trainer")
-    parser.add_argument("--damages", type=int, default=1000)
-    parser.add_argument("--exchanges", type=int, default=300, help="of one checkpoint for another")
-    parser.add_argument("--store", type=int, default=200, help="kills, of each, and faults on S3, as moto serves it")
-    parser.add_argument("--full", type=int, default=50, help="times that space runs out")
-    parser.add_argument("--framework-kills", type=int, default=20, help="of trainings of each kind in --frameworks")
+    for name, (count, what) in _KINDS.items():
+        said = f"{what} ({count:,} where no kind is named)"
+        parser.add_argument(f"--{name}", type=int, metavar="N", default=argparse.SUPPRESS, help=said)
     parser.add_argument(
         "--frameworks",
         nargs="*",
         choices=trials.FRAMEWORKS,
         default=trials.FRAMEWORKS,
-        help="those that are not installed are left out, and the tally says so",
+        help="for --framework-kills; those that are not installed are left out, and the tally says so",
     )
-    parser.add_argument("--host-kills", type=int, default=300, help="hosts of a job that are lost with their memory")
     parser.add_argument(
-        "--transports",
-        nargs="*",
-        choices=("sockets", "nixl"),
-        default=["sockets"],
-        help="for --host-kills",
+        "--transports", nargs="*", choices=("sockets", "nixl"), default=["sockets"], help="for --host-kills"
     )
     parser.add_argument(
         "--host-flips", type=float, default=0.3, help="of the --host-kills, how many with bytes changed"
@@ -71,14 +77,13 @@ def main() -> int:
     parser.add_argument(
         "--host-stops", type=float, default=0.3, help="of the --host-kills, how many with workers stopped"
     )
-    parser.add_argument("--restart-mib", type=int, default=1024, help="of a state that is restarted; 0: none is")
-    parser.add_argument(
-        "--host-restart-mib", type=int, default=1024, help="of each of four ranks on two hosts; 0: none"
-    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to write; by default the folder for temporary files")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
+    are_named = any(getattr(args, _of(name), 0) for name in _KINDS)
+    for name, (count, _) in _KINDS.items():
+        setattr(args, _of(name), getattr(args, _of(name), 0 if are_named else count))
 
     logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)  # thousands of saves are about to fail
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -118,6 +123,10 @@ def main() -> int:
         }
         args.json.write_text(json.dumps(facts, indent=1) + "\n")
     return 1 if tally.losses else 0
+
+
+def _of(kind: str) -> str:
+    return kind.replace("-", "_")
 
 
 def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, float]:
