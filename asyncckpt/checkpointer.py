@@ -118,6 +118,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if not self._has_saved and origin is None and is_first(self._process_group):
             _warn_of_others(self._tiers.roots)
         self._has_saved = True
+        self._loads.forbid_unfinished()
         if self._tiers.local is not None and isinstance(state_dict, FileSet):
             check_file_set_place(state_dict, self.root, "refuse", is_copy=True)
         asked = True if upload is None and self._is_terminating else upload

@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError, ClosedError
+from asyncckpt.errors import CheckpointError, ClosedError, StorageError
 from asyncckpt.events import Event
 from asyncckpt.loading.image_files import HeldImages
-from asyncckpt.loading.memory_search import find_images
+from asyncckpt.loading.memory_search import FoundImages, find_images
 from asyncckpt.loading.memory_source import MemorySource, choose_in_memory, chosen_source, load_image
 from asyncckpt.loading.plan_reading import read_plan
 from asyncckpt.loading.source import Source
@@ -23,7 +23,9 @@ from asyncckpt.publication import whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, rank_of
 from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
+from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.history import Origin
+from asyncckpt.worker.write_request import WriteRequest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,6 +63,7 @@ class Loads:
         self._engine, self._tiers, self._ranks = engine, tiers, ranks
         self.origin: Origin | None = None
         """Where this run goes on; None: it has loaded nothing."""
+        self._unfinished: list[WriteRequest] = []  # first rank: what dead trainers were saving at later steps
 
     def load(self, fill: Callable[..., int], step: SupportsIndex | None, *, memory: bool, fallback: bool) -> Loaded:
         """Load a checkpoint.
@@ -91,10 +94,23 @@ class Loads:
     def latest(self) -> int | None:
         """The step that ``load`` would load; None: there is none."""
         self._check_local()
-        if (found := self._in_memory(None)) is not None:
+        if (images := self._images()) is not None and (found := self._chosen(images, None)) is not None:
             found.close()
             return found.request.step
         return from_first(partial(self._tiers.newest, self._engine.config.timeout), self._ranks)
+
+    def forbid_unfinished(self) -> None:
+        """See that what dead trainers were saving at later steps is committed no more: this run is about to save them.
+
+        What is committed by now takes another name then. Whoever only loads takes nothing away from a dead job.
+        """
+        while self._unfinished:
+            request = self._unfinished[-1]
+            try:
+                storage_for(request.path).forbid(request.path, request.attempt)
+            except StorageError as error:
+                logger.warning("what a dead trainer was saving may still be committed: %s", error)
+            self._unfinished.pop()
 
     def _load(
         self, fill: Callable[..., int], step: int | None, begun: float, *, memory: bool, fallback: bool
@@ -109,14 +125,20 @@ class Loads:
 
         source: Literal["memory", "local", "storage"] = "memory"
         found, nbytes_from = None, dict[str, int]()
-        if memory and (held := self._in_memory(step)) is not None:
+        images = self._images() if memory else None
+        if images is not None and (held := self._chosen(images, step)) is not None:
             with closing(held):
                 if load_image(counted, held):
                     found, nbytes_from = held.request.step, held.nbytes_from()
         if found is None:
             found, source = self._tiers.load(counted, step, self._engine.config.timeout, self._ranks, fallback=fallback)
-        self.origin = from_first(partial(self._tiers.origin, found), self._ranks)
+        self.origin = from_first(partial(self._origin, found, images), self._ranks)
         return Loaded(found, source, time.perf_counter() - begun, nbytes, nbytes_from)
+
+    def _origin(self, step: int, images: FoundImages | None) -> Origin:
+        """First rank: where the run goes on that has loaded ``step``, when ``images`` were held."""
+        self._unfinished = [] if images is None else images.unfinished(self._tiers.roots[0], step)
+        return self._tiers.origin(step, self._unfinished)
 
     def _check_asked_by_all(self, step: int | None) -> None:
         """Raise unless all ranks load the same, and may."""
@@ -129,14 +151,15 @@ class Loads:
         if self._tiers.local is not None:
             from_first(self._tiers.check_local, self._ranks)
 
-    def _in_memory(self, step: int | None) -> MemorySource | None:
-        """The checkpoint to load from memory, the same one on all ranks; to be closed."""
+    def _images(self) -> FoundImages | None:
+        """What the workers of dead trainers hold; None: nobody could know."""
         config, job = self._engine.config, self._engine.job
-        if job is None:
-            return None
-        found = find_images(job, self._held(), config.address, self._ranks)
+        return None if job is None else find_images(job, self._held(), config.address, self._ranks)
+
+    def _chosen(self, images: FoundImages, step: int | None) -> MemorySource | None:
+        """The checkpoint to load from memory, the same one on all ranks; to be closed."""
         choose = partial(choose_in_memory, self._tiers.roots, step)
-        return chosen_source(found, choose, config.transport, self._ranks)
+        return chosen_source(images, choose, self._engine.config.transport, self._ranks)
 
     def _held(self) -> HeldImages | None:
         try:

@@ -7,6 +7,7 @@ other hosts, or more of them, or fewer. The first rank of each host asks the wor
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections import defaultdict
@@ -102,6 +103,12 @@ class FoundImages:
         own = None if self.own is None else self.own.without(mapped)
         places = tuple(place for place in self.places if not any(each.has(place) for each in unusable))
         return replace(self, own=own, places=places)
+
+    def unfinished(self, root: str, step: int) -> list[WriteRequest]:
+        """First rank: what dead trainers were saving under ``root``, at later steps than ``step``; once each attempt."""
+        requests = [place.summary.request for place in self.places if not place.summary.committed]
+        later = [each for each in requests if (each.step or 0) > step and os.path.dirname(each.path) == root]
+        return [*{each.attempt: each for each in later}.values()]
 
     def attempts(self) -> Iterator[HeldAttempt]:
         """First rank: what is held of each attempt of which the first rank's image is there, the newest first."""

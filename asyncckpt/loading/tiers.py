@@ -19,6 +19,7 @@ from asyncckpt.ranks.collectives import from_first
 from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of
 from asyncckpt.worker.upload_notes import has_uploaded
+from asyncckpt.worker.write_request import WriteRequest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,9 +68,9 @@ class Tiers:
         """The newest step, once no dead trainer's worker writes any more. Raises ``StorageError``."""
         return settled_step(timeout, *self.roots)
 
-    def origin(self, step: int) -> Origin:
-        """Where a run goes on that has loaded ``step``. Raises ``StorageError``."""
-        return origin_of(step, *self.roots)
+    def origin(self, step: int, unfinished: Sequence[WriteRequest] = ()) -> Origin:
+        """Where a run goes on that has loaded ``step``; ``unfinished``: see ``Origin``. Raises ``StorageError``."""
+        return origin_of(step, *self.roots, unfinished=unfinished)
 
     def load(
         self,

@@ -13,11 +13,15 @@ import torch.distributed as dist
 from support.hosts import damage_images, enter_host
 from support.ranks import Job, faulty, run, say
 from support.states import equal, replicas
+from support.workers import wait_for
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.engine.loads import Loads
+from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.loading.memory_source import MemorySource
-from asyncckpt.worker.storage import complete_steps
+from asyncckpt.worker.running_workers import running_workers
+from asyncckpt.worker.storage import complete_steps, step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -152,3 +156,69 @@ def test_a_worker_that_is_stopped_is_not_waited_for(hosts: Path) -> None:
     finally:
         os.kill(workers[1], signal.SIGCONT)
     assert [each[0:3:2] for each in found] == [(2, True)] * 2
+
+
+def _die_with_one_stopped(folder: str, places: list[int]) -> None:
+    """The first step is replicated, and nothing is written; the second is staged by both, and one worker is stopped."""
+    os.environ["ASYNCCKPT_TEST_GATE"] = f"{folder}/gate"
+    faulty("create:hold")
+    enter_host(folder, places[dist.get_rank()])
+    checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30))
+    checkpointer.save(1, replicas(1)).wait_replicated(30)
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    if dist.get_rank():
+        os.kill(worker.pid, signal.SIGSTOP)
+    dist.barrier()
+    checkpointer.save(2, replicas(2)).wait_staged(30)
+    say(worker.pid)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_saving(pid: int, path: str) -> bool:
+    return any(each.pid == pid and each.status and path in each.status.saving for each in running_workers())
+
+
+def _go_on_while_they_write(folder: str, places: list[int], workers: list[int], before: bool) -> tuple[int, bool]:
+    """They write before what they have staged last is forbidden, or after. Returns what was loaded, and whether that
+    was committed.
+    """
+    enter_host(folder, places[dist.get_rank()])
+    path, forbid = step_folder(f"{folder}/root", 2), Loads.forbid_unfinished
+
+    def let_them_write(loads: Loads) -> None:
+        if not before:
+            forbid(loads)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            Path(folder, "gate").touch()
+            os.kill(workers[1], signal.SIGCONT)
+            wait_for(lambda: not _is_saving(workers[0], path))
+        dist.barrier()
+        forbid(loads)
+
+    Loads.forbid_unfinished = let_them_write  # type: ignore[assignment, method-assign]
+    with Checkpointer(f"{folder}/root", Config(timeout=30)) as checkpointer:
+        step = checkpointer.load(replicas(99))
+        checkpointer.save(2, replicas(3)).result(30)
+        into = replicas(99)
+        assert checkpointer.load(into) == 2 and equal(into, replicas(3))
+        Loads.forbid_unfinished = forbid  # type: ignore[method-assign]
+        checkpointer.save(3, replicas(4)).result(30)
+        with pytest.raises(CheckpointExistsError):
+            checkpointer.save(2, replicas(4)).result(30)
+        return step, Path(f"{path}.abandoned-1").exists()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the next save", "after it began"])
+def test_what_was_staged_later_can_be_saved_again(hosts: Path, before: bool) -> None:
+    """Whenever the worker that was stopped goes on."""
+    job = Job(2, _die_with_one_stopped, str(hosts), [0, 1], folder=hosts)
+    workers = [job.hear(rank) for rank in range(2)]
+    job.wait()
+    try:
+        found = run(2, _go_on_while_they_write, str(hosts), [0, 2], workers, before, folder=hosts)
+    finally:
+        os.kill(workers[1], signal.SIGCONT)
+    assert found == [(1, before)] * 2

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -55,12 +55,14 @@ class Origin:
     """Where a run goes on: at the ``step`` that it has loaded.
 
     ``newest`` is the time of creation of the newest checkpoint that there was then: what the run saves is newer.
-    ``left`` are the later steps that it has left behind, if it saves steps of those numbers again.
+    ``left`` are the later steps that it has left behind, if it saves steps of those numbers again. ``unfinished`` are
+    attempts at such steps that dead trainers had under way, and that may be committed until it saves.
     """
 
     step: int
     newest: float
     left: frozenset[int]
+    unfinished: frozenset[str] = frozenset()
 
     def has_left(self, root: str, step: int) -> bool:
         """Whether the run has left behind what stands at ``step``. An object store is not asked: no save waits for it.
@@ -69,8 +71,10 @@ class Origin:
         """
         if step not in self.left or is_address(root):
             return step in self.left
-        found = _look(root, step)
-        return found is not None and (found.created is None or found.created <= self.newest)
+        found, path = _look(root, step), step_folder(root, step)
+        if found is None or found.created is None or found.created <= self.newest:
+            return found is not None
+        return any(storage_for(path).is_finalized(path, each) for each in self.unfinished)
 
 
 def history(*roots: str, strict: bool = True) -> list[StoredStep]:
@@ -130,8 +134,8 @@ def older_step(step: int, *roots: str) -> StoredStep | None:
     return found[place - 1] if place else None
 
 
-def origin_of(step: int, *roots: str) -> Origin:
-    """Where a run goes on that has loaded ``step``. Raises ``StorageError``."""
+def origin_of(step: int, *roots: str, unfinished: Sequence[WriteRequest] = ()) -> Origin:
+    """Where a run goes on that has loaded ``step``; ``unfinished``: see ``Origin``. Raises ``StorageError``."""
     found = history(*roots, strict=False)
     newest = max((each.created for each in found if each.created is not None), default=0.0)
     places = {each.step: at for at, each in enumerate(found)}
@@ -143,7 +147,8 @@ def origin_of(step: int, *roots: str) -> Origin:
             step,
             ", ".join(map(str, newer)),
         )
-    return Origin(step, newest, frozenset(each.step for each in found if each.step > step))
+    left = {each.step for each in found if each.step > step} | {each.step for each in unfinished if each.step}
+    return Origin(step, newest, frozenset(left), frozenset(each.attempt for each in unfinished))
 
 
 def time_of_creation(root: str, since: float = 0.0) -> float:
