@@ -105,7 +105,7 @@ class FoundImages:
         return replace(self, own=own, places=places)
 
     def unfinished(self, root: str, step: int) -> list[WriteRequest]:
-        """First rank: what dead trainers were saving under ``root``, at later steps than ``step``; once each attempt."""
+        """First rank: attempts of dead trainers under ``root`` at later steps than ``step``, which may be under way."""
         requests = [place.summary.request for place in self.places if not place.summary.committed]
         later = [each for each in requests if (each.step or 0) > step and os.path.dirname(each.path) == root]
         return [*{each.attempt: each for each in later}.values()]
