@@ -47,20 +47,20 @@ class Segment:
     ``view`` is the memory; ``slots.py`` says who may write where and when.
     """
 
-    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
+    def __init__(self, file: Descriptor, nbytes: int, *, writable: bool = True) -> None:
         """Map a memory file; ``create`` and ``attach`` do.
 
         Args:
-            fd: Its descriptor, which the segment owns from here on.
+            file: The file, which the segment owns from here on.
             nbytes: Its size in bytes.
             writable: Whether the mapping may be written to.
         """
-        self._file = Descriptor(fd, "rb")
+        self._file = file
         self.closed = True
         """``close`` was called."""
         self.nbytes = nbytes
         try:
-            self.view = _mapped(fd, nbytes, writable=writable)
+            self.view = _mapped(file.fileno(), nbytes, writable=writable)
             self.closed = False
         except BaseException:
             self.close()
@@ -82,15 +82,15 @@ class Segment:
             OutOfMemoryError: The kernel refuses the memory, or the descriptor.
         """
         try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            file = Descriptor.of(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
-                os.ftruncate(fd, nbytes)
+                os.ftruncate(file.fileno(), nbytes)
                 # A file that shrinks under a mapping is a bus error in the process that touches it.
-                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+                fcntl.fcntl(file, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+                segment = cls(file, nbytes)
             except BaseException:
-                os.close(fd)
+                file.close()
                 raise
-            segment = cls(fd, nbytes)
         except (MemoryError, OSError) as error:
             raise _out_of_memory(nbytes, refusal(error)) from error
         try:
@@ -102,12 +102,12 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, fd: int, *, writable: bool = True) -> Segment:
-        """Map the memory file behind ``fd``, which the segment owns from here on.
+    def attach(cls, file: Descriptor, *, writable: bool = True) -> Segment:
+        """Map a memory ``file``, which the segment owns from here on.
 
         A fork has no part in what may be written to, nor keeps its memory: that is of one trainer and its worker.
         """
-        segment = cls(fd, os.fstat(fd).st_size, writable=writable)
+        segment = cls(file, os.fstat(file.fileno()).st_size, writable=writable)
         if writable:
             _of_this_process.add(segment)
         return segment

@@ -28,14 +28,18 @@ class Readers(IntEnum):
 
 def reopen(fd: int, flags: int) -> int:
     """The same memory file, by an open file description of its own. With ``O_RDONLY`` it cannot be written through."""
-    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+    return os.open(*_same_file(fd, flags))
+
+
+def _same_file(fd: int, flags: int) -> tuple[str, int]:
+    return f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC
 
 
 class Claims:
     """The writer's locks on the slots of one segment."""
 
     def __init__(self, segment: Segment) -> None:
-        self._file = Descriptor(reopen(segment.fileno(), os.O_RDWR), "rb")
+        self._file = Descriptor.of(os.open, *_same_file(segment.fileno(), os.O_RDWR))
         _all_claims.add(self)
 
     def __del__(self) -> None:

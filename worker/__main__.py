@@ -8,16 +8,17 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from multiprocess.connection import Connection
 
 from asyncckpt.worker.endpoint_service import EndpointService
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.server import Server
+from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.transfer.serving import Serving
 
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     metrics, server = None, None
     try:
         storages = partial(storage_for, direct_io=options["direct_io"])
-        connection, trainer = Connection(options["fd"]), options["trainer"]
+        connection, trainer = SocketConnection(socket.socket(fileno=options["fd"])), options["trainer"]
         metrics = _metrics_file(options)
         server = Server(
             connection, storages, segment_store, endpoint_service, serving, options["io_threads"], trainer, metrics

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from multiprocess.reduction import recv_handle, send_handle
-
 from asyncckpt.errors import CheckpointError, ClosedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
@@ -256,7 +254,7 @@ class WorkerClient:
             with self._sending:
                 messages.send(self._connection, message)
                 if fd is not None:
-                    send_handle(self._connection, fd, self.pid)
+                    self._connection.send_descriptor(fd)
         except BaseException as error:
             if fd is not None:
                 self._process.kill()  # it may wait for a descriptor that never comes
@@ -299,7 +297,7 @@ class WorkerClient:
                 break
             segment = None
             if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
-                segment = Segment.attach(recv_handle(self._connection))  # lost, where this process has no room for it
+                segment = Segment.attach(self._connection.receive_descriptor())  # lost, where there is no room for it
             match message:
                 case messages.Written(save_id, inode, timings):
                     self.saves.on_written(save_id, inode, timings)

@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import xxhash
-from multiprocess.connection import Connection
 
 from asyncckpt.errors import JobTakenError
+from asyncckpt.worker.socket_connection import SocketConnection
 
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 
@@ -86,7 +86,7 @@ class Endpoint:
             self._give_back()
             raise
 
-    def listen(self, answer: Callable[[Connection], None]) -> None:
+    def listen(self, answer: Callable[[SocketConnection], None]) -> None:
         """From now on have ``answer`` called with each connection of this user, on a thread of its own."""
         threading.Thread(target=self._accept, args=[answer], name="asyncckpt-endpoint", daemon=True).start()
 
@@ -98,7 +98,7 @@ class Endpoint:
         self._socket.close()
         self._give_back()
 
-    def _accept(self, answer: Callable[[Connection], None]) -> None:
+    def _accept(self, answer: Callable[[SocketConnection], None]) -> None:
         while True:
             try:
                 peer, _ = self._socket.accept()
@@ -207,7 +207,7 @@ def endpoint_names(job: str | None = None) -> list[str]:
     return []
 
 
-def connect(name: str, timeout: float | None = None, runtime: str | None = None) -> Connection | None:
+def connect(name: str, timeout: float | None = None, runtime: str | None = None) -> SocketConnection | None:
     """A connection to the worker that has ``name``, if there is one of this user that accepts it.
 
     Args:
@@ -216,15 +216,19 @@ def connect(name: str, timeout: float | None = None, runtime: str | None = None)
         runtime: The runtime folder; None: that of this process.
     """
     timeout = _CONNECT_S if timeout is None else timeout
-    with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-        folder = held.enter_context(_opened_folder(make=False, path=runtime))
-        peer = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    with (
+        contextlib.suppress(OSError),
+        _opened_folder(make=False, path=runtime) as folder,
+        contextlib.ExitStack() as undo,
+    ):
+        peer = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # Where the worker is stopped and its backlog is full, this would last as long as that.
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
         peer.connect(_path(folder, name))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         if _is_ours(peer):
-            return Connection(peer.detach())
+            undo.pop_all()
+            return SocketConnection(peer)
     return None
 
 
@@ -237,8 +241,8 @@ def _opened_folder(*, make: bool, path: str | None = None) -> Iterator[int]:
         os.close(folder)
 
 
-def _serve(peer: socket.socket, answer: Callable[[Connection], None]) -> None:
-    with Connection(peer.detach()) as connection, contextlib.suppress(EOFError, OSError):
+def _serve(peer: socket.socket, answer: Callable[[SocketConnection], None]) -> None:
+    with SocketConnection(peer) as connection, contextlib.suppress(EOFError, OSError):
         answer(connection)
 
 
@@ -353,10 +357,9 @@ def _path(folder: int, name: str) -> str:
     return f"/proc/self/fd/{folder}/{_socket_name(name)}"
 
 
-def peer_pid(connection: Connection) -> int:
+def peer_pid(connection: SocketConnection) -> int:
     """The process at the other end of a connection to an endpoint, as the kernel says."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        return _credentials(peer)[0]
+    return _credentials(connection.socket)[0]
 
 
 def _is_ours(peer: socket.socket) -> bool:

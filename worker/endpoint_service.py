@@ -7,16 +7,11 @@ only then has it take the endpoint. So at any instant one of the two holds what 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
-
-from multiprocess.connection import Connection
-from multiprocess.reduction import send_handle
 
 from asyncckpt.errors import JobTakenError
 from asyncckpt.worker import endpoint_messages
@@ -24,6 +19,7 @@ from asyncckpt.worker.endpoint import Endpoint, redirect_log
 from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_layout import FileSetLayout, WeightsLayout
 from asyncckpt.worker.segment_store import SegmentStore
+from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.takeover import is_leaving
 from asyncckpt.worker.transfer.serving import Serving, listens_at
 from asyncckpt.worker.write_request import WriteRequest
@@ -52,7 +48,7 @@ class EndpointService:
         self._segment_store, self._serving = segment_store, serving
         self._endpoint: Endpoint | None = None
         self._lock = threading.Lock()
-        self._peers: list[Connection] = []
+        self._peers: list[SocketConnection] = []
         self._last_left = 0.0
         self._lingers_since: float | None = None
         self._lingers_for = 0.0
@@ -75,8 +71,7 @@ class EndpointService:
             self._endpoint.close()
         with self._lock:
             for peer in self._peers:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(peer.fileno())) as theirs:
-                    theirs.shutdown(socket.SHUT_RDWR)
+                peer.hang_up()
 
     def redirect_log(self) -> None:
         """From now on what this process says goes to the log of its endpoint: its trainer is gone."""
@@ -129,7 +124,7 @@ class EndpointService:
                 break
         return self._endpoint is not None
 
-    def _answer(self, peer: Connection) -> None:
+    def _answer(self, peer: SocketConnection) -> None:
         """Answer a process until it leaves. Raises ``EOFError`` or ``OSError`` when it does."""
         while isinstance(message := receive(peer), endpoint_messages.AskStatus):  # who only looks keeps no worker
             send(peer, self._status())
@@ -143,7 +138,7 @@ class EndpointService:
                         numbers = self._show(peer)
                     case endpoint_messages.TakeSegments():
                         for number in numbers:
-                            send_handle(peer, self._segment_store.hosted(number).segment.fileno(), None)
+                            peer.send_descriptor(self._segment_store.hosted(number).segment.fileno())
                     case endpoint_messages.Retire():
                         self.retire()
                     case endpoint_messages.ListPublished():
@@ -171,7 +166,7 @@ class EndpointService:
         paths = tuple(each.path for each in self.unended_saves())
         return endpoint_messages.WorkerStatus(os.getpid(), has_trainer, paths, lingers, self._retired)
 
-    def _show(self, peer: Connection) -> tuple[int, ...]:
+    def _show(self, peer: SocketConnection) -> tuple[int, ...]:
         """Tell what is held. Returns the numbers of the segments it is in."""
         images = self._segment_store.held_images()
         if images is None:
@@ -192,11 +187,11 @@ class EndpointService:
         send(peer, endpoint_messages.Inventory(os.getpid(), self._retired, held, images, tuple(published), saves))
         return held
 
-    def _send_read_only(self, peer: Connection, number: int) -> None:
+    def _send_read_only(self, peer: SocketConnection, number: int) -> None:
         fd = self._segment_store.open_read_only(number)
         if fd is None:
             raise EOFError  # it was released meanwhile: the reader has to begin anew
         try:
-            send_handle(peer, fd, None)
+            peer.send_descriptor(fd)
         finally:
             os.close(fd)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -15,15 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from multiprocess.connection import Connection, wait
+from multiprocess.connection import wait
 
 from asyncckpt.errors import WorkerDiedError
 from asyncckpt.worker.endpoint import runtime_folder
 from asyncckpt.worker.messages import Ready, receive
+from asyncckpt.worker.socket_connection import SocketConnection
 
 _LAST_WORDS_BYTES = 4096
 _END_S = 1.0  # what a process may take to end after its socket is closed
-_libc = ctypes.CDLL(None)
 # By this a worker's command line is known among all others.
 _MARK = {"program": "asyncckpt worker"}
 
@@ -58,7 +57,7 @@ class WorkerProcess:
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
-                self.connection = Connection(ours.detach())
+                self.connection = SocketConnection(ours)
                 self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
                 self._process = self._start(options, theirs.fileno())
         except BaseException as error:
@@ -144,9 +143,7 @@ class WorkerProcess:
 
     def hang_up(self) -> None:
         """End all talk with it, at once, in whatever thread."""
-        with contextlib.suppress(OSError):
-            # Not by a socket of Python's: an exception might come before that has its descriptor.
-            _libc.shutdown(self.connection.fileno(), socket.SHUT_RDWR)
+        self.connection.hang_up()
 
     def last_words(self) -> str:
         """The end of what it wrote to stderr, in a sentence."""

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from multiprocess.connection import Connection, wait
-from multiprocess.reduction import recv_handle, send_handle
+from multiprocess.connection import wait
 
 from asyncckpt.errors import JobTakenError, OutOfMemoryError, StorageError, WorkerDiedError
 from asyncckpt.shm.segment import Segment
@@ -29,6 +28,7 @@ from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.root_lock import RootLock
 from asyncckpt.worker.segment_store import SegmentStore
+from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store import Store
 from asyncckpt.worker.transfer.serving import Serving, listens_at
@@ -50,7 +50,7 @@ class Server:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: SocketConnection,
         storage_for: Callable[[str], Storage],
         segment_store: SegmentStore,
         endpoint_service: EndpointService,
@@ -201,7 +201,7 @@ class Server:
                 uploader = self._committer.uploader
                 answer = UploadsUnderWay((), None) if uploader is None else uploader.under_way()
             case messages.Adopt(held):
-                segment = Segment.attach(recv_handle(self._connection))
+                segment = Segment.attach(self._connection.receive_descriptor())
                 answer = messages.Adopted(self._segment_store.adopt(segment, held))
                 if any(each.is_copy for each in held):
                     self._inherited.append((answer.segment, held))
@@ -267,7 +267,7 @@ class Server:
         number, segment = self._segment_store.allocate(nbytes)
         with self._sending:
             send(self._connection, messages.Answer(asked, messages.Allocated(number)))
-            send_handle(self._connection, segment.fileno(), os.getppid())
+            self._connection.send_descriptor(segment.fileno())
 
     def _end(self, request: WriteRequest, outcome: messages.Committed | messages.Failed) -> None:
         self._segment_store.save_ended(outcome.save_id, committed=isinstance(outcome, messages.Committed))

@@ -11,8 +11,6 @@ from collections.abc import Collection
 from typing import Any
 
 import psutil
-from multiprocess.connection import Connection
-from multiprocess.reduction import recv_handle
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.shm.segment import Segment
@@ -40,6 +38,7 @@ from asyncckpt.worker.endpoint_messages import (
 from asyncckpt.worker.held_image import HeldImage, ImageKey
 from asyncckpt.worker.messages import receive, send
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout
+from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.storage.history import was_removed
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Takeover:
     The worker stays as long as the connection is open, and its ``linger`` beyond it.
     """
 
-    def __init__(self, connection: Connection, inventory: Inventory, segments: dict[int, Segment]) -> None:
+    def __init__(self, connection: SocketConnection, inventory: Inventory, segments: dict[int, Segment]) -> None:
         """Begin; ``find`` does.
 
         Args:
@@ -192,7 +191,7 @@ class ReaderClient:
     ``SaveTimeoutError`` when it does not answer.
     """
 
-    def __init__(self, connection: Connection, endpoint: str) -> None:
+    def __init__(self, connection: SocketConnection, endpoint: str) -> None:
         self._connection, self._endpoint = connection, endpoint
         self.timeout = 10.0
         """Seconds that each answer may take."""
@@ -289,12 +288,12 @@ def is_leaving(endpoint: str, timeout: float) -> bool:
     return isinstance(reply, Inventory) and reply.leaving
 
 
-def _inspect(connection: Connection, timeout: float) -> TrainerAlive | Inventory:
+def _inspect(connection: SocketConnection, timeout: float) -> TrainerAlive | Inventory:
     answer: TrainerAlive | Inventory = ask(connection, Inspect(), timeout, TrainerAlive, Inventory)
     return answer
 
 
-def _take_segments(connection: Connection, inventory: Inventory, timeout: float) -> dict[int, Segment]:
+def _take_segments(connection: SocketConnection, inventory: Inventory, timeout: float) -> dict[int, Segment]:
     segments: dict[int, Segment] = {}
     send(connection, TakeSegments())
     with contextlib.ExitStack() as undo:
@@ -304,7 +303,7 @@ def _take_segments(connection: Connection, inventory: Inventory, timeout: float)
     return segments
 
 
-def ask(connection: Connection, question: object, timeout: float, *expected: type) -> Any:
+def ask(connection: SocketConnection, question: object, timeout: float, *expected: type) -> Any:
     """Ask a worker, and wait for its answer.
 
     Args:
@@ -322,19 +321,19 @@ def ask(connection: Connection, question: object, timeout: float, *expected: typ
     return _receive(connection, question, *expected)
 
 
-def _receive(connection: Connection, question: object, *expected: type) -> Any:
+def _receive(connection: SocketConnection, question: object, *expected: type) -> Any:
     answer = receive(connection)
     if not isinstance(answer, expected):
         raise CheckpointError(f"a worker answered {answer!r} to {question!r}: please report this")
     return answer
 
 
-def _receive_segment(connection: Connection, timeout: float, *, writable: bool = True) -> Segment:
+def _receive_segment(connection: SocketConnection, timeout: float, *, writable: bool = True) -> Segment:
     _await_answer(connection, timeout)
-    return Segment.attach(recv_handle(connection), writable=writable)
+    return Segment.attach(connection.receive_descriptor(), writable=writable)
 
 
-def _await_answer(connection: Connection, timeout: float) -> None:
+def _await_answer(connection: SocketConnection, timeout: float) -> None:
     if not connection.poll(timeout):
         raise SaveTimeoutError(f"a worker did not answer at its endpoint within {timeout:g} s; it may be stopped")
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from asyncckpt.shm import slot_locks
+from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.published_slots import PublishedSlots, ReadableSlots
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slot_locks import Readers
@@ -75,7 +76,7 @@ def test_a_claim_and_leases_exclude_each_other() -> None:
         # Who reads has no way to write.
         fd = slot_locks.reopen(segment.fileno(), os.O_RDONLY)
         with pytest.raises(PermissionError):
-            Segment.attach(fd)
+            Segment.attach(Descriptor(fd))
 
 
 def test_a_slot_is_claimed_and_published_and_read() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from support.segments import mapped_segments
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm import budget
+from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, MAX_SLOTS, SlotTable, State
 
@@ -22,7 +22,7 @@ def test_a_segment_is_shared_and_cannot_shrink() -> None:
     with Segment.create("asyncckpt-test", 3 * PAGE + 1) as segment:
         assert segment.nbytes == 3 * PAGE + 1
         segment.touch()
-        with Segment.attach(os.dup(segment.fileno())) as other:
+        with Segment.attach(Descriptor.of(os.dup, segment.fileno())) as other:
             segment.view[PAGE] = 7
             assert other.view[PAGE] == 7
             assert other.address != segment.address
@@ -44,8 +44,8 @@ def test_close_is_safe_twice_and_with_a_view_left() -> None:
 def test_a_fork_lets_go_of_it() -> None:
     """But not of what it reads: a reader's fork goes on reading."""
     with Segment.create("asyncckpt-test", PAGE) as segment:
-        mine = Segment.attach(os.dup(segment.fileno()))
-        read = Segment.attach(os.dup(segment.fileno()), writable=False)
+        mine = Segment.attach(Descriptor.of(os.dup, segment.fileno()))
+        read = Segment.attach(Descriptor.of(os.dup, segment.fileno()), writable=False)
         left = mine.view[:10]
         mine.view[0] = 7
         if (pid := os.fork()) == 0:
@@ -61,19 +61,12 @@ def test_a_fork_lets_go_of_it() -> None:
 
 # Python closes the descriptor, and says so; so it does of an exception in ``__del__``.
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_exception_at_any_instruction_leaves_no_mapping() -> None:
+def test_an_exception_at_any_instruction_leaves_nothing() -> None:
     with Segment.create("asyncckpt-test", PAGE) as segment:
         nbytes, fd = mapped_segments(), segment.fileno()
-        descriptors: list[int] = []
-
-        def attach() -> None:
-            descriptors.append(os.dup(fd))
-            Segment.attach(descriptors[-1]).close()
-
-        for tried, _ in enumerate(interrupted_everywhere(attach, "shm/segment.py")):
+        interrupted = interrupted_everywhere(lambda: Segment.attach(Descriptor.of(os.dup, fd)).close(), "shm/")
+        for tried, _ in enumerate(interrupted):
             assert mapped_segments() == nbytes, tried
-            with contextlib.suppress(OSError):  # nobody had it yet
-                os.close(descriptors.pop())
         assert tried > 100
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import boto3
 import pytest
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 from asyncckpt.worker.storage.objects import objects_at, split_address
@@ -21,6 +24,7 @@ def s3_server() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as kept:
         # Else it has all that is larger than 5 MiB in files, and reads those anew for each range that is asked for.
         kept.setenv("MOTO_S3_DEFAULT_KEY_BUFFER_SIZE", str(1 << 30))
+        kept.setattr(S3Response, "put_object", _one_by_one(S3Response.put_object))
         server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
         server.start()
         endpoint = "http://{}:{}".format(*server.get_host_and_port())
@@ -29,6 +33,17 @@ def s3_server() -> Iterator[str]:
             boto3.client("s3").create_bucket(Bucket=BUCKET)
         yield endpoint
         server.stop()
+
+
+def _one_by_one(put: Callable[[S3Response], Any]) -> Callable[[S3Response], Any]:
+    """S3 looks at conditions and writes in one step; in moto two threads can both find them met."""
+    lock = threading.Lock()
+
+    def locked(response: S3Response) -> Any:
+        with lock:
+            return put(response)
+
+    return locked
 
 
 @pytest.fixture

@@ -26,10 +26,11 @@ from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.saves import Saves
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
-from asyncckpt.worker import client, messages
+from asyncckpt.worker import messages
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.process import WorkerOptions
+from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.storage import complete_steps
 from asyncckpt.worker.takeover import is_running
 
@@ -303,14 +304,14 @@ def test_a_segment_given_back_while_its_save_is_finished(
 
 
 def test_a_message_that_cannot_be_taken_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So recv_handle fails where the process has no room for a descriptor. Nobody may wait for ever then."""
+    """So it is where the process has no room for a descriptor. Nobody may wait for ever then."""
 
-    def fail(connection: object) -> int:
-        raise RuntimeError("received 0 items of ancillary data")
+    def fail(connection: object) -> None:
+        raise EOFError("there came no descriptor")
 
     with Checkpointer(root) as checkpointer:
         with monkeypatch.context() as patched, pytest.raises(WorkerDiedError):
-            patched.setattr(client, "recv_handle", fail)
+            patched.setattr(SocketConnection, "receive_descriptor", fail)
             checkpointer.save(1, {"w": torch.ones(10)})
         checkpointer.save(2, {"w": torch.ones(10)}).result(60)
         assert checkpointer.steps() == [2]

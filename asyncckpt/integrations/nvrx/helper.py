@@ -27,13 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from multiprocess import reduction
-from multiprocess.connection import Connection, wait
+from multiprocess.connection import wait
 
 from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedError
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.worker import messages
 from asyncckpt.worker.process import run_module, same_modules
+from asyncckpt.worker.socket_connection import SocketConnection
 
 _ALIGNMENT = 64
 
@@ -59,7 +60,7 @@ class Helper:
             except OSError as error:
                 ours.close()
                 raise WorkerDiedError(f"the helper process did not start: {error}") from error
-        self._connection = Connection(ours.detach())
+        self._connection = SocketConnection(ours)
         self._unanswered: deque[Future[None]] = deque()
         self.death: WorkerDiedError | None = None
         """How the process ended; None while it lives."""
@@ -101,7 +102,7 @@ class Helper:
             self._unanswered.append(future)
             try:
                 self._connection.send_bytes(buffer.getbuffer())
-                reduction.send_handle(self._connection, segment.fileno(), self._process.pid)
+                self._connection.send_descriptor(segment.fileno())
             except OSError as error:
                 self._process.kill()  # it may have received half a message
                 self._listener.join()
@@ -116,8 +117,7 @@ class Helper:
         """End the process when it has done all it was given, or with ``abort`` at once."""
         if abort:
             self.kill()
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours, contextlib.suppress(OSError):
-            ours.shutdown(socket.SHUT_WR)  # fails where the process has ended already
+        self._connection.hang_up(socket.SHUT_WR)
         self._listener.join()
         self._connection.close()
 
@@ -176,7 +176,7 @@ def serve(fd: int) -> None:
     # Launchers signal every process of a job; this one ends when its trainer does.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(fd)
+    connection = SocketConnection(socket.socket(fileno=fd))
     tasks: SimpleQueue[Any] = SimpleQueue()
     # While a task runs the next must be taken off the socket, or the trainer would wait.
     threading.Thread(target=_receive_all, args=[connection, tasks], daemon=True).start()
@@ -187,15 +187,15 @@ def serve(fd: int) -> None:
             messages.send(connection, error)
 
 
-def _receive_all(connection: Connection, tasks: SimpleQueue[Any]) -> None:
+def _receive_all(connection: SocketConnection, tasks: SimpleQueue[Any]) -> None:
     """Put into ``tasks`` pickles of functions with their arguments, each with its memory, and in the end None."""
     try:
         # A fork of the trainer may keep the socket open after its end.
         parent = os.pidfd_open(os.getppid())
         while connection in wait([connection, parent]):
-            pickle, fd = connection.recv_bytes(), reduction.recv_handle(connection)
-            memory = memoryview(mmap.mmap(fd, 0))  # all of it
-            os.close(fd)
+            pickle = connection.recv_bytes()
+            with connection.receive_descriptor() as file:
+                memory = memoryview(mmap.mmap(file.fileno(), 0))  # all of it
             tasks.put((pickle, memory))
             del pickle, memory
     except (EOFError, OSError):

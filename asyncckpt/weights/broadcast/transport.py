@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.weights.broadcast.channel import Channel, Gloo
@@ -80,7 +81,8 @@ class Buffers:
         try:
             # Another process may have anything by that number: a pipe without a writer, say, to wait for.
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            segment = Segment.attach(os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", flags), writable=False)
+            file = Descriptor.of(os.open, f"/proc/{offer['pid']}/fd/{offer['fd']}", flags)
+            segment = Segment.attach(file, writable=False)
         except (OSError, ValueError):
             return None
         with segment:  # what is mapped stays as long as the tensors

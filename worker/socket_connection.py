@@ -1,0 +1,57 @@
+"""The connections of workers: messages over a Unix socket, and descriptors beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+
+from multiprocess.connection import Connection
+
+from asyncckpt.shm.descriptor import Descriptor
+
+_NUMBER = struct.Struct("i")
+# From what ``recvmsg`` returns to the descriptor: each step is written in C, see ``receive_descriptor``.
+_STEPS = itemgetter(1), itemgetter(0), itemgetter(2), _NUMBER.unpack, itemgetter(0), Descriptor
+
+
+class SocketConnection(Connection):  # type: ignore[misc]
+    """A connection that keeps its ``socket``.
+
+    That, and not a number, is what is closed: it is closed once, and also where an exception of a signal handler or of
+    another thread comes before anybody has this.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        """Over a socket that is connected, which is this one's from now on."""
+        self.socket = connected
+        super().__init__(connected.fileno())
+
+    def _close(self) -> None:
+        self.socket.close()
+
+    def hang_up(self, how: int = socket.SHUT_RDWR) -> None:
+        """End all talk, at once, in whatever thread; ``how``: or that of one direction."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(how)
+
+    def send_descriptor(self, fd: int) -> None:
+        """Let the process at the other end have ``fd``, too. Raises ``OSError``."""
+        socket.send_fds(self.socket, [b"\0"], [fd])
+
+    def receive_descriptor(self) -> Descriptor:
+        """Wait for a descriptor. Raises ``EOFError``, ``OSError``; also where this process has no room for it.
+
+        No exception of a signal handler or of another thread comes between its arrival and there being an owner.
+        """
+        received: Iterator[Any] = map(self.socket.recvmsg, (1,), (socket.CMSG_SPACE(_NUMBER.size),))
+        for step in _STEPS:
+            received = map(step, received)
+        try:
+            descriptor: Descriptor = next(received)
+        except IndexError:
+            raise EOFError("there came no descriptor") from None
+        return descriptor
