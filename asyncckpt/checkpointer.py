@@ -19,7 +19,7 @@ from asyncckpt.engine.loads import Loaded, Loads
 from asyncckpt.engine.recent_saves import RecentSaves
 from asyncckpt.engine.retention import retention_of
 from asyncckpt.engine.save_input import check_file_set_place
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.interval import Advice, parse_duration
 from asyncckpt.loading.load import load
@@ -255,7 +255,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         self._engine.start()
         if self._had_sigterm is None:
-            self._had_sigterm = signal.signal(signal.SIGTERM, self._note_sigterm)
+            self._had_sigterm = _open_handler(signal.signal(signal.SIGTERM, self._note_sigterm))
 
     def terminating(self) -> bool:
         """Whether some rank was sent SIGTERM since ``watch_sigterm``: save, and end.
@@ -315,6 +315,19 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._close(linger=not issubclass(kind, (KeyboardInterrupt, SystemExit)))
         except CheckpointError as trouble:
             logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
+
+
+def _open_handler(handler: Any) -> Any:
+    """Whom to give a signal back to: ``handler``; or, where another of this process has taken over from whose it is,
+    and nobody has closed that, whom that had it from.
+    """
+    owner = getattr(handler, "__self__", None)
+    if isinstance(owner, Checkpointer) and owner._had_sigterm is not None:
+        try:
+            owner._engine.check_open()
+        except ClosedError:
+            return owner._had_sigterm
+    return handler
 
 
 def _is_copying(save: Save) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.ranks import Job, say
 
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.integrations.nvrx import AbortAsyncckpt
 from asyncckpt.loading.source import verify
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -60,6 +61,20 @@ def test_the_signal_is_given_back(root: Path) -> None:
         assert not checkpointer.terminating()
         os.kill(os.getpid(), signal.SIGTERM)
         assert checkpointer.terminating() and checkpointer.terminating()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_signal_is_given_back_after_restarts_in_the_process(root: Path) -> None:
+    """Those that were given up are closed by nobody."""
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(3):
+        given_up = Checkpointer(root)
+        given_up.watch_sigterm()
+        AbortAsyncckpt()(None)
+    with Checkpointer(root) as last:
+        last.watch_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert last.terminating()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
