@@ -118,7 +118,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if not self._has_saved and origin is None and is_first(self._process_group):
             _warn_of_others(self._tiers.roots)
         self._has_saved = True
-        self._loads.forbid_unfinished()
         if self._tiers.local is not None and isinstance(state_dict, FileSet):
             check_file_set_place(state_dict, self.root, "refuse", is_copy=True)
         asked = True if upload is None and self._is_terminating else upload
@@ -255,7 +254,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         self._engine.start()
         if self._had_sigterm is None:
-            self._had_sigterm = _open_handler(signal.signal(signal.SIGTERM, self._note_sigterm))
+            self._had_sigterm = _past_closed(signal.signal(signal.SIGTERM, self._note_sigterm))
 
     def terminating(self) -> bool:
         """Whether some rank was sent SIGTERM since ``watch_sigterm``: save, and end.
@@ -294,7 +293,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def _close(self, *, linger: bool) -> None:
         had, self._had_sigterm = self._had_sigterm, None
-        if had is not None:
+        if had is not None and signal.getsignal(signal.SIGTERM) == self._note_sigterm:  # else another has it by now
             signal.signal(signal.SIGTERM, had)
         for hook in self._hooks:
             hook.remove()
@@ -317,10 +316,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
 
 
-def _open_handler(handler: Any) -> Any:
-    """Whom to give a signal back to: ``handler``; or, where another of this process has taken over from whose it is,
-    and nobody has closed that, whom that had it from.
-    """
+def _past_closed(handler: Any) -> Any:
+    """``handler``; or, if that is of a checkpointer that another has taken over from, the one from before it."""
     owner = getattr(handler, "__self__", None)
     if isinstance(owner, Checkpointer) and owner._had_sigterm is not None:
         try:

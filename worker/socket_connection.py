@@ -27,6 +27,7 @@ class SocketConnection(Connection):  # type: ignore[misc]
 
     def __init__(self, connected: socket.socket) -> None:
         """Over a socket that is connected, which is this one's from now on."""
+        connected.settimeout(None)  # whatever socket.setdefaulttimeout says
         self.socket = connected
         super().__init__(connected.fileno())
 
@@ -47,7 +48,8 @@ class SocketConnection(Connection):  # type: ignore[misc]
 
         No exception of a signal handler or of another thread comes between its arrival and there being an owner.
         """
-        received: Iterator[Any] = map(self.socket.recvmsg, (1,), (socket.CMSG_SPACE(_NUMBER.size),))
+        room, flags = socket.CMSG_SPACE(_NUMBER.size), socket.MSG_CMSG_CLOEXEC
+        received: Iterator[Any] = map(self.socket.recvmsg, (1,), (room,), (flags,))
         for step in _STEPS:
             received = map(step, received)
         try:

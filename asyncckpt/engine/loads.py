@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError, ClosedError, StorageError
+from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.loading.memory_search import FoundImages, find_images
@@ -23,9 +23,7 @@ from asyncckpt.publication import whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, rank_of
 from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
-from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.history import Origin
-from asyncckpt.worker.write_request import WriteRequest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,7 +61,7 @@ class Loads:
         self._engine, self._tiers, self._ranks = engine, tiers, ranks
         self.origin: Origin | None = None
         """Where this run goes on; None: it has loaded nothing."""
-        self._unfinished: list[WriteRequest] = []  # first rank: what dead trainers were saving at later steps
+        self._loaded = set[str]()  # attempts out of memory
 
     def load(self, fill: Callable[..., int], step: SupportsIndex | None, *, memory: bool, fallback: bool) -> Loaded:
         """Load a checkpoint.
@@ -99,19 +97,6 @@ class Loads:
             return found.request.step
         return from_first(partial(self._tiers.newest, self._engine.config.timeout), self._ranks)
 
-    def forbid_unfinished(self) -> None:
-        """See that what dead trainers were saving at later steps is committed no more: this run is about to save them.
-
-        What is committed by now takes another name then. Whoever only loads takes nothing away from a dead job.
-        """
-        while self._unfinished:
-            request = self._unfinished[-1]
-            try:
-                storage_for(request.path).forbid(request.path, request.attempt)
-            except StorageError as error:
-                logger.warning("what a dead trainer was saving may still be committed: %s", error)
-            self._unfinished.pop()
-
     def _load(
         self, fill: Callable[..., int], step: int | None, begun: float, *, memory: bool, fallback: bool
     ) -> Loaded:
@@ -130,6 +115,7 @@ class Loads:
             with closing(held):
                 if load_image(counted, held):
                     found, nbytes_from = held.request.step, held.nbytes_from()
+                    self._loaded.add(held.request.attempt)
         if found is None:
             found, source = self._tiers.load(counted, step, self._engine.config.timeout, self._ranks, fallback=fallback)
         self.origin = from_first(partial(self._origin, found, images), self._ranks)
@@ -137,8 +123,8 @@ class Loads:
 
     def _origin(self, step: int, images: FoundImages | None) -> Origin:
         """First rank: where the run goes on that has loaded ``step``, when ``images`` were held."""
-        self._unfinished = [] if images is None else images.unfinished(self._tiers.roots[0], step)
-        return self._tiers.origin(step, self._unfinished)
+        unfinished = [] if images is None else images.unfinished(self._tiers.roots[0], step, self._loaded)
+        return self._tiers.origin(step, unfinished)
 
     def _check_asked_by_all(self, step: int | None) -> None:
         """Raise unless all ranks load the same, and may."""

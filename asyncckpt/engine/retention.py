@@ -52,7 +52,7 @@ def retention_of(
         if origin is not None and origin.has_left(root, step):
             existing = "set aside"
             logger.warning(
-                "step %d is saved again, after step %d was loaded: the one that is there is renamed to %s.abandoned-N",
+                "step %d is saved again, after step %d was loaded: one that is there then is renamed to %s.abandoned-N",
                 step,
                 origin.step,
                 step_folder(root, step),

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +18,10 @@ from support.workers import wait_for
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.engine.loads import Loads
+from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.loading.memory_source import MemorySource
+from asyncckpt.save_handle import Save
 from asyncckpt.worker.running_workers import running_workers
 from asyncckpt.worker.storage import complete_steps, step_folder
 
@@ -180,45 +182,46 @@ def _is_saving(pid: int, path: str) -> bool:
     return any(each.pid == pid and each.status and path in each.status.saving for each in running_workers())
 
 
-def _go_on_while_they_write(folder: str, places: list[int], workers: list[int], before: bool) -> tuple[int, bool]:
-    """They write before what they have staged last is forbidden, or after. Returns what was loaded, and whether that
-    was committed.
-    """
+def _go_on_while_they_write(folder: str, places: list[int], workers: list[int], within: bool) -> bool:
+    """The dead trainers' workers go on before the next save, or ``within`` it. Returns what is abandoned then."""
     enter_host(folder, places[dist.get_rank()])
-    path, forbid = step_folder(f"{folder}/root", 2), Loads.forbid_unfinished
+    path, save = step_folder(f"{folder}/root", 2), Engine.save
 
-    def let_them_write(loads: Loads) -> None:
-        if not before:
-            forbid(loads)
+    def let_them_write() -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             Path(folder, "gate").touch()
             os.kill(workers[1], signal.SIGCONT)
             wait_for(lambda: not _is_saving(workers[0], path))
         dist.barrier()
-        forbid(loads)
 
-    Loads.forbid_unfinished = let_them_write  # type: ignore[assignment, method-assign]
+    def save_when_they_have_written(*args: Any, **options: Any) -> Save:
+        let_them_write()
+        return save(*args, **options)
+
     with Checkpointer(f"{folder}/root", Config(timeout=30)) as checkpointer:
-        step = checkpointer.load(replicas(99))
+        assert checkpointer.load(replicas(99)) == 1
+        if within:
+            Engine.save = save_when_they_have_written  # type: ignore[method-assign]
+        else:
+            let_them_write()
         checkpointer.save(2, replicas(3)).result(30)
-        into = replicas(99)
-        assert checkpointer.load(into) == 2 and equal(into, replicas(3))
-        Loads.forbid_unfinished = forbid  # type: ignore[method-assign]
-        checkpointer.save(3, replicas(4)).result(30)
+        Engine.save = save  # type: ignore[method-assign]
         with pytest.raises(CheckpointExistsError):
             checkpointer.save(2, replicas(4)).result(30)
-        return step, Path(f"{path}.abandoned-1").exists()
+        into = replicas(99)
+        assert checkpointer.load(into) == 2 and equal(into, replicas(3))
+    return Path(f"{path}.abandoned-1").exists()
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before the next save", "after it began"])
-def test_what_was_staged_later_can_be_saved_again(hosts: Path, before: bool) -> None:
-    """Whenever the worker that was stopped goes on."""
+@pytest.mark.parametrize("within", [False, True], ids=["before the next save", "within it"])
+def test_what_was_staged_later_is_committed_later(hosts: Path, within: bool) -> None:
+    """Its step is saved again, and then takes its place."""
     job = Job(2, _die_with_one_stopped, str(hosts), [0, 1], folder=hosts)
     workers = [job.hear(rank) for rank in range(2)]
     job.wait()
     try:
-        found = run(2, _go_on_while_they_write, str(hosts), [0, 2], workers, before, folder=hosts)
+        found = run(2, _go_on_while_they_write, str(hosts), [2, 0], workers, within, folder=hosts)
     finally:
         os.kill(workers[1], signal.SIGCONT)
-    assert found == [(1, before)] * 2
+    assert found == [True, True]

@@ -62,10 +62,11 @@ def test_a_training_that_is_killed_goes_on(framework: str, kills: int, tmp_path:
 @pytest.mark.slow
 def test_nothing_is_lost_with_a_host(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    chosen = ["--host-kills=3", "--host-restart-mib=8", "--seed=3", f"--json={report}"]
+    chosen = ["--host-kills=3", "--host-flips=1", "--host-restart-mib=8", "--seed=3", f"--json={report}"]
     facts = _try("torture", chosen, report)
     ends = "hosts lost", "hosts lost, all at once", "jobs killed, their hosts left"
     assert sum(facts.get(end, 0) for end in ends) == 4
+    assert facts["hosts: copies with flipped bytes"] >= 1
     assert facts["hosts: recovered from memory"] >= 1 and facts["hosts_load_s"] > 0
     assert facts["losses"] == []
 

@@ -38,9 +38,6 @@ class FaultyStorage(Storage):
     def remove(self, leftover: str | None) -> None:
         self._inner.remove(leftover)
 
-    def forbid(self, final: str, attempt: str) -> None:
-        self._inner.forbid(final, attempt)
-
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
         return self._inner.is_finalized(final, attempt, inode)
 

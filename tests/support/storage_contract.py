@@ -13,11 +13,33 @@ import pytest
 from asyncckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.worker.storage.storage import Storage
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.worker.storage.storage import OpenAttempt, Storage
 from asyncckpt.worker.write_request import Existing
 from support.faulty_storage import POINTS, FaultyStorage
-from support.stored_files import DATA, put, put_checkpoint
+
+DATA = "__0_0.distcp"
+
+
+def put(opened: OpenAttempt, name: str, *parts: bytes, large: bool = False) -> None:
+    """Write ``parts`` one after the other into a new file of an attempt, durably."""
+    file = opened.create(name, large=large)
+    try:
+        offset = 0
+        for part in parts:
+            file.write(memoryview(part), offset)
+            offset += len(part)
+        file.sync()
+    finally:
+        file.close()
+
+
+def put_checkpoint(opened: OpenAttempt, attempt: str, data: bytes = b"data") -> None:
+    """Write a whole checkpoint into ``opened``, which is to be finalized."""
+    put(opened, DATA, data)
+    put(opened, METADATA_NAME, b"metadata")
+    files = {DATA: {"bytes": len(data), "index": "__0_0.index.json"}}
+    put(opened, MANIFEST_NAME, Manifest(attempt, 1, 0.0, 1, False, len(data), files, {}).encode())
 
 
 class StorageContract(ABC):
@@ -147,22 +169,6 @@ class StorageContract(ABC):
         opened.discard()
         assert storage.names_in(root) == []
         assert storage.revoke(final, "a-1") is None
-
-    def test_what_is_forbidden_is_never_finalized(self, storage: Storage, final: str) -> None:
-        """Before it begins, and after."""
-        storage.forbid(final, "a-1")
-        with pytest.raises(StorageError):
-            self.save(storage, final, "a-1")
-        opened = storage.begin_checkpoint(final, "a-2", 0)
-        put_checkpoint(opened, "a-2")
-        for _ in range(2):
-            storage.forbid(final, "a-2")
-        with pytest.raises(StorageError):
-            opened.finalize("refuse")
-        opened.discard()
-        self.save(storage, final, "a-3")
-        storage.forbid(final, "a-3")  # it is finalized, and stays
-        assert storage.is_finalized(final, "a-3")
 
     @pytest.mark.parametrize("existing", ["refuse", "replace", "join"])
     def test_resolving_first_decides(self, storage: Storage, root: str, final: str, existing: Existing) -> None:

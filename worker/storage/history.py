@@ -56,13 +56,13 @@ class Origin:
 
     ``newest`` is the time of creation of the newest checkpoint that there was then: what the run saves is newer.
     ``left`` are the later steps that it has left behind, if it saves steps of those numbers again. ``unfinished`` are
-    attempts at such steps that dead trainers had under way, and that may be committed until it saves.
+    paths and attempts that dead trainers had under way: they may be committed until the run saves for the first time.
     """
 
     step: int
     newest: float
     left: frozenset[int]
-    unfinished: frozenset[str] = frozenset()
+    unfinished: tuple[tuple[str, str], ...] = ()
 
     def has_left(self, root: str, step: int) -> bool:
         """Whether the run has left behind what stands at ``step``. An object store is not asked: no save waits for it.
@@ -72,9 +72,12 @@ class Origin:
         if step not in self.left or is_address(root):
             return step in self.left
         found, path = _look(root, step), step_folder(root, step)
-        if found is None or found.created is None or found.created <= self.newest:
-            return found is not None
-        return any(storage_for(path).is_finalized(path, each) for each in self.unfinished)
+        attempts = [attempt for place, attempt in self.unfinished if place == path]
+        if found is None:
+            return bool(attempts)  # it may come yet
+        if found.created is None or found.created <= self.newest:
+            return True
+        return any(storage_for(path).is_finalized(path, attempt) for attempt in attempts)
 
 
 def history(*roots: str, strict: bool = True) -> list[StoredStep]:
@@ -148,7 +151,7 @@ def origin_of(step: int, *roots: str, unfinished: Sequence[WriteRequest] = ()) -
             ", ".join(map(str, newer)),
         )
     left = {each.step for each in found if each.step > step} | {each.step for each in unfinished if each.step}
-    return Origin(step, newest, frozenset(left), frozenset(each.attempt for each in unfinished))
+    return Origin(step, newest, frozenset(left), tuple((each.path, each.attempt) for each in unfinished))
 
 
 def time_of_creation(root: str, since: float = 0.0) -> float:

@@ -76,9 +76,7 @@ class LocalStorage(Storage):
             with translated("making a folder", partial.path):
                 partial.make()
                 if orphan_s is not None:
-                    before = os.stat(partial.path).st_mtime - orphan_s
-                    _sweep_checkpoints(parent, before)
-                    _sweep_files(parent, before)
+                    _sweep_checkpoints(parent, os.stat(partial.path).st_mtime - orphan_s)
                 require_space(partial.path, final, "checkpoint", nbytes)
         except StorageError:
             partial.discard(())
@@ -123,18 +121,6 @@ class LocalStorage(Storage):
                 logger.warning("%s could not be revoked: %s", path, error)
                 return None
         return trash
-
-    def forbid(self, final: str, attempt: str) -> None:
-        path = attempt_path(final, attempt)
-        with translated("forbidding an attempt", path):
-            make_folder(os.path.dirname(path))
-            while not os.path.isfile(path):
-                self.remove(self.revoke(final, attempt))
-                if self.is_finalized(final, attempt):
-                    return
-                with contextlib.suppress(FileExistsError):  # it has just begun
-                    # A file where it would make its folder: it cannot. It is removed as orphans are.
-                    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
 
     def remove(self, leftover: str | None) -> None:
         if leftover is not None:

@@ -83,9 +83,6 @@ class ObjectStorage(Storage):
         place, its = self._key(final), digest(attempt)
         return None if revoke_attempt(self._objects, place, its) else self._leftover(place, its)
 
-    def forbid(self, final: str, attempt: str) -> None:
-        self.remove(self.revoke(final, attempt))
-
     def remove(self, leftover: str | None) -> None:
         if leftover is not None and PARTS in leftover:
             place, parts = posixpath.split(self._key(leftover))

@@ -235,13 +235,6 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def forbid(self, final: str, attempt: str) -> None:
-        """See that an ``attempt`` at ``final`` is never finalized if it is not yet, also where it has not begun.
-
-        What there is of it is removed. Raises ``StorageError``.
-        """
-
-    @abstractmethod
     def remove(self, leftover: str | None) -> None:
         """Remove what was revoked, as far as storage allows; None: nothing."""
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from support.attempts import checkpoint_attempt
 from support.faulty_storage import FaultyStorage
-from support.storage_contract import FileSystemContract
-from support.stored_files import put
+from support.storage_contract import FileSystemContract, put
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment

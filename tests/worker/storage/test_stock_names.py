@@ -9,7 +9,7 @@ import pytest
 from obstore.store import MemoryStore
 from s3.proxy import Asked, StoreProxy
 from support.object_stores import s3_root, s3_server, set_environment
-from support.stored_files import put
+from support.storage_contract import put
 
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest

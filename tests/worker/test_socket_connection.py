@@ -1,0 +1,79 @@
+"""Connections of workers: descriptors that come beside messages have an owner from the first."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+from support.interrupts import interrupted_everywhere
+
+from asyncckpt.worker.socket_connection import SocketConnection
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SocketConnection, SocketConnection]]:
+    one, other = map(SocketConnection, socket.socketpair())
+    with one, other:
+        yield one, other
+
+
+def _descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_a_descriptor_comes_behind_a_message(ends: tuple[SocketConnection, SocketConnection]) -> None:
+    one, other = ends
+    with open("/proc/self/stat") as file:
+        one.send_bytes(b"here it is")
+        one.send_descriptor(file.fileno())
+        assert other.recv_bytes() == b"here it is"
+        with other.receive_descriptor() as received:
+            assert os.path.samestat(os.fstat(received.fileno()), os.fstat(file.fileno()))
+            assert not os.get_inheritable(received.fileno())
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["a message in its place", "the end"])
+def test_none_comes(ends: tuple[SocketConnection, SocketConnection], says: bool) -> None:
+    one, other = ends
+    one.socket.send(b"x" * says) if says else one.close()
+    with pytest.raises(EOFError):
+        other.receive_descriptor()
+
+
+# Python closes it, and says so.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_an_exception_at_any_instruction_loses_none(ends: tuple[SocketConnection, SocketConnection]) -> None:
+    one, other = ends
+    with open("/proc/self/stat") as file:
+        before = _descriptors()
+
+        def receive() -> None:
+            one.send_descriptor(file.fileno())
+            other.receive_descriptor().close()
+
+        for tried, _ in enumerate(interrupted_everywhere(receive, "worker/socket_connection.py")):
+            other.socket.setblocking(False)
+            while True:
+                try:
+                    other.receive_descriptor().close()  # what was sent, and not received
+                except BlockingIOError:
+                    break
+            other.socket.setblocking(True)
+            assert _descriptors() == before, tried
+        assert tried > 10
+
+
+# An exception in ``__del__`` is said, too.
+@pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_at_any_instruction_leaves_no_connection() -> None:
+    before = _descriptors()
+
+    def connect() -> None:
+        for each in [SocketConnection(end) for end in socket.socketpair()]:
+            each.close()
+
+    for tried, _ in enumerate(interrupted_everywhere(connect, "worker/socket_connection.py")):
+        assert _descriptors() == before, tried
+    assert tried > 10
