@@ -61,7 +61,6 @@ class Loads:
         self._engine, self._tiers, self._ranks = engine, tiers, ranks
         self.origin: Origin | None = None
         """Where this run goes on; None: it has loaded nothing."""
-        self._loaded = set[str]()  # attempts out of memory
 
     def load(self, fill: Callable[..., int], step: SupportsIndex | None, *, memory: bool, fallback: bool) -> Loaded:
         """Load a checkpoint.
@@ -115,7 +114,6 @@ class Loads:
             with closing(held):
                 if load_image(counted, held):
                     found, nbytes_from = held.request.step, held.nbytes_from()
-                    self._loaded.add(held.request.attempt)
         if found is None:
             found, source = self._tiers.load(counted, step, self._engine.config.timeout, self._ranks, fallback=fallback)
         self.origin = from_first(partial(self._origin, found, images), self._ranks)
@@ -123,7 +121,7 @@ class Loads:
 
     def _origin(self, step: int, images: FoundImages | None) -> Origin:
         """First rank: where the run goes on that has loaded ``step``, when ``images`` were held."""
-        unfinished = [] if images is None else images.unfinished(self._tiers.roots[0], step, self._loaded)
+        unfinished = [] if images is None else images.unfinished(self._tiers.roots[0], step)
         return self._tiers.origin(step, unfinished)
 
     def _check_asked_by_all(self, step: int | None) -> None:

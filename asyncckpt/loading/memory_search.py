@@ -7,7 +7,6 @@ other hosts, or more of them, or fewer. The first rank of each host asks the wor
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import time
@@ -105,19 +104,11 @@ class FoundImages:
         places = tuple(place for place in self.places if not any(each.has(place) for each in unusable))
         return replace(self, own=own, places=places)
 
-    def unfinished(self, root: str, step: int, loaded: Collection[str]) -> list[WriteRequest]:
-        """First rank: what dead trainers were saving under ``root`` that is newer than ``step``, which a run goes on
-        from, one of each attempt: by its number, or, where it is known, by when it was saved. None that is ``loaded``.
-        """
-        own = {each.attempt: each for place in self.places if (each := place.summary.request).attempt in loaded}
-        since = max((each.called_at for each in own.values() if each.step == step), default=math.inf)
-        found = {}
-        for summary in (place.summary for place in self.places if not place.summary.committed):
-            each = summary.request
-            is_newer = (each.step or 0) > step or each.called_at > since
-            if is_newer and each.step is not None and each.attempt not in own and os.path.dirname(each.path) == root:
-                found[each.attempt] = each
-        return [*found.values()]
+    def unfinished(self, root: str, step: int) -> list[WriteRequest]:
+        """First rank: what dead trainers were saving under ``root`` at later steps, which may be committed yet."""
+        requests = [place.summary.request for place in self.places if not place.summary.committed]
+        later = [each for each in requests if (each.step or 0) > step and os.path.dirname(each.path) == root]
+        return [*{each.attempt: each for each in later}.values()]
 
     def attempts(self) -> Iterator[HeldAttempt]:
         """First rank: what is held of each attempt of which the first rank's image is there, the newest first."""

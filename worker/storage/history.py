@@ -56,7 +56,8 @@ class Origin:
 
     ``newest`` is the time of creation of the newest checkpoint that there was then: what the run saves is newer.
     ``left`` are the later steps that it has left behind, if it saves steps of those numbers again. ``unfinished`` are
-    paths and attempts that dead trainers had under way: they may be committed until the run saves for the first time.
+    attempts at such steps that dead trainers had under way, with their paths: they may be committed until the run saves
+    for the first time.
     """
 
     step: int
