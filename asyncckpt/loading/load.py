@@ -67,7 +67,7 @@ def load(
     per_rank = per_rank_values(state_dict)
     with contextlib.ExitStack() as held, without_gc(), _as_ours(path, ranks):
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
-        source = on_all(lambda: source or _open(path, held), ranks)
+        source = source or on_all(partial(_open, path, held), ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
         states = _states(state_dict, per_rank, open_reader, held, ranks)
         if planner is None and (direct := _drafted_by_all(states, source, path, held, ranks)) is not None:

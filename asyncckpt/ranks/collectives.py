@@ -6,11 +6,14 @@ of the host: where the group sends only what is on a device, by way of its ``cpu
 
 from __future__ import annotations
 
+import pickle
+import struct
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -21,6 +24,9 @@ T = TypeVar("T")
 
 # How long a rank may take to come to a collective, as with gloo's own groups: it may be reading a large checkpoint.
 COLLECTIVE_S = 1800.0
+# What is said is shorter, as a rule: then it takes one round. torch's own, for objects, ask for the lengths before.
+_SHORT = 248
+_LENGTH = struct.Struct("<q")
 # For each group those made for it, by their timeouts.
 _cpu_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[float, ProcessGroup]] = weakref.WeakKeyDictionary()
 
@@ -44,17 +50,17 @@ def from_first(do: Callable[[], T], process_group: Any = None) -> T:
     """What ``do`` returns on the first rank, on all ranks; or what it raises there, on all ranks."""
     if not many(process_group):
         return do()
-    answer: list[Any] = [None]
+    answer: Any = None
     group = cpu_group(process_group)
     if dist.get_rank(group) == 0:
         try:
-            answer[0] = do()
+            answer = do()
         except Exception as error:  # the others wait
-            answer[0] = located(error, rank=0)
-    dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
-    if isinstance(answer[0], CheckpointError):
-        raise answer[0]
-    found: T = answer[0]
+            answer = located(error, rank=0)
+    answer = pickle.loads(_broadcast(pickle.dumps(answer), group))
+    if isinstance(answer, CheckpointError):
+        raise answer
+    found: T = answer
     return found
 
 
@@ -62,10 +68,7 @@ def gather(value: T, process_group: Any = None) -> list[T]:
     """The values of all ranks, in their order."""
     if not many(process_group):
         return [value]
-    group = cpu_group(process_group)
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return [pickle.loads(each) for each in _gathered(pickle.dumps(value), cpu_group(process_group))]
 
 
 def gather_to_first(value: T, process_group: Any = None) -> list[T]:
@@ -77,6 +80,38 @@ def gather_to_first(value: T, process_group: Any = None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group) if is_first else []
     dist.gather_object(value, values if is_first else None, dst=dist.get_global_rank(group, 0), group=group)
     return values
+
+
+def _gathered(mine: bytes, group: ProcessGroup) -> list[bytes]:
+    rows = _rows(_LENGTH.pack(len(mine)) + mine[:_SHORT], _LENGTH.size + _SHORT, group)
+    lengths = [int(_LENGTH.unpack_from(row)[0]) for row in rows]
+    if max(lengths) > _SHORT:
+        return [row[:length] for row, length in zip(_rows(mine, max(lengths), group), lengths, strict=True)]
+    return [row[_LENGTH.size :][:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def _rows(mine: bytes, nbytes: int, group: ProcessGroup) -> list[bytes]:
+    """What all ranks give, ``nbytes`` of each."""
+    found = torch.empty(dist.get_world_size(group), nbytes, dtype=torch.uint8)
+    dist.all_gather(list(found), _tensor(mine, nbytes), group=group)
+    return [row.tobytes() for row in found.numpy()]
+
+
+def _broadcast(mine: bytes, group: ProcessGroup) -> bytes:
+    """What the first rank gives."""
+    first = dist.get_global_rank(group, 0)
+    head = _tensor(_LENGTH.pack(len(mine)) + mine[:_SHORT], _LENGTH.size + _SHORT)
+    dist.broadcast(head, first, group=group)
+    (length,) = _LENGTH.unpack_from(text := head.numpy().tobytes())
+    if length <= _SHORT:
+        return text[_LENGTH.size :][:length]
+    whole = _tensor(mine[:length], length)
+    dist.broadcast(whole, first, group=group)
+    return whole.numpy().tobytes()
+
+
+def _tensor(data: bytes, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
 
 
 def check_same(call: Call, process_group: Any = None) -> None:
