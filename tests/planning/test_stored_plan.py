@@ -26,6 +26,15 @@ def planned() -> Iterator[mock.MagicMock]:
         yield counting
 
 
+def _saved(root: Path, planned: mock.MagicMock) -> dict[str, Any]:
+    """What a job before has saved as step 1."""
+    state = small_state()
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state).result(60)
+    planned.reset_mock()
+    return state
+
+
 def _go_on(root: Path, state: dict[str, Any], into: dict[str, Any], **config: Any) -> None:
     """As a new job: load step 1 into what has the structure of ``into``, and save ``state`` as step 2."""
     with Checkpointer(root, **config) as checkpointer:
@@ -60,10 +69,7 @@ def _shared(state: dict[str, Any]) -> dict[str, Any]:
     ids=["same", "value", "longer", "tensor", "more", "dtype", "values", "order", "shape"],
 )
 def test_when_the_next_job_plans_anew(root: Path, planned: mock.MagicMock, change: dict[str, Any], anew: bool) -> None:
-    before = small_state()
-    with Checkpointer(root) as checkpointer:
-        checkpointer.save(1, before).result(60)
-    planned.reset_mock()
+    before = _saved(root, planned)
     _go_on(root, {**small_state(), **change}, zeros_like(before))
     assert planned.called == anew
 
@@ -82,10 +88,7 @@ def test_tensors_that_are_one_now(root: Path, planned: mock.MagicMock) -> None:
 
 
 def test_it_stays_until_it_is_taken(root: Path, planned: mock.MagicMock) -> None:
-    state = small_state()
-    with Checkpointer(root) as checkpointer:
-        checkpointer.save(1, state).result(60)
-    planned.reset_mock()
+    state = _saved(root, planned)
     with Checkpointer(root) as checkpointer:
         checkpointer.load(zeros_like(state))
         for number, other in enumerate(({"other": torch.zeros(3)}, {"model": state["model"]}), 1):
@@ -119,10 +122,7 @@ def test_several_data_files_and_what_is_no_plain_tensor(tmp_path: Path, planned:
 
 
 def test_a_load_that_fails_leaves_no_plan(root: Path, planned: mock.MagicMock) -> None:
-    state = small_state()
-    with Checkpointer(root) as checkpointer:
-        checkpointer.save(1, state).result(60)
-    planned.reset_mock()
+    state = _saved(root, planned)
     with Checkpointer(root) as checkpointer:
         checkpointer.load(zeros_like(state))
         with pytest.raises(CheckpointError):
