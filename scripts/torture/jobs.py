@@ -83,6 +83,8 @@ class Job:
             with contextlib.suppress(EOFError, ConnectionResetError):
                 while True:
                     said[-1].append(pipe.recv())
+        for process in self.processes:  # as long as it is dying, its worker cannot be taken over
+            process.join(LIMIT_S)
         return said
 
     def __enter__(self) -> Job:
