@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
-from asyncckpt.loading.data_file import ChecksummedFile, FilePart, MemoryFile
+from asyncckpt.loading.data_file import RUN_BYTES, ChecksummedFile, FilePart, MemoryFile
 from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import Segment
@@ -22,9 +22,6 @@ from asyncckpt.worker.segment_layout import Region
 
 if TYPE_CHECKING:
     from asyncckpt.worker.transfer.holder import RemoteImage
-
-# Asked for at once: so much that the way there and back does not count, and so little that it stays in the cache.
-_REMOTE_RUN_BYTES = 4 << 20
 
 
 class ImageFiles(ABC):
@@ -149,7 +146,7 @@ class _FetchedFile(ChecksummedFile):
     """A data file of such an image: it goes straight to where its bytes belong, but for the edges of what is there."""
 
     def __init__(self, path: str, index: Index, image: FetchedImage, offset: int) -> None:
-        super().__init__(path, index, _REMOTE_RUN_BYTES)
+        super().__init__(path, index)
         self._image, self._offset = image, offset
 
     def close(self) -> None:
@@ -157,13 +154,13 @@ class _FetchedFile(ChecksummedFile):
 
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         to = destinations.only(begin, end)
-        for at in range(begin, end, _REMOTE_RUN_BYTES):
-            stop = min(at + _REMOTE_RUN_BYTES, end)
+        for at in range(begin, end, RUN_BYTES):
+            stop = min(at + RUN_BYTES, end)
             is_inside = to is not None and to.begin <= at and stop <= to.end
             if to is not None and is_inside:
                 into = memory_at(to.address + at - to.begin, stop - at)
             else:
-                into = own_buffer(_REMOTE_RUN_BYTES)[: stop - at]
+                into = own_buffer(RUN_BYTES)[: stop - at]
             self._image.fetch(self._offset + at, into)
             yield FilePart(at, into, placed=is_inside)
 

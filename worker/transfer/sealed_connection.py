@@ -27,7 +27,7 @@ _NONCE = struct.Struct("!4xQ")
 _TAG_BYTES = 16
 _PROOF_BYTES = len(proof(b"", b""))
 # What has one tag: it is still in the cache when it is checked, and no other thread waits long for Python's lock.
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 512 << 10
 # No message is longer; the descriptions of some images of 100,000 tensors are some MiB.
 _MOST_BYTES = 1 << 30
 _FORGED = "what came was not said by a process of this job"
