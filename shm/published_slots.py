@@ -9,8 +9,7 @@ looks again. So what a reader sees under its lease stays as it is.
 
 from __future__ import annotations
 
-import os
-
+from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import Claims, Readers, lease
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
@@ -108,11 +107,11 @@ class ReadableSlots:
         """What is published, and in which slot."""
         return self._table.publications(self.count)
 
-    def lease(self, slot: int, version: PublishedVersion) -> int | None:
+    def lease(self, slot: int, version: PublishedVersion) -> Descriptor | None:
         """A descriptor that keeps ``version`` in ``slot`` until it is closed; None where it is not there any more."""
         fd = lease(self._segment.fileno(), slot)
         if fd is not None and self._table.published(slot) != version:
-            os.close(fd)
+            fd.close()
             return None
         return fd
 

@@ -121,6 +121,12 @@ class Segment:
         """The address in this process at which the mapping begins."""
         return address_of(self.view)
 
+    def private_view(self) -> memoryview:
+        """A mapping of its own that may be written to: what is written, a page at a time, is seen there alone, and goes
+        with its last view.
+        """
+        return _mapped(self.fileno(), self.nbytes, writable=True, shared=False)
+
     def touch(self) -> None:
         """Take the memory now, so that no later write to it has to wait for the kernel or can fail.
 
@@ -172,7 +178,7 @@ class Segment:
         self.close()
 
 
-def _mapped(fd: int, nbytes: int, *, writable: bool) -> memoryview:
+def _mapped(fd: int, nbytes: int, *, writable: bool, shared: bool = True) -> memoryview:
     """Map a file. It is unmapped with the last view of it, also where an exception comes before anybody has one.
 
     Python's ``mmap`` sees to that: it reserves the addresses, and the file takes its place there. It is not given the
@@ -180,7 +186,8 @@ def _mapped(fd: int, nbytes: int, *, writable: bool) -> memoryview:
     """
     view = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE))
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    if _libc.mmap(address_of(view), nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+    flags = _MAP_FIXED | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    if _libc.mmap(address_of(view), nbytes, protection, flags, fd, 0) == _MAP_FAILED:
         raise OSError(code := ctypes.get_errno(), os.strerror(code))
     return view if writable else view.toreadonly()
 

@@ -63,15 +63,15 @@ class Claims:
         self._file.close()
 
 
-def lease(fd: int, slot: int, readers: Readers = Readers.OF_PUBLISHED) -> int | None:
+def lease(fd: int, slot: int, readers: Readers = Readers.OF_PUBLISHED) -> Descriptor | None:
     """A reader's lock: a descriptor that keeps ``slot`` of the segment ``fd`` as it is, until it is closed.
 
     None where the writer has claimed the slot.
     """
-    own = reopen(fd, os.O_RDONLY)
-    if _lock(own, fcntl.F_RDLCK, slot, (readers,)):
+    own = Descriptor.of(os.open, *_same_file(fd, os.O_RDONLY))
+    if _lock(own.fileno(), fcntl.F_RDLCK, slot, (readers,)):
         return own
-    os.close(own)
+    own.close()
     return None
 
 

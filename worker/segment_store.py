@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm import budget
+from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import Readers, lease, reopen
 from asyncckpt.shm.slots import SlotTable, State
@@ -129,7 +130,7 @@ def _checksums(
 class LeasedImage:
     """An image that somebody reads, in ``segment``: nobody writes in its slot until this is closed."""
 
-    def __init__(self, held: HeldImage, hosted: HostedSegment, lease: int) -> None:
+    def __init__(self, held: HeldImage, hosted: HostedSegment, lease: Descriptor) -> None:
         """``held``: which; ``hosted``: where it is, in use until this is closed; ``lease``: the lock on its slot."""
         self.held = held
         self.used = hosted.used
@@ -145,7 +146,7 @@ class LeasedImage:
 
     def close(self) -> None:
         """End the lease. To be called once."""
-        os.close(self._lease)
+        self._lease.close()
         self._hosted.close()
 
 
@@ -328,7 +329,7 @@ class SegmentStore:
             fd = lease(hosted.segment.fileno(), image.request.slot, Readers.OF_IMAGE)
             if fd is None:
                 return None
-            undo.callback(os.close, fd)
+            undo.callback(fd.close)
             if not self._is_whole(image):  # its slot was taken just before
                 return None
             leased = LeasedImage(self._held(image, with_checksums=with_checksums), hosted, fd)

@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.data_file import RUN_BYTES, ChecksummedFile, FilePart, MemoryFile
+from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import Segment
@@ -78,7 +79,7 @@ class ImageFiles(ABC):
 class MappedImage(ImageFiles):
     """An image in a segment that is mapped here. It must not change until this is closed."""
 
-    def __init__(self, held: HeldImage, segment: Segment, lease: int | None = None) -> None:
+    def __init__(self, held: HeldImage, segment: Segment, lease: Descriptor | None = None) -> None:
         """``lease``: what keeps it, closed together with ``segment``; None: somebody else sees to both."""
         super().__init__(held)
         self._segment, self._lease = segment, lease
@@ -87,7 +88,7 @@ class MappedImage(ImageFiles):
 
     def close(self) -> None:
         if self._lease is not None:
-            os.close(self._lease)
+            self._lease.close()
             self._segment.close()
             self._lease = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -292,7 +291,7 @@ class MemorySource:
             fd = lease(segment.fileno(), held.request.slot, Readers.OF_IMAGE)
             if fd is None:
                 return None
-            undo.callback(os.close, fd)
+            undo.callback(fd.close)
             again = client.image(key)
             if again is None or replace(again, committed=held.committed) != held:  # its slot was taken before
                 return None

@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -30,6 +29,7 @@ from asyncckpt.planning.structure import (
     any_has_shards,
     has_no_bytes,
     picker,
+    plain_part,
 )
 from asyncckpt.worker.held_image import CopiedRank
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
@@ -159,7 +159,7 @@ class FlatCapture:
             if list(map(_spec, sharded)) != self._specs:  # in C, and at a glance where they are the same objects
                 raise StructureChanged("a DTensor is placed differently")
             for number, local in zip(self._sharded, map(_local_tensor, sharded), strict=True):
-                tensors[number] = local if type(local) is torch.Tensor else _plain(local, self.tensor_names[number])
+                tensors[number] = local if type(local) is torch.Tensor else plain_part(local, self.tensor_names[number])
         return tensors, self._pick_objects(leaves)
 
     def _check_types(self, types: Sequence[type]) -> None:
@@ -201,7 +201,7 @@ class PlannerCapture:
                 raise UnsavableStateError(
                     f"{item.index.fqn!r} has no plain bytes, and its planner does not say how to save it"
                 )
-            tensors.append(_plain(tensor.detach(), item.index.fqn))
+            tensors.append(plain_part(tensor.detach(), item.index.fqn))
         values = []
         for item in self._object_items:
             buffer = planner.resolve_data(item)
@@ -211,18 +211,6 @@ class PlannerCapture:
                 )
             values.append(Raw(buffer.getbuffer()))
         return tensors, values
-
-
-def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The plain tensor that ``tensor``, a part of ``name``, is. Raises ``UnsavableStateError`` if it is none."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()  # a collective may still be filling it
-    if type(tensor) not in PLAIN:
-        raise UnsavableStateError(
-            f"{name!r} is sharded, and its part on this rank is a {type(tensor).__name__}, which may be more, or less,"
-            " than its bytes; save what it is made of, or leave it out"
-        )
-    return tensor
 
 
 def is_opaque(value: object) -> bool:

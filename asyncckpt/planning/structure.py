@@ -14,10 +14,11 @@ from operator import attrgetter, eq, itemgetter, methodcaller
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.errors import MismatchError
+from asyncckpt.errors import MismatchError, UnsavableStateError
 
 # Of these types, a strided tensor is nothing but its bytes. A subclass may be anything.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -55,6 +56,18 @@ def is_leaf(value: object) -> bool:
 def has_no_bytes(tensor: torch.Tensor) -> bool:
     """Whether the values of ``tensor`` do not lie in memory as its shape and dtype say."""
     return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
+
+
+def plain_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The plain tensor that ``tensor``, a part of ``name``, is. Raises ``UnsavableStateError`` if it is none."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()  # a collective may still be filling it
+    if type(tensor) not in PLAIN:
+        raise UnsavableStateError(
+            f"{name!r} is sharded, and its part on this rank is a {type(tensor).__name__}, which may be more, or less,"
+            " than its bytes; save what it is made of, or leave it out"
+        )
+    return tensor
 
 
 def has_shards(value: object) -> bool:

@@ -103,12 +103,17 @@ def checked_addresses(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpe
     addresses = list(map(torch.Tensor.data_ptr, tensors))
     are_low = min(addresses) < _LOWEST_ADDRESS
     for tensor, spec in zip(tensors, specs, strict=True) if are_low else ():
-        if not tensor.untyped_storage().data_ptr():
-            raise UnsavableStateError(
-                f"{spec.name!r} has no memory: its storage was freed, as FSDP does between uses of a parameter; save"
-                " when it is there, or leave it out"
-            )
+        check_memory(tensor, spec.name)
     return addresses
+
+
+def check_memory(tensor: torch.Tensor, name: str) -> None:
+    """Raise ``UnsavableStateError`` if the storage of ``tensor`` was freed."""
+    if tensor.numel() and not tensor.untyped_storage().data_ptr():
+        raise UnsavableStateError(
+            f"{name!r} has no memory: its storage was freed, as FSDP does between uses of a parameter; save when it is"
+            " there, or leave it out"
+        )
 
 
 class CopyUnit(Protocol):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 from collections.abc import Sequence
 
 import torch
@@ -150,6 +152,7 @@ class WeightBuffer:
         try:
             segment.touch()
             segment.view[: len(plan.header)] = plan.header
+            os.fchmod(segment.fileno(), stat.S_IRUSR)  # who is given its path (Weights.safetensors) only reads
         except BaseException:
             segment.close()
             self._client.release(number)

@@ -13,6 +13,7 @@ import torch
 
 from asyncckpt.planning import safetensors_plan
 from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
+from asyncckpt.weights.parts import Ranges, ranges
 from asyncckpt.worker.manifest import Index, Item
 from asyncckpt.worker.segment_layout import DataFile
 
@@ -37,6 +38,11 @@ class TensorEntry(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def ranges(self) -> Ranges:
+        """What of the whole it is."""
+        return ranges(self.offsets, self.shape)
 
 
 def lay_out(entries: Sequence[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:

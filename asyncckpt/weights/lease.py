@@ -6,12 +6,14 @@ import ctypes
 import os
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.planning.layout import contiguous_strides
+from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.published_slots import ReadableSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion
@@ -24,25 +26,31 @@ from asyncckpt.worker.takeover import ReaderClient
 class Lease:
     """One slot, as it was published: it stays so until the last tensor of it is gone, and this is given back."""
 
-    def __init__(self, fd: int, entries: Mapping[str, TensorEntry], segment: Segment, span: range) -> None:
+    def __init__(
+        self, fd: Descriptor, entries: Mapping[str, TensorEntry], segment: Segment, span: range, *, readonly: bool
+    ) -> None:
         """Take over a lease.
 
         Args:
-            fd: Its descriptor, which is closed in the end.
+            fd: Its descriptor, which this owns from here on.
             entries: The tensors of the slot, by name.
             segment: The memory, mapped for reading.
             span: The bytes of the slot in it.
+            readonly: Whether to write to a tensor is a segmentation fault. Else it is written for this lease alone.
         """
         self.entries = entries
         self.segment = segment
         self.is_file = len(span) == segment.nbytes
-        memory = readable_memory(segment, span)
-        self._lease = weakref.finalize(memory, os.close, fd)
-        self._memory: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
+        memory = readable_memory(segment.view if readonly else segment.private_view(), span)
+        self._lease = weakref.finalize(memory, fd.close)
+        # Torch takes no memory of no bytes: where there is nothing to read, there is nothing to keep.
+        self._memory: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if span:
+            self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._as: dict[torch.dtype, torch.Tensor] = {}
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor of ``entry``, in place. To write to it is a segmentation fault."""
+        """The tensor of ``entry``, in place."""
         memory = self._memory
         if memory is None:
             raise ValueError("this lease was given back")
@@ -61,12 +69,12 @@ class Lease:
         return not self._lease.alive
 
 
-def readable_memory(segment: Segment, span: range) -> ctypes.Array[ctypes.c_uint8]:
-    """These bytes of ``segment``, for torch to take as a tensor, though they are mapped for reading alone.
+def readable_memory(view: memoryview, span: range) -> ctypes.Array[ctypes.c_uint8]:
+    """These bytes of a mapping, for torch to take as a tensor, also where they are mapped for reading alone.
 
     Torch wants numpy's arrays, and the mapping itself, to be writable. The result keeps the mapping.
     """
-    mapping = np.frombuffer(segment.view, dtype=np.uint8)
+    mapping = np.frombuffer(view, dtype=np.uint8)
     memory = (ctypes.c_uint8 * len(span)).from_address(mapping.ctypes.data + span.start)
     memory.mapping = mapping  # type: ignore[attr-defined]
     return memory
@@ -94,7 +102,7 @@ class _MappedSegment:
         """What is published, and in which slot."""
         return self._slots.publications()
 
-    def lease(self, version: PublishedVersion) -> Lease | None:
+    def lease(self, version: PublishedVersion, *, readonly: bool) -> Lease | None:
         """None where it is not there any more.
 
         Raises ``EOFError`` or ``OSError`` where its slot was never mapped here, and the worker has left.
@@ -103,11 +111,12 @@ class _MappedSegment:
         fd = None if slot is None else self._slots.lease(slot, version)
         if slot is None or fd is None:
             return None
-        try:
-            return self._leased(fd, slot, version.folder)
-        except BaseException:
-            os.close(fd)
-            raise
+        with ExitStack() as undo:
+            undo.callback(fd.close)
+            image, entries, span = self._image(slot, version.folder)
+            lease = Lease(fd, entries, image, span, readonly=readonly)
+            undo.pop_all()
+        return lease
 
     def close(self) -> None:
         """Let go of the memory; where tensors are left it stays until they are gone."""
@@ -115,7 +124,8 @@ class _MappedSegment:
         for segment in (self._segment, *self._images.values()):
             segment.close()
 
-    def _leased(self, fd: int, slot: int, folder: int) -> Lease:
+    def _image(self, slot: int, folder: int) -> tuple[Segment, Mapping[str, TensorEntry], range]:
+        """A slot: its segment, what is in it, and where in the segment it is."""
         layout, entries = self._layout, self._entries.get(folder)
         if isinstance(layout, WeightsLayout):
             if slot not in self._images:
@@ -127,7 +137,7 @@ class _MappedSegment:
             image, begin, nbytes = self._segment, layout.slots[slot], layout.data_bytes
             entries = entries or read_indexes(image.view, layout.published_files(folder))
         self._entries[folder] = entries
-        return Lease(fd, entries, image, range(begin, begin + nbytes))
+        return image, entries, range(begin, begin + nbytes)
 
 
 class RankPublications:
@@ -172,10 +182,10 @@ class RankPublications:
         """What is published now; new segments are those of the last ``refresh``."""
         return {version for segment in self._segments for version in segment.published()}
 
-    def lease(self, version: PublishedVersion) -> Lease | None:
-        """None where it is not there any more."""
+    def lease(self, version: PublishedVersion, *, readonly: bool) -> Lease | None:
+        """None where it is not there any more. ``readonly``: see ``Lease``."""
         try:
-            found = (segment.lease(version) for segment in self._segments)
+            found = (segment.lease(version, readonly=readonly) for segment in self._segments)
             return next((lease for lease in found if lease is not None), None)
         except (EOFError, OSError):
             self._leave()

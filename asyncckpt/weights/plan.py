@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
-from asyncckpt.planning.structure import Fingerprint, StructureChanged, picker
+from asyncckpt.planning.structure import PLAIN, Fingerprint, StructureChanged, picker
 from asyncckpt.weights.layout import TensorEntry, lay_out
 from asyncckpt.weights.shards import Sharding, local
 
@@ -25,6 +25,8 @@ class WeightPlan:
     entries: Sequence[TensorEntry]
     converted: Sequence[bool]
     """Which entries come in another dtype than they are published in."""
+    elsewhere: Collection[TensorEntry]
+    """What this rank has as well, and another one publishes."""
     names: Sequence[str]
     placements: Sequence[Any]
     fingerprint: Fingerprint
@@ -32,22 +34,27 @@ class WeightPlan:
 
     @classmethod
     def make(cls, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None, sharding: Sharding) -> WeightPlan:
-        """Plan weights of this structure. Raises ``UnsavableStateError`` where something cannot be published.
+        """Plan weights of this structure, on all ranks together.
+
+        Raises ``UnsavableStateError`` where something cannot be published.
 
         Args:
-            weights: This rank's own, by name.
+            weights: What this rank has, by name.
             dtype: What those of floating point are published as; None: what they are.
             sharding: The ranks that publish together.
         """
         forms = [sharding.form(name, tensor, dtype) for name, tensor in weights.items()]
-        order = sorted(range(len(forms)), key=lambda number: -forms[number].dtype.itemsize)
+        own = set(sharding.own(forms))
+        order = [number for number, form in enumerate(forms) if form in own]
+        order.sort(key=lambda number: -forms[number].dtype.itemsize)
         header, entries = lay_out([forms[number] for number in order])
-        parts = list(map(local, weights.values()))
+        parts = list(map(local, weights, weights.values()))
         return cls(
             dtype=dtype,
             header=header,
             entries=entries,
             converted=[parts[number].dtype != forms[number].dtype for number in order],
+            elsewhere=set(forms) - own,
             names=list(weights),
             placements=list(map(_placement, weights.values())),
             fingerprint=Fingerprint(parts, []),
@@ -62,12 +69,17 @@ class WeightPlan:
         return DataLayout(specs, places, [], len(self.header) + sum(entry.nbytes for entry in self.entries))
 
     def capture(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
-        """The tensors of ``weights`` in the order of the entries, not copied. Raises ``StructureChanged``."""
+        """The tensors of ``weights`` in the order of the entries, not copied.
+
+        Raises ``StructureChanged``, and ``UnsavableStateError`` where a part has no plain bytes.
+        """
         if dtype != self.dtype or list(weights) != self.names:
             raise StructureChanged("other names, or another dtype to publish in")
+        if not all(issubclass(kind, DTensor) for kind in set(map(type, weights.values())) - PLAIN):
+            raise StructureChanged("a tensor is of a kind of its own")
         if list(map(_placement, weights.values())) != self.placements:
             raise StructureChanged("a tensor is placed differently")
-        parts = list(map(local, weights.values()))
+        parts = list(map(local, weights, weights.values()))
         self.fingerprint.check(parts)
         return self.pick(parts)
 

@@ -17,7 +17,7 @@ from asyncckpt.errors import ClosedError, JobTakenError, UnsavableStateError, Ve
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.publication import Publication, Versions, job_of_weights
 from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
-from asyncckpt.staging.host_copy import copy_threads
+from asyncckpt.staging.host_copy import check_memory, copy_threads
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.plan import WeightPlan
@@ -145,12 +145,13 @@ class WeightPublisher:
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
         """Start the worker, plan for ``weights`` in ``dtype``, and take the memory of all slots, so that no publication
-        has to. Raises as ``publish`` does.
+        has to; on all ranks together. Raises as ``publish`` does.
         """
-        with self._lock:
+        with self._lock, self._sharding.together():
             self._running_client()  # which may go on after a publisher before this one
-            plan, _ = self._planned(self._sharding.own(weights), dtype)
+            plan, _ = self._planned(weights, dtype)
             self._buffer_for(plan).fill(plan, self._slots)
+            self._sharding.gather(None)
 
     def close(self) -> None:
         """End the worker, and give the memory back; readers keep what they have leased. Safe to call twice."""
@@ -216,17 +217,21 @@ class WeightPublisher:
             del self._buffers[:-1]
 
     def _planned(
-        self, own: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+        self, weights: Mapping[str, Any], dtype: torch.dtype | None
     ) -> tuple[WeightPlan, Sequence[torch.Tensor]]:
-        if self._plan is not None:
+        """The plan, and what of ``weights`` this rank publishes; on all ranks together."""
+        held = self._sharding.held(weights)
+        plan, tensors = self._plan, None
+        if plan is not None:
             try:
-                return self._plan, self._plan.capture(own, dtype)
+                tensors = plan.capture(held, dtype)
             except StructureChanged as error:
                 logger.info("the weights at %r are planned anew: %s", self.address, error)
-        if self._sharding.ranks == 1 and not own:
-            raise UnsavableStateError("there is no tensor in what is to be published")
-        self._plan = WeightPlan.make(own, dtype, self._sharding)
-        return self._plan, self._plan.capture(own, dtype)
+        if not all(self._sharding.gather(tensors is not None)) or plan is None or tensors is None:
+            self._plan = None  # should this fail, on some rank, all plan again
+            plan = self._plan = WeightPlan.make(held, dtype, self._sharding)
+            tensors = plan.capture(held, dtype)
+        return plan, tensors
 
     def _buffer_for(self, plan: WeightPlan) -> WeightBuffer:
         """Where images of ``plan`` go; from now on it is the last buffer."""
@@ -264,7 +269,7 @@ class WeightPublisher:
     def _copy_all(self, weights: Mapping[str, Any], dtype: torch.dtype | None) -> int | None:
         """Into a slot, which is returned; None where all ranks skip it."""
         with self._timed("plan_s"):
-            plan, tensors = self._planned(self._sharding.own(weights), dtype)
+            plan, tensors = self._planned(weights, dtype)
         with self._timed("wait_s"):
             slot = self._claim(plan)
         if slot is not None:
@@ -284,7 +289,7 @@ class WeightPublisher:
 
         def take(name: str, tensor: torch.Tensor) -> None:
             """Into the slot, as long as all are as planned. The first that is not, and all after it, are kept."""
-            if skipped or not self._sharding.is_own(tensor):
+            if skipped or not self._sharding.is_streamed(tensor):
                 return
             form = self._sharding.form(name, tensor, dtype)
             if form.shape != form.whole:
@@ -293,12 +298,17 @@ class WeightPublisher:
                 )
             if name in copied or name in kept:
                 raise UnsavableStateError(f"{name!r} comes twice")
-            number = plan.find(form) if plan is not None and slot is not None and not kept else None
-            if plan is None or slot is None or number is None:
-                kept[name] = _on_device(local(tensor), form.dtype).to("cpu", form.dtype, copy=True)
+            planned = None if slot is None or kept else plan
+            if planned is not None and form in planned.elsewhere:
+                return
+            part = local(name, tensor)
+            check_memory(part, name)
+            number = None if planned is None else planned.find(form)
+            if planned is None or slot is None or number is None:
+                kept[name] = _on_device(part, form.dtype).to("cpu", form.dtype, copy=True)
             else:
-                view = self._buffers[-1].views(slot, plan, tensor.device)[number]
-                view.copy_(_on_device(local(tensor), form.dtype))
+                view = self._buffers[-1].views(slot, planned, tensor.device)[number]
+                view.copy_(_on_device(part, form.dtype))
                 copied[name] = number
 
         with self._timed("stage_s"):

@@ -1,20 +1,21 @@
-"""Sharding: a process publishes alone, or the ranks of a group together, each the part it has."""
+"""Sharding: a process publishes alone, or the ranks of a group together, each what the others have not."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncckpt.errors import RankFailedError, UnsavableStateError, decode, encode, located
-from asyncckpt.planning.structure import PLAIN, has_no_bytes, stateful_to_dict
+from asyncckpt.planning.structure import PLAIN, has_no_bytes, plain_part, stateful_to_dict
 from asyncckpt.weights.layout import TensorEntry
+from asyncckpt.weights.parts import Ranges, common, missing, shown
 
 T = TypeVar("T")
 
@@ -26,10 +27,6 @@ class Sharding:
         """``process_group``: those that publish together; None: this process alone."""
         self._process_group = process_group
         self._in_step = True
-        # Names of tensors that are no DTensors: this rank's, the same until the others know, the first rank's.
-        self._plain = set[str]()
-        self._untold_plain: set[str] | None = None
-        self._plain_of_first = set[str]()
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.ranks = 1 if process_group is None else dist.get_world_size(process_group)
         if self.rank < 0:
@@ -52,29 +49,21 @@ class Sharding:
         if self.ranks == 1:
             return [value]
         told = self._exchange(value, None)
-        for rank, (_, failure, _) in enumerate(told):
+        for rank, (_, failure) in enumerate(told):
             if failure is not None:
                 self._in_step = False  # they know
                 theirs = decode(failure)
                 raise RankFailedError(f"rank {rank} cannot publish: {theirs.message}", rank=rank) from theirs
-        if lost := self._plain - self._plain_of_first:
-            self._plain = set()
-            raise UnsavableStateError(
-                f"{min(lost)!r} is no DTensor: such the first rank publishes for all, and it has none of that name"
-            )
-        return [each for each, *_ in told]
+        return [each for each, _ in told]
 
-    def _exchange(self, value: Any, failure: bytes | None) -> list[tuple[Any, bytes | None, set[str] | None]]:
+    def _exchange(self, value: Any, failure: bytes | None) -> list[tuple[Any, bytes | None]]:
         told: list[Any] = [None] * self.ranks
         in_step, self._in_step = self._in_step, False
         try:
-            dist.all_gather_object(told, (value, failure, self._untold_plain), group=self._process_group)
+            dist.all_gather_object(told, (value, failure), group=self._process_group)
         except RuntimeError as error:
             raise RankFailedError(f"the ranks that publish together lost each other: {error}") from error
         self._in_step = in_step
-        self._untold_plain = None
-        if told[0][2] is not None:
-            self._plain_of_first = told[0][2]
         return told
 
     def walk(self, stream: Iterable[tuple[str, torch.Tensor]], take: Callable[[str, torch.Tensor], None]) -> None:
@@ -94,18 +83,40 @@ class Sharding:
         if failure is not None:
             raise failure
 
-    def own(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Those tensors of a state dict that this rank publishes, by name; nested ones by their path, with dots."""
+    def held(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a state dict that this rank has, or has parts of, by name; nested ones by their path, with
+        dots.
+        """
         weights = stateful_to_dict(weights)
         if any(isinstance(value, (Mapping, list)) for value in weights.values()):
             weights = flatten_state_dict(dict(weights))[0]
         tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-        if self.ranks == 1:
-            return tensors
-        plain = {name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-        if plain != self._plain:
-            self._plain = self._untold_plain = plain
-        return {name: tensor for name, tensor in tensors.items() if self.is_own(tensor)}
+        return {name: tensor for name, tensor in tensors.items() if _is_here(tensor)}
+
+    def own(self, forms: Sequence[TensorEntry]) -> list[TensorEntry]:
+        """Those that this rank publishes, of what it has, on all ranks together: of a part that several have, the first
+        of them publishes it.
+
+        Raises ``UnsavableStateError``, on all ranks, where parts are missing or do not fit together.
+        """
+        if self.ranks == 1 and forms:
+            return list(forms)
+        owners: dict[str, dict[Ranges, int]] = {}
+        wholes: dict[str, TensorEntry] = {}
+        for rank, theirs in enumerate(self.gather([form for form in forms if form.nbytes or form.shape == form.whole])):
+            for form in theirs:
+                first = wholes.setdefault(form.name, form)
+                if (form.dtype, form.whole) != (first.dtype, first.whole):
+                    raise UnsavableStateError(
+                        f"{form.name!r} is {form.dtype}, {form.whole}, on rank {rank}, and on another {first.dtype},"
+                        f" {first.whole}"
+                    )
+                owners.setdefault(form.name, {}).setdefault(form.ranges, rank)
+        if not owners:
+            raise UnsavableStateError("there is no tensor in what is to be published")
+        for name, parts in owners.items():
+            _check_whole(wholes[name], parts)
+        return [form for form in forms if owners.get(form.name, {}).get(form.ranges) == self.rank]
 
     def form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorEntry:
         """What is published of a tensor. Raises ``UnsavableStateError`` where that is not to be.
@@ -128,28 +139,37 @@ class Sharding:
                 )
         elif type(tensor) not in PLAIN or has_no_bytes(tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__} that has no plain bytes to publish")
+        local(name, tensor)
         # A tensor of eight bits has scales beside it, and means nothing without them.
         converts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
         published = dtype if converts and dtype is not None else tensor.dtype
         return TensorEntry(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
 
-    def is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether this rank publishes ``tensor``. All ranks have what is no DTensor, and the first one publishes it."""
-        if self.ranks == 1 or not isinstance(tensor, DTensor):
-            return self.rank == 0
-        coordinate = tensor.device_mesh.get_coordinate()
-        return coordinate is not None and not any(
-            isinstance(placement, Replicate) and at for placement, at in zip(tensor.placements, coordinate, strict=True)
+    def is_streamed(self, tensor: torch.Tensor) -> bool:
+        """Whether this rank may publish ``tensor``, of a stream. All ranks have what is no DTensor, and the first one
+        publishes it: the others shall not keep it.
+        """
+        return _is_here(tensor) if isinstance(tensor, DTensor) else self.rank == 0
+
+
+def local(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of the tensor ``name`` that this process has. Raises ``UnsavableStateError``: it has no plain bytes."""
+    return plain_part(tensor.to_local(), name).detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _is_here(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def _check_whole(entry: TensorEntry, parts: Collection[Ranges]) -> None:
+    """Raise ``UnsavableStateError`` unless ``parts`` make up the tensor of ``entry``."""
+    name, whole = entry.name, entry.whole or ()
+    if (gap := missing(whole, parts)) is not None:
+        raise UnsavableStateError(f"of {name!r}, {whole}, no rank has {shown(gap)}")
+    if (twice := common(parts)) is not None:
+        raise UnsavableStateError(
+            f"of {name!r}, {whole}, two ranks have {shown(twice)} as parts that are neither the same nor apart"
         )
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that this process has."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    part: Any = tensor.to_local()
-    bytes_here: torch.Tensor = part.wait() if hasattr(part, "wait") else part  # a collective may be filling it
-    return bytes_here.detach()
 
 
 def _pair(entry: Any) -> tuple[str, torch.Tensor]:

@@ -73,6 +73,7 @@ class WeightSubscriber:
         *,
         version: int | None = None,
         roll_back: bool = False,
+        readonly: bool = False,
         timeout: float = 60.0,
     ) -> Weights:
         """Lease the newest weights, which are complete, and of all publishing ranks. Nothing is copied.
@@ -81,6 +82,8 @@ class WeightSubscriber:
             min_version: Wait until there is this version or a later one.
             version: Take this version, and not the newest.
             roll_back: Take also older versions than this reader has had, of a trainer that does not say it goes back.
+            readonly: Map them for reading alone: to write to one is a segmentation fault. By default whoever has them
+                may change them in place, which nobody else sees, and which takes memory of its own for each page.
             timeout: Seconds to wait.
 
         Raises:
@@ -100,7 +103,10 @@ class WeightSubscriber:
                 if time.monotonic() >= ask_at:
                     self._refresh(min(_ANSWER_S, max(_LEAST_ANSWER_S, deadline - time.monotonic())))
                     ask_at = time.monotonic() + _ASK_AGAIN_S
-                weights = self._newest_from(min_version or 0, roll_back) if version is None else self._exactly(version)
+                if version is None:
+                    weights = self._newest_from(min_version or 0, roll_back, readonly)
+                else:
+                    weights = self._exactly(version, readonly)
                 if weights is not None:
                     return weights
                 if time.monotonic() > deadline:
@@ -149,10 +155,10 @@ class WeightSubscriber:
             if published.ranks <= len(by_rank) and all(published in each for each in by_rank[: published.ranks])
         }
 
-    def _lease(self, published: PublishedVersion) -> Weights | None:
+    def _lease(self, published: PublishedVersion, readonly: bool) -> Weights | None:
         parts: list[Lease] = []
         for rank in self._ranks[: published.ranks]:
-            part = rank.lease(published)
+            part = rank.lease(published, readonly=readonly)
             if part is None:
                 for each in parts:
                     each.give_back()
@@ -167,11 +173,11 @@ class WeightSubscriber:
             )
         return weights
 
-    def _exactly(self, version: int) -> Weights | None:
+    def _exactly(self, version: int, readonly: bool) -> Weights | None:
         found = max((each for each in self._complete() if each.version == version), default=None)
-        return None if found is None else self._lease(found)
+        return None if found is None else self._lease(found, readonly)
 
-    def _newest_from(self, min_version: int, roll_back: bool) -> Weights | None:
+    def _newest_from(self, min_version: int, roll_back: bool, readonly: bool) -> Weights | None:
         """Raises ``VersionError`` where it is older than what this reader has had, and neither side allows that."""
         found, last = max(self._complete(), default=None), self._newest
         if found is None or found.version < min_version:
@@ -180,7 +186,7 @@ class WeightSubscriber:
         if last is not None and found < last and found.epoch == last.epoch:
             return None
         # Only under the lease it is sure that what was seen of it belongs together.
-        weights = self._lease(found)
+        weights = self._lease(found, readonly)
         if weights is None:
             return None
         if last is not None and found.version < last.version and not (found.rolled_back or roll_back):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from asyncckpt.errors import ClosedError, MismatchError
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry
 from asyncckpt.weights.lease import Lease
+from asyncckpt.weights.parts import Ranges, missing, shown
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class Weights(Mapping[str, torch.Tensor]):
     """The tensors of one version by name, in the trainer's shared memory: nothing is copied.
 
-    They are for reading: to write to one is a segmentation fault. Only a tensor that several ranks have parts of is put
-    together, into memory of its own, each time it is asked for.
+    Whoever has them may change them in place, as loaders of some models do: nobody else sees it. Only a tensor that
+    several ranks have parts of is put together, into memory of its own, each time it is asked for.
 
     While this is leased nobody writes there. The lease ends with ``release``, with the block where this is used as a
     context manager, or with this process. Tensors may be used for longer: then it ends with the last of them.
@@ -44,11 +44,11 @@ class Weights(Mapping[str, torch.Tensor]):
         """The publisher's: a restarted one has a greater number."""
         self._parts: Sequence[Lease] = parts
         self._keep = keep
-        self._chunks: dict[str, list[tuple[Lease, TensorEntry]]] = {}
+        self._chunks: dict[str, dict[Ranges, tuple[Lease, TensorEntry]]] = {}
         for part in parts:
             for name, entry in part.entries.items():
                 if name.startswith(prefix):
-                    self._chunks.setdefault(name[len(prefix) :], []).append((part, entry))
+                    self._chunks.setdefault(name[len(prefix) :], {}).setdefault(entry.ranges, (part, entry))
         self._released = False
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -56,16 +56,15 @@ class Weights(Mapping[str, torch.Tensor]):
         chunks = self._chunks[name]
         if self._released:
             raise ClosedError(f"the lease on version {self.version} has ended; acquire it again")
-        part, entry = chunks[0]
+        part, entry = next(iter(chunks.values()))
         whole = _whole(chunks)
         if entry.shape == whole:
             return part.tensor(entry)
-        if sum(math.prod(each.shape) for _, each in chunks) != math.prod(whole):
-            raise MismatchError(f"of {name!r}, {whole}, not every part was published in version {self.version}")
+        if (gap := missing(whole, chunks)) is not None:
+            raise MismatchError(f"of {name!r}, {whole}, nobody has published {shown(gap)} in version {self.version}")
         tensor = torch.empty(whole, dtype=entry.dtype, device="cpu")
-        for part, each in chunks:
-            at = tuple(slice(begin, begin + size) for begin, size in zip(each.offsets, each.shape, strict=True))
-            tensor[at] = part.tensor(each)
+        for at, (part, each) in chunks.items():
+            tensor[tuple(slice(side.start, side.stop) for side in at)] = part.tensor(each)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -80,7 +79,7 @@ class Weights(Mapping[str, torch.Tensor]):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(entry.nbytes for chunks in self._chunks.values() for _, entry in chunks)
+        return sum(entry.nbytes for chunks in self._chunks.values() for _, entry in chunks.values())
 
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """All tensors, in groups of at most ``nbytes`` bytes; a larger tensor alone. Nothing is copied for it."""
@@ -89,7 +88,7 @@ class Weights(Mapping[str, torch.Tensor]):
         bucket: list[tuple[str, torch.Tensor]] = []
         left = nbytes
         for name in self:
-            size = sum(entry.nbytes for _, entry in self._chunks[name])
+            size = sum(entry.nbytes for _, entry in self._chunks[name].values())
             if bucket and size > left:
                 yield bucket
                 bucket, left = [], nbytes
@@ -109,7 +108,7 @@ class Weights(Mapping[str, torch.Tensor]):
         """
         if not all(part.is_file for part in self._parts):
             raise ValueError("these are of a checkpoint; only a WeightPublisher's are laid out as safetensors files")
-        if any(entry.shape != entry.whole for chunks in self._chunks.values() for _, entry in chunks):
+        if any(entry.shape != entry.whole for chunks in self._chunks.values() for _, entry in chunks.values()):
             raise ValueError("some tensors are in parts, one a rank, which no reader of such files puts together")
         if self._released or any(part.segment.closed for part in self._parts):
             raise ClosedError(f"the lease on version {self.version} has ended, or its subscriber is closed")
@@ -140,10 +139,9 @@ class Weights(Mapping[str, torch.Tensor]):
         self.release()
 
 
-def _whole(chunks: Sequence[tuple[Lease, TensorEntry]]) -> tuple[int, ...]:
+def _whole(chunks: Mapping[Ranges, tuple[Lease, TensorEntry]]) -> tuple[int, ...]:
     """The shape of the tensor that these are all parts of."""
-    _, first = chunks[0]
+    _, first = next(iter(chunks.values()))
     if first.whole is not None:
         return first.whole
-    upper = [[begin + size for begin, size in zip(each.offsets, each.shape, strict=True)] for _, each in chunks]
-    return tuple(map(max, zip(*upper, strict=True)))
+    return tuple(max(side.stop for side in sides) for sides in zip(*chunks, strict=True))

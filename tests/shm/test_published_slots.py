@@ -55,9 +55,9 @@ def test_a_claim_and_leases_exclude_each_other() -> None:
         one, two = (slot_locks.lease(segment.fileno(), 3) for _ in range(2))
         assert one is not None and two is not None
         assert not claims.claim(3)
-        os.close(one)
+        one.close()
         assert not claims.claim(3)
-        os.close(two)
+        two.close()
         assert claims.claim(3)
         # A child has no part in the claims, and so cannot keep them.
         if (child := os.fork()) == 0:
@@ -91,9 +91,9 @@ def test_a_slot_is_claimed_and_published_and_read() -> None:
         assert slots.claim_oldest() == 1 and readers.publications().keys() == {versions[0], versions[2]}
         assert slots.claim_oldest() is None  # the newest stays, whether it is read or not
         assert slots.publish_unless_last(1, versions[3]) is False  # readers have all others
-        os.close(oldest)
+        oldest.close()
         assert slots.publish_unless_last(1, versions[3]) and readers.publications().keys() == set(versions[2:])
-        os.close(newest)
+        newest.close()
         slots.withdraw_all()
         assert not readers.publications()
         slots.close()

@@ -35,12 +35,38 @@ def test_nothing_is_copied_and_nothing_can_be_written(publisher: WeightPublisher
 
 
 def _write_to_what_is_published() -> None:
-    weights = WeightSubscriber("policy").acquire()
+    weights = WeightSubscriber("policy").acquire(readonly=True)
     address = weights["embed.weight"].data_ptr()
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "asyncckpt" in line]
     places = [(range(*(int(end, 16) for end in line[0].split("-"))), line[1]) for line in maps]
     say((version_in(weights), any(address in place and mode.startswith("r--s") for place, mode in places)))
     weights["embed.weight"].fill_(99.0)
+
+
+def test_readers_may_change_what_they_have(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    publisher.publish(model(1), 1)
+    with subscriber.acquire() as one, subscriber.acquire() as other, subscriber.acquire(readonly=True) as shared:
+        for tensor in one.values():
+            tensor.fill_(7)
+        one["embed.weight"].t_()
+        assert version_in(one) == 7 and version_in(other) == version_in(shared) == 1
+        assert _private_bytes() >= one["embed.weight"].nbytes
+    assert _private_bytes() == 0
+    with subscriber.acquire() as again:
+        assert version_in(again) == 1
+    with WeightSubscriber("policy") as another, another.acquire() as elsewhere:
+        assert version_in(elsewhere) == 1
+
+
+def _private_bytes() -> int:
+    """What this process has of its own, of memory that it has mapped of the worker's."""
+    nbytes, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_ours = "asyncckpt" in line and line.split()[1].endswith("p")
+        elif is_ours and line.startswith("Anonymous:"):
+            nbytes += int(line.split()[1]) << 10
+    return nbytes
 
 
 def test_a_lease_keeps_a_version_and_ends_with_its_block(

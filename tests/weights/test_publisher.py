@@ -136,6 +136,28 @@ def test_what_cannot_be_published(publisher: WeightPublisher, subscriber: Weight
         assert sorted(weights) == ["model.w", "v"]
 
 
+class _Named(torch.nn.Parameter):
+    """May be anything, to who does not know it."""
+
+
+def test_of_subclasses_each_publication_says_the_same(publisher: WeightPublisher) -> None:
+    plain, odd = {"w": torch.nn.Parameter(torch.ones(3))}, {"w": _Named(torch.ones(3))}
+    for version in (2, 3):
+        with pytest.raises(UnsavableStateError, match="'w' is a _Named"):
+            publisher.publish(odd, 1)
+        publisher.publish(plain, version)
+
+
+def test_what_was_freed_is_told(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    publisher.publish(model(1), 1)
+    freed = torch.ones(300, 200)
+    freed.untyped_storage().resize_(0)
+    for weights in (model(2) | {"embed.weight": freed}, [("embed.weight", freed)], [("more", freed)]):
+        with pytest.raises(UnsavableStateError, match="has no memory"):
+            publisher.publish(weights, 2)
+    assert subscriber.versions() == [1]
+
+
 def _publish_beside() -> None:
     with WeightPublisher("policy") as other, pytest.raises(JobTakenError):
         other.publish(model(2), 2)

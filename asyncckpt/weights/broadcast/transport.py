@@ -110,7 +110,7 @@ class Buffers:
 
 
 def _populated(segment: Segment, span: range) -> torch.Tensor:
-    memory = readable_memory(segment, span)
+    memory = readable_memory(segment.view, span)
     # The pages are there: have them in this process's table, too, before somebody waits for that.
     _libc.madvise(ctypes.byref(memory), ctypes.c_size_t(len(span)), _MADV_POPULATE_READ)
     return torch.frombuffer(memory, dtype=torch.uint8)

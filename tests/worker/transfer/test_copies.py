@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,7 +76,7 @@ def test_what_is_read_stays(source: SegmentStore, store: SegmentStore) -> None:
     with pytest.raises(CheckpointError, match="being read"):
         _copy(source, copies, 3)
     copies.close()
-    os.close(fd)
+    fd.close()
     assert _kept(store) == {"attempt 1", "attempt 2"}
 
 
