@@ -103,7 +103,7 @@ class Sharding:
             return list(forms)
         owners: dict[str, dict[Ranges, int]] = {}
         wholes: dict[str, TensorEntry] = {}
-        for rank, theirs in enumerate(self.gather([form for form in forms if form.nbytes or form.shape == form.whole])):
+        for rank, theirs in enumerate(self.gather([form for form in forms if form.nbytes or 0 in (form.whole or ())])):
             for form in theirs:
                 first = wholes.setdefault(form.name, form)
                 if (form.dtype, form.whole) != (first.dtype, first.whole):
