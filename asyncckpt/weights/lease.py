@@ -18,6 +18,7 @@ from asyncckpt.shm.published_slots import ReadableSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, read_entries, read_indexes
+from asyncckpt.weights.private_views import PrivateViews
 from asyncckpt.worker.endpoint_messages import PublishedSegment
 from asyncckpt.worker.segment_layout import WeightsLayout
 from asyncckpt.worker.takeover import ReaderClient
@@ -27,7 +28,12 @@ class Lease:
     """One slot, as it was published: it stays so until the last tensor of it is gone, and this is given back."""
 
     def __init__(
-        self, fd: Descriptor, entries: Mapping[str, TensorEntry], segment: Segment, span: range, *, readonly: bool
+        self,
+        fd: Descriptor,
+        entries: Mapping[str, TensorEntry],
+        segment: Segment,
+        span: range,
+        views: PrivateViews | None,
     ) -> None:
         """Take over a lease.
 
@@ -36,13 +42,15 @@ class Lease:
             entries: The tensors of the slot, by name.
             segment: The memory, mapped for reading.
             span: The bytes of the slot in it.
-            readonly: Whether to write to a tensor is a segmentation fault. Else it is written for this lease alone.
+            views: Where to take a mapping for this lease alone from, which can be written to; None: ``segment`` itself,
+                and to write to a tensor is a segmentation fault.
         """
         self.entries = entries
         self.segment = segment
         self.is_file = len(span) == segment.nbytes
-        memory = readable_memory(segment.view if readonly else segment.private_view(), span)
-        self._lease = weakref.finalize(memory, fd.close)
+        view = segment.view if views is None else views.take()
+        memory = readable_memory(view, span)
+        self._lease = weakref.finalize(memory, _end, fd, view, views)
         # Torch takes no memory of no bytes: where there is nothing to read, there is nothing to keep.
         self._memory: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
         if span:
@@ -69,6 +77,12 @@ class Lease:
         return not self._lease.alive
 
 
+def _end(fd: Descriptor, view: memoryview, views: PrivateViews | None) -> None:
+    fd.close()
+    if views is not None:
+        views.give_back(view)
+
+
 def readable_memory(view: memoryview, span: range) -> ctypes.Array[ctypes.c_uint8]:
     """These bytes of a mapping, for torch to take as a tensor, also where they are mapped for reading alone.
 
@@ -90,6 +104,7 @@ class _MappedSegment:
         self._layout = published.layout
         self._slots = ReadableSlots(self._segment, len(published.layout.slots))
         self._images: dict[int, Segment] = {}
+        self._views: dict[Segment, PrivateViews] = {}
         self._entries: dict[int, dict[str, TensorEntry]] = {}
         """Of each folder that was asked for; the same in all slots."""
 
@@ -114,13 +129,16 @@ class _MappedSegment:
         with ExitStack() as undo:
             undo.callback(fd.close)
             image, entries, span = self._image(slot, version.folder)
-            lease = Lease(fd, entries, image, span, readonly=readonly)
+            views = None if readonly else self._views.setdefault(image, PrivateViews(image))
+            lease = Lease(fd, entries, image, span, views)
             undo.pop_all()
         return lease
 
     def close(self) -> None:
         """Let go of the memory; where tensors are left it stays until they are gone."""
         self._slots.close()
+        for views in self._views.values():
+            views.close()
         for segment in (self._segment, *self._images.values()):
             segment.close()
 
