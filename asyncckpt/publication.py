@@ -6,6 +6,7 @@ started anew begins a new epoch, which readers can see, and so does one that goe
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import time
@@ -17,6 +18,8 @@ from asyncckpt.errors import VersionError
 from asyncckpt.events import Event
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.worker.storage import absolute, is_address
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS = "weights\n"
 _NOTHING = PublishedVersion(0, -1, rolled_back=False, ranks=0)
@@ -71,6 +74,7 @@ class Versions:
         self._newest_read = -1  # it is greater where the checkpoint of that version was removed
         self._least_epoch = 0
         self._rolled_back = False
+        self._skipped = 0  # since one was published
 
     def inherit(self, published: Mapping[PublishedVersion, bool]) -> None:
         """Go on after a trainer before this one.
@@ -87,6 +91,19 @@ class Versions:
     def note(self, published: PublishedVersion) -> None:
         """It is published: from now on it is the last one."""
         self._newest = self._newest_read = published.version
+
+    def log(self, version: int, why_not: str | None) -> None:
+        """Log that ``version`` is not published, and ``why_not``: of several in a row the first. None: it is published,
+        and how many before it were not is logged.
+        """
+        if why_not is None:
+            if self._skipped > 1:
+                logger.warning("version %d is published; the %d before it were not", version, self._skipped)
+            self._skipped = 0
+            return
+        if not self._skipped:
+            logger.warning("version %d is not published: %s", version, why_not)
+        self._skipped += 1
 
     def admit(
         self, version: int, ranks: int, gather: Callable[[VersionState], list[VersionState]], *, roll_back: bool

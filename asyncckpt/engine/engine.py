@@ -203,7 +203,9 @@ class Engine(AbstractContextManager["Engine"]):
             gather = partial(known_by_all, group, next(self._numbers))
             published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
-            is_shown = show(self._buffers.image_of(save), published, folder)
+            why_not = show(self._buffers.image_of(save), published, folder)
+            self._versions.log(version, why_not)
+            is_shown = why_not is None
             if is_shown or not group.alone:  # other ranks may have published it, and all have to know the same
                 self._versions.note(published)
             done = Publication(published.version, published.epoch, skipped=not is_shown)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from asyncckpt.errors import CheckpointError
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.plan import CheckpointPlan
@@ -12,15 +10,13 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.staging.buffer import Plan, StagingBuffer
 
-logger = logging.getLogger(__name__)
-
 
 def known_by_all(group: Group, number: int, known: VersionState) -> list[VersionState]:
     """What each rank knows of versions. ``number``: of this question, the same on all ranks."""
     return group.ask_all("epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know))
 
 
-def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, folder: str | None) -> bool:
+def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, folder: str | None) -> str | None:
     """Let readers see an image as ``version``.
 
     Args:
@@ -29,25 +25,22 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
         folder: Of a set of files: the folder of DCP's that readers see; None: the only one.
 
     Returns:
-        Whether they do.
+        None: they do; else why they do not.
 
     Raises:
         CheckpointError: It is nothing that can be published, or readers could not find it.
     """
-    if image is not None:
-        buffer, slot = image
-        version = version._replace(folder=_number_of(buffer.plan, folder))
-        if not buffer.client.has_endpoint:
-            raise CheckpointError(
-                "readers cannot find the worker, which has no endpoint: the engine has no job, or see the log"
-            )
-        if buffer.publish(slot, version):
-            return True
-        why_not = "readers have all slots but that; more of them would help (Config.slots)"
-    else:
-        why_not = "its image is not in memory any more, or never was"
-    logger.warning("version %d is not published: %s", version.version, why_not)
-    return False
+    if image is None:
+        return "its image is not in memory any more, or never was"
+    buffer, slot = image
+    version = version._replace(folder=_number_of(buffer.plan, folder))
+    if not buffer.client.has_endpoint:
+        raise CheckpointError(
+            "readers cannot find the worker, which has no endpoint: the engine has no job, or see the log"
+        )
+    if buffer.publish(slot, version):
+        return None
+    return "readers have all slots but that; more of them would help (Config.slots)"
 
 
 def _number_of(plan: Plan, folder: str | None) -> int:

@@ -25,6 +25,9 @@ from asyncckpt.worker.segment_layout import WeightsLayout
 
 logger = logging.getLogger(__name__)
 
+# One to publish in, while the other has the newest version.
+_ALWAYS = 2
+
 
 class WeightBuffer:
     """Slots for images of one layout. A worker holds the memory too, and shows it to readers.
@@ -78,17 +81,19 @@ class WeightBuffer:
     def claim(self, plan: WeightPlan, most: int) -> int | None:
         """Take a slot to copy images of ``plan`` into: nobody reads it, and nothing is published there any more.
 
-        While there are fewer than ``most``, and memory for it, a new one is made. None where all are being read; that
-        of the newest version stays where it is.
+        While there are fewer than ``most``, and memory for it, a new one is made, from the third on only where readers
+        keep the others. None where all are being read; that of the newest version stays where it is.
         """
         slot = self._published.claim_unpublished()
         if slot is None:
-            slot = self._grow(plan, most)
-        return self._published.claim_oldest() if slot is None else slot
+            slot = self._grow(plan, _ALWAYS)
+        if slot is None:
+            slot = self._published.claim_oldest()
+        return self._grow(plan, most) if slot is None else slot
 
-    def fill(self, plan: WeightPlan, most: int) -> None:
-        """Take the memory of all slots now, see ``claim``."""
-        while (slot := self._grow(plan, most)) is not None:
+    def fill(self, plan: WeightPlan) -> None:
+        """Take the memory now that is taken in any case, see ``claim``."""
+        while (slot := self._grow(plan, _ALWAYS)) is not None:
             self._published.offer(slot)
 
     def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> None:

@@ -54,8 +54,8 @@ class WeightPublisher:
 
         Args:
             address: Any text, by which readers find this.
-            slots: Images of the weights in memory, 2 or more, taken as they are needed: one to publish in, the others
-                are the newest versions, which stay readable. A slot that is being read is left alone.
+            slots: How many images of the weights there may be in memory, 2 or more: one has the newest version, one is
+                to publish in. More are taken where readers keep older versions, and stay.
             when_busy: What happens when all slots but that of the newest version are being read: the publication is
                 skipped, or waits for a reader to end, at most ``Config.timeout`` seconds.
             process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
@@ -87,7 +87,6 @@ class WeightPublisher:
         self._versions = Versions()
         self._threads = copy_threads()
         self._timings: dict[str, float] = {}
-        self._skips = False
         self._closed = self._has_left = False
         self._lock = threading.Lock()
         self._supervisor.register()
@@ -144,13 +143,13 @@ class WeightPublisher:
             return done
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
-        """Start the worker, plan for ``weights`` in ``dtype``, and take the memory of all slots, so that no publication
+        """Start the worker, plan for ``weights`` in ``dtype``, and take the memory of two slots, so that no publication
         has to; on all ranks together. Raises as ``publish`` does.
         """
         with self._lock, self._sharding.together():
             self._running_client()  # which may go on after a publisher before this one
             plan, _ = self._planned(weights, dtype)
-            self._buffer_for(plan).fill(plan, self._slots)
+            self._buffer_for(plan).fill(plan)
             self._sharding.gather(None)
 
     def close(self) -> None:
@@ -206,9 +205,7 @@ class WeightPublisher:
             buffer.hand_over(client)
 
     def _show(self, slot: int | None, published: PublishedVersion) -> None:
-        if slot is None and not self._skips:
-            logger.warning("version %d is not published: readers at %r have all slots", published.version, self.address)
-        self._skips = slot is None
+        self._versions.log(published.version, f"readers at {self.address!r} have all slots" if slot is None else None)
         if slot is not None:
             self._buffers[-1].publish(slot, published)
             self._versions.note(published)

@@ -42,8 +42,8 @@ def test_versions_grow(publisher: WeightPublisher, subscriber: WeightSubscriber)
     publisher.publish(model(3), 3, roll_back=True)
     with subscriber.acquire() as weights:  # no surprise: the publisher has said so
         assert version_in(weights) == 3 and weights.epoch > epoch
-    publisher.publish(model(4), 4)
     with subscriber.acquire(version=7) as weights:
+        publisher.publish(model(4), 4)
         assert version_in(weights) == 7
     with subscriber.acquire() as weights:
         assert version_in(weights) == 4
@@ -183,9 +183,14 @@ def test_too_little_memory_means_fewer_versions(
     client = publisher.worker
     assert client is not None
     monkeypatch.setattr(client, "allocate", no_memory)
+    with subscriber.acquire(version=1):
+        assert publisher.publish(model(3), 3).skipped and "memory for 2 versions instead of 3" in caplog.text
+        for _ in range(5):
+            assert publisher.publish(model(3), 3).skipped
+    assert caplog.text.count("version 3 is not published: readers at") == 1
     for version in range(3, 6):
         assert not publisher.publish(model(version), version).skipped
-    assert subscriber.versions() == [4, 5] and "memory for 2 versions instead of 3" in caplog.text
+    assert subscriber.versions() == [4, 5] and "version 3 is published; the 6 before it were not" in caplog.text
     with pytest.raises(OutOfMemoryError):
         publisher.publish({"new": torch.zeros(3)}, 6)
     with subscriber.acquire() as weights:
