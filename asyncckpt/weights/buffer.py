@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import stat
 from collections.abc import Sequence
 
 import torch
@@ -157,7 +155,6 @@ class WeightBuffer:
         try:
             segment.touch()
             segment.view[: len(plan.header)] = plan.header
-            os.fchmod(segment.fileno(), stat.S_IRUSR)  # who is given its path (Weights.safetensors) only reads
         except BaseException:
             segment.close()
             self._client.release(number)
