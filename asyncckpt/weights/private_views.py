@@ -34,8 +34,9 @@ class PrivateViews:
 
     def give_back(self, view: memoryview) -> None:
         """Nobody uses ``view`` any more: what was written there goes. On any thread."""
-        if self._free is not None and _forget_written(view):
-            self._free.append(view)
+        free = self._free
+        if free is not None and _forget_written(view):
+            free.append(view)  # which may have been closed meanwhile
 
     def close(self) -> None:
         """Unmap those that nobody has, and the others once they are given back."""

@@ -63,7 +63,7 @@ def _private_bytes() -> int:
     nbytes, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
-            is_ours = "asyncckpt" in line and line.split()[1].endswith("p")
+            is_ours = "memfd:asyncckpt" in line and line.split()[1].endswith("p")
         elif is_ours and line.startswith("Anonymous:"):
             nbytes += int(line.split()[1]) << 10
     return nbytes
@@ -89,7 +89,7 @@ def test_a_lease_keeps_a_version_and_ends_with_its_block(
 def _images() -> int:
     """How many images of the weights this process has, mapped to be written to."""
     lines = map(str.split, Path("/proc/self/maps").read_text().splitlines())
-    ours = [line for line in lines if "asyncckpt" in line[-2] and line[1] == "rw-s"]
+    ours = [line for line in lines if "memfd:asyncckpt" in line[-2] and line[1] == "rw-s"]
     return len(ours) - 1  # and one page for what is published
 
 
