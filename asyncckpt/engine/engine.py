@@ -204,12 +204,10 @@ class Engine(AbstractContextManager["Engine"]):
             published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
             save.wait_staged(self.config.timeout)
             why_not = show(self._buffers.image_of(save), published, folder)
-            self._versions.log(version, why_not)
-            is_shown = why_not is None
-            if is_shown or not group.alone:  # other ranks may have published it, and all have to know the same
+            self._versions.log(published.version, why_not)
+            if why_not is None or not group.alone:  # other ranks may have published it, and all have to know the same
                 self._versions.note(published)
-            done = Publication(published.version, published.epoch, skipped=not is_shown)
-            if is_shown:
+            if not (done := Publication(published.version, published.epoch, why_not is not None)).skipped:
                 self.tell(done.event(group.rank, save.path, save.step))
             return done
 

@@ -196,8 +196,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The weights of this sync, which must be of version ``global_steps`` (None: whichever it is).
 
-        The tensors are read-only and in shared memory, and stay as they are for as long as they are referred to; with
-        ``bypass_cpu`` they are the rollout's own.
+        The tensors are in shared memory, may be changed in place, which nobody else sees, and stay for as long as they
+        are referred to; with ``bypass_cpu`` they are the rollout's own.
         """
         notices = self._current()
         if notices.role.part == "receive":
