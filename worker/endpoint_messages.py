@@ -15,6 +15,9 @@ One that reads published weights:
     client   OpenSegment
     worker   descriptor                   of one segment, for reading alone
 
+    client   Follow                       have here what is published on another host
+    worker   Followed                     (not where it has a trainer, which publishes here)
+
 One that loads, and looks what there is in memory:
 
     client   AskImages                    which images do you hold?
@@ -135,6 +138,20 @@ class Served:
     """``trouble``: why not; None: at that ``port``."""
 
     port: int
+    trouble: str | None = None
+
+
+@dataclass(frozen=True)
+class Follow:
+    """``locator``: where it is published, see ``transfer/locator.py``."""
+
+    locator: str
+
+
+@dataclass(frozen=True)
+class Followed:
+    """``trouble``: why not; None: it is."""
+
     trouble: str | None = None
 
 

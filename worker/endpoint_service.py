@@ -91,7 +91,9 @@ class EndpointService:
         if not self._find_endpoint(seconds):
             return
         self._lingers_since, self._lingers_for = time.monotonic(), seconds
-        while self._segment_store.holds_anything() and not self._retired and self._lingers() > 0:
+        while not self._retired and self._lingers() > 0:
+            if not (self._segment_store.holds_anything() or self._serving.follows):
+                break
             time.sleep(min(_POLL_S, seconds))
 
     def _lingers(self) -> float:
@@ -152,6 +154,10 @@ class EndpointService:
                         send(peer, endpoint_messages.Images(self._segment_store.summaries(), trainer))
                     case endpoint_messages.AskImage(key):
                         send(peer, endpoint_messages.FoundImage(self._segment_store.held(key)))
+                    case endpoint_messages.Follow(locator):
+                        has_trainer = self._segment_store.has_trainer() and not self._serving.follows
+                        followed = endpoint_messages.Followed("a trainer publishes here")
+                        send(peer, followed if has_trainer else self._serving.follow(locator))
                     case endpoint_messages.Serve(secret, address):
                         send(peer, self._serving.serve(secret, listens_at(address), to_own_job=False))
                 message = receive(peer)

@@ -18,6 +18,8 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   Described                    other processes are told so from now on
     trainer  Serve *                      let other hosts read your images
     worker   Served                       at this port, or why not
+    trainer  Follow *                     have here what is published on another host
+    worker   Followed                     or why not
     trainer  KeepCopies *                 keep copies of what ranks of other hosts stage
     worker   CopiesKept                   there is memory for it   (or Refused)
     trainer  Begin                        a save is being staged: what, in which slot, to which path
@@ -44,7 +46,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.worker.endpoint_messages import Serve, Served
+from asyncckpt.worker.endpoint_messages import Follow, Followed, Serve, Served
 from asyncckpt.worker.held_image import CopiedRank, HeldImage
 from asyncckpt.worker.root_claim import Claim, Claimed
 from asyncckpt.worker.segment_layout import SegmentLayout
@@ -164,7 +166,7 @@ class Question:
     """No other has its ``number``."""
 
     number: int
-    question: Listen | Claim | Host | Allocate | Adopt | Describe | Cancel | AskUploads | Serve | KeepCopies
+    question: Listen | Claim | Host | Allocate | Adopt | Describe | Cancel | AskUploads | Serve | Follow | KeepCopies
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,7 @@ class Answer:
         | Cancelled
         | UploadsUnderWay
         | Served
+        | Followed
         | CopiesKept
         | Refused
     )

@@ -181,9 +181,13 @@ class TorchFileLayout:
 class WeightsLayout:
     """Of a segment that has only a header page: its slots are other segments, of these numbers, each a file of tensors
     with its own index (see ``asyncckpt/weights/layout.py``).
+
+    ``files``: where in a slot several stand, of a version that several ranks have published (see
+    ``transfer/mirror.py``); empty: a slot is one file.
     """
 
     slots: tuple[int, ...]
+    files: tuple[Region, ...] = ()
 
     def constants(self) -> tuple[Region, ...]:
         """None."""

@@ -21,7 +21,7 @@ from asyncckpt.errors import JobTakenError, OutOfMemoryError, StorageError, Work
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.committer import Committer
-from asyncckpt.worker.endpoint_messages import Serve
+from asyncckpt.worker.endpoint_messages import Follow, Serve
 from asyncckpt.worker.endpoint_service import EndpointService
 from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.messages import receive, send
@@ -31,8 +31,8 @@ from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.storage.storage import Storage
 from asyncckpt.worker.store import Store
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.serving import Serving, listens_at
-from asyncckpt.worker.transfer.transport import TransferAddress
 from asyncckpt.worker.uploader import Uploader
 from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
 from asyncckpt.worker.write_request import WriteRequest
@@ -137,6 +137,7 @@ class Server:
                     # Until here nobody could make it leave. From here on it only spares others a read.
                     signal.signal(signal.SIGTERM, lambda *_: self._endpoint_service.retire())
                     self._endpoint_service.linger(linger)
+                self._serving.end_following()
                 self._segment_store.close()
         return finished
 
@@ -208,6 +209,8 @@ class Server:
             case Serve(key, address):
                 answer = self._serving.serve(key, listens_at(address), to_own_job=True)
                 self._address = TransferAddress(address, answer.port)
+            case Follow(locator):
+                answer = self._serving.follow(locator)
             case messages.KeepCopies():
                 answer = self._keep_copies(asked.question)
             case messages.Describe(number, layout):

@@ -20,6 +20,8 @@ from asyncckpt.worker.endpoint_messages import (
     AskImage,
     AskImages,
     AskStatus,
+    Follow,
+    Followed,
     FoundImage,
     Images,
     Inspect,
@@ -206,6 +208,11 @@ class ReaderClient:
         """Where something is published now."""
         answer: PublishedSegments = ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
         return answer.published
+
+    def follow(self, locator: str) -> Followed:
+        """Have it have here what is published on another host, where ``locator`` says."""
+        answer: Followed = ask(self._connection, Follow(locator), self.timeout, Followed)
+        return answer
 
     def images(self) -> Images:
         """What it holds, the oldest first."""

@@ -25,7 +25,7 @@ from asyncckpt.worker.endpoint import endpoint_names, endpoint_scope
 from asyncckpt.worker.endpoint_messages import Images
 from asyncckpt.worker.held_image import ImageKey, ImageSummary
 from asyncckpt.worker.takeover import ReaderClient, is_running
-from asyncckpt.worker.transfer.transport import TransferAddress
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.write_request import WriteRequest
 
 if TYPE_CHECKING:

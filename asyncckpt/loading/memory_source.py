@@ -27,7 +27,7 @@ from asyncckpt.worker.segment_layout import DataFile
 from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.storage.history import StoredStep, history
 from asyncckpt.worker.takeover import ReaderClient
-from asyncckpt.worker.transfer.transport import TransferAddress
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.write_request import WriteRequest
 
 if TYPE_CHECKING:

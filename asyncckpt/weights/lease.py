@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import numpy as np
@@ -20,7 +20,7 @@ from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, read_entries, read_indexes
 from asyncckpt.weights.private_views import PrivateViews
 from asyncckpt.worker.endpoint_messages import PublishedSegment
-from asyncckpt.worker.segment_layout import WeightsLayout
+from asyncckpt.worker.segment_layout import Region, WeightsLayout
 from asyncckpt.worker.takeover import ReaderClient
 
 
@@ -94,6 +94,10 @@ def readable_memory(view: memoryview, span: range) -> ctypes.Array[ctypes.c_uint
     return memory
 
 
+_Files = list[tuple[Mapping[str, TensorEntry], range]]
+"""The files of a slot: the tensors of each, and its bytes."""
+
+
 class _MappedSegment:
     """A published segment, mapped here. Its worker may be gone: the trainer may go on to publish in it."""
 
@@ -105,7 +109,7 @@ class _MappedSegment:
         self._slots = ReadableSlots(self._segment, len(published.layout.slots))
         self._images: dict[int, Segment] = {}
         self._views: dict[Segment, PrivateViews] = {}
-        self._entries: dict[int, dict[str, TensorEntry]] = {}
+        self._files: dict[int, _Files] = {}
         """Of each folder that was asked for; the same in all slots."""
 
     def update(self, published: PublishedSegment) -> None:
@@ -117,22 +121,28 @@ class _MappedSegment:
         """What is published, and in which slot."""
         return self._slots.publications()
 
-    def lease(self, version: PublishedVersion, *, readonly: bool) -> Lease | None:
-        """None where it is not there any more.
+    def lease(self, version: PublishedVersion, *, readonly: bool) -> list[Lease] | None:
+        """One for each file in its slot; None where it is not there any more.
 
         Raises ``EOFError`` or ``OSError`` where its slot was never mapped here, and the worker has left.
         """
         slot = self.published().get(version)
-        fd = None if slot is None else self._slots.lease(slot, version)
-        if slot is None or fd is None:
+        if slot is None:
             return None
+        leases: list[Lease] = []
         with ExitStack() as undo:
-            undo.callback(fd.close)
-            image, entries, span = self._image(slot, version.folder)
+            image, files = self._image(slot, version.folder)
             views = None if readonly else self._views.setdefault(image, PrivateViews(image))
-            lease = Lease(fd, entries, image, span, views)
+            for entries, span in files:
+                if (fd := self._slots.lease(slot, version)) is None:
+                    return None
+                with ExitStack() as not_leased:
+                    not_leased.callback(fd.close)
+                    leases.append(Lease(fd, entries, image, span, views))
+                    not_leased.pop_all()
+                undo.callback(leases[-1].give_back)
             undo.pop_all()
-        return lease
+        return leases
 
     def close(self) -> None:
         """Let go of the memory; where tensors are left it stays until they are gone."""
@@ -142,20 +152,24 @@ class _MappedSegment:
         for segment in (self._segment, *self._images.values()):
             segment.close()
 
-    def _image(self, slot: int, folder: int) -> tuple[Segment, Mapping[str, TensorEntry], range]:
-        """A slot: its segment, what is in it, and where in the segment it is."""
-        layout, entries = self._layout, self._entries.get(folder)
+    def _image(self, slot: int, folder: int) -> tuple[Segment, _Files]:
+        """A slot: its segment, and what is where in it."""
+        layout, files = self._layout, self._files.get(folder)
         if isinstance(layout, WeightsLayout):
             if slot not in self._images:
                 self._images[slot] = self.client.open_segment(layout.slots[slot])
             image = self._images[slot]
-            begin, nbytes = 0, image.nbytes
-            entries = entries or read_entries(image.view)
-        else:
-            image, begin, nbytes = self._segment, layout.slots[slot], layout.data_bytes
-            entries = entries or read_indexes(image.view, layout.published_files(folder))
-        self._entries[folder] = entries
-        return image, entries, range(begin, begin + nbytes)
+            if files is None:
+                regions = layout.files or (Region(0, image.nbytes),)
+                spans = [range(each.offset, each.offset + each.nbytes) for each in regions]
+                files = [(read_entries(image.view[span.start : span.stop]), span) for span in spans]
+            self._files[folder] = files
+            return image, files
+        if files is None:
+            entries = read_indexes(self._segment.view, layout.published_files(folder))
+            files = self._files[folder] = [(entries, range(layout.data_bytes))]
+        begin = layout.slots[slot]
+        return self._segment, [(entries, range(begin, begin + len(span))) for entries, span in files]
 
 
 class RankPublications:
@@ -165,8 +179,9 @@ class RankPublications:
     published. A fork talks to the worker by a connection of its own.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
+    def __init__(self, connect: Callable[[], ReaderClient | None]) -> None:
+        """``connect``: to its worker; None where there is none."""
+        self._connect = connect
         self._client: ReaderClient | None = None
         self._owner = os.getpid()
         self._segments: list[_MappedSegment] = []
@@ -178,7 +193,7 @@ class RankPublications:
             self._owner = os.getpid()
         for _ in range(2):  # it may have left, and another one have come
             if self._client is None:
-                self._client = ReaderClient.connect(self._endpoint)
+                self._client = self._connect()
             if self._client is None:
                 return
             self._client.timeout = timeout
@@ -200,8 +215,8 @@ class RankPublications:
         """What is published now; new segments are those of the last ``refresh``."""
         return {version for segment in self._segments for version in segment.published()}
 
-    def lease(self, version: PublishedVersion, *, readonly: bool) -> Lease | None:
-        """None where it is not there any more. ``readonly``: see ``Lease``."""
+    def lease(self, version: PublishedVersion, *, readonly: bool) -> list[Lease] | None:
+        """Of each file of it; None where it is not there any more. ``readonly``: see ``Lease``."""
         try:
             found = (segment.lease(version, readonly=readonly) for segment in self._segments)
             return next((lease for lease in found if lease is not None), None)

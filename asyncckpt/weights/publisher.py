@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from asyncckpt.staging.host_copy import check_memory, copy_threads
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.plan import WeightPlan
+from asyncckpt.weights.serving import ServedPublication
 from asyncckpt.weights.shards import Sharding, local
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.takeover import Takeover
@@ -87,6 +89,7 @@ class WeightPublisher:
         self._versions = Versions()
         self._threads = copy_threads()
         self._timings: dict[str, float] = {}
+        self._served = ServedPublication(self._sharding, self._config)
         self._closed = self._has_left = False
         self._lock = threading.Lock()
         self._supervisor.register()
@@ -131,10 +134,12 @@ class WeightPublisher:
             published = self._versions.admit(version, self._sharding.ranks, self._sharding.gather, roll_back=roll_back)
             self._timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
             slot = self._copy_all(weights, dtype) if isinstance(weights, Mapping) else self._copy_each(weights, dtype)
-            versions = self._sharding.gather(published)  # all have copied, or none publishes
-            if len(set(versions)) > 1:
-                each = ", ".join(str(each.version) for each in versions)
-                raise VersionError(f"the ranks do not publish the same version, but {each}")
+            # All have copied, or none publishes.
+            told = self._sharding.gather((published, self._served.at(self.worker)))
+            if len({each for each, _ in told}) > 1:
+                versions = ", ".join(str(each.version) for each, _ in told)
+                raise VersionError(f"the ranks do not publish the same version, but {versions}")
+            self._served.update([address for _, address in told if address is not None])
             self._show(slot, published)
             nbytes = 0 if slot is None or self._plan is None else self._plan.places.nbytes
             done = Publication(published.version, published.epoch, slot is None, nbytes, self._timings)
@@ -151,6 +156,23 @@ class WeightPublisher:
             plan, _ = self._planned(weights, dtype)
             self._buffer_for(plan).fill(plan)
             self._sharding.gather(None)
+
+    def serve(self, address: str | None = None, *, file: str | os.PathLike[str] | None = None) -> str:
+        """Let readers of other hosts have what is published, see ``WeightSubscriber``; on all ranks together.
+
+        Args:
+            address: Name or address of this host, for the others. None: what ``Config.address`` says.
+            file: Where the first rank writes the locator, too, for this user alone; and again where it changes, as a
+                worker has died, or a trainer is started anew (which then keeps the key).
+
+        Returns:
+            The locator. Whoever knows it can read the weights.
+
+        Raises:
+            StorageError: Nobody can connect, or the file cannot be written. And as ``publish`` does.
+        """
+        with self._lock, self._sharding.together():
+            return str(self._served.begin(self._running_client(), address, file))
 
     def close(self) -> None:
         """End the worker, and give the memory back; readers keep what they have leased. Safe to call twice."""

@@ -8,13 +8,17 @@ import os
 import threading
 import time
 import weakref
+from functools import partial
 
+from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError, MismatchError, VersionError, WeightsTimeoutError
 from asyncckpt.publication import job_of_checkpoints, job_of_weights
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.lease import Lease, RankPublications
+from asyncckpt.weights.mirrors import MirrorOptions
 from asyncckpt.weights.weights import Weights
 from asyncckpt.worker.endpoint import endpoint_name, runtime_folder
+from asyncckpt.worker.takeover import ReaderClient
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +38,22 @@ class WeightSubscriber:
     just let go of it: what is still leased then stays leased.
     """
 
-    def __init__(self, address: str, *, prefix: str = "") -> None:
-        """``address``: that of the publisher. ``prefix``: only tensors whose names begin with that, and without it."""
+    def __init__(
+        self, address: str, *, prefix: str = "", locator: str | None = None, config: Config | None = None
+    ) -> None:
+        """Nothing is asked for yet.
+
+        Args:
+            address: That of the publisher.
+            prefix: Only tensors whose names begin with that, and without it.
+            locator: Of a publisher on another host: what its ``serve`` has returned, or the path of the file that it
+                writes. A worker of this host has the newest version here then, for all its readers.
+            config: ``timeout``, ``linger`` and what is about the worker process are taken from it, for that worker.
+                None: what the environment says.
+        """
         self._address = address
         self._job = job_of_weights(address)
+        self._mirror = None if locator is None else MirrorOptions(self._job, locator, Config.given(config))
         self._prefix = prefix
         self._ranks: list[RankPublications] = []
         self._newest: PublishedVersion | None = None
@@ -143,7 +159,9 @@ class WeightSubscriber:
 
     def _rank(self, rank: int) -> RankPublications:
         while len(self._ranks) <= rank:
-            self._ranks.append(RankPublications(endpoint_name(self._job, len(self._ranks))))
+            endpoint = endpoint_name(self._job, len(self._ranks))
+            connect = partial(ReaderClient.connect, endpoint) if self._mirror is None else self._mirror.connect
+            self._ranks.append(RankPublications(connect))
         return self._ranks[rank]
 
     def _complete(self) -> set[PublishedVersion]:
@@ -158,12 +176,12 @@ class WeightSubscriber:
     def _lease(self, published: PublishedVersion, readonly: bool) -> Weights | None:
         parts: list[Lease] = []
         for rank in self._ranks[: published.ranks]:
-            part = rank.lease(published, readonly=readonly)
-            if part is None:
+            leases = rank.lease(published, readonly=readonly)
+            if leases is None:
                 for each in parts:
                     each.give_back()
                 return None
-            parts.append(part)
+            parts += leases
         weights = Weights(published, parts, self._prefix, keep=self)
         if not weights and self._prefix:
             names = [name for part in parts for name in part.entries]

@@ -16,8 +16,8 @@ from asyncckpt.worker.held_image import COPY_SLOTS, ImageKey
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.segment_store import SegmentStore
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.server import TransferServer
-from asyncckpt.worker.transfer.transport import TransferAddress
 from asyncckpt.worker.write_request import WriteRequest
 
 KEY = b"the key of the job"

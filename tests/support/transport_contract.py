@@ -17,8 +17,8 @@ from asyncckpt.shm.slot_locks import Claims
 from asyncckpt.worker.held_image import ImageKey
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.transfer.holder import Holder, RemoteImage
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.server import TransferServer
-from asyncckpt.worker.transfer.transport import TransferAddress
 from support.image_holder import IMAGE, KEY, checksums_of, hold, image_bytes, image_holder
 
 NBYTES = 24 << 20

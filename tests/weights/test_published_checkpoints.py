@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.lease import RankPublications
 from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.storage import complete_steps
+from asyncckpt.worker.takeover import ReaderClient
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -291,12 +293,13 @@ def _publish_where_one_skips(root: str) -> list[bool]:
     skipped = []
     with Checkpointer(root, Config(timeout=60.0)) as checkpointer:
         checkpointer.publish(checkpointer.save(1, sharded(1)))
-        part = RankPublications(endpoint_name(job_of_checkpoints(root, None), dist.get_rank()))
+        endpoint = endpoint_name(job_of_checkpoints(root, None), dist.get_rank())
+        part = RankPublications(partial(ReaderClient.connect, endpoint))
         held = None
         if dist.get_rank() == 1:  # here alone somebody reads
             part.refresh(60.0)
             (published,) = part.versions()
-            held = part.lease(published, readonly=True)
+            (held,) = part.lease(published, readonly=True) or [None]
         save = checkpointer.save(2, sharded(2))
         skipped.append(checkpointer.publish(save).skipped)
         if held is not None:

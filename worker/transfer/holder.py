@@ -1,4 +1,4 @@
-"""A worker on whatever host, as one that reads the images it holds."""
+"""A worker on whatever host, as one that reads the images it holds, or what it has published."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import time
 from array import array
 from types import TracebackType
 
+from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.worker.held_image import HeldImage, ImageKey
 from asyncckpt.worker.transfer import requests
 from asyncckpt.worker.transfer.kinds import transport_named
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.server import SILENCE_S
 from asyncckpt.worker.transfer.sockets import connect
-from asyncckpt.worker.transfer.transport import Reading, TransferAddress
+from asyncckpt.worker.transfer.transport import Reading
 
 # How often the other end is asked whether it is there, and how long it may take to say so.
 _PING_S = SILENCE_S / 3
@@ -44,7 +46,7 @@ class Holder:
         self._key, self._answer_s = key, answer_s
         self._transport, self._kind = transport, transport_named(transport)
         self._asking = threading.Lock()
-        self._open: list[RemoteImage] = []
+        self._open: list[_Remote] = []
         self._connection = connect(address, key, answer_s)
         self._ended = threading.Event()
         self._pinger = threading.Thread(target=self._ping, name="asyncckpt-ping", daemon=True)
@@ -64,6 +66,27 @@ class Holder:
         if not isinstance(answer, requests.NewestStaged) or answer.key is None:
             return None
         return answer.count, answer.key
+
+    def next_version(
+        self,
+        after: PublishedVersion | None,
+        seconds: float,
+        own: requests.TransferAddress,
+        refused: tuple[requests.TransferAddress, ...] = (),
+    ) -> requests.NewestVersion:
+        """Wait for another version than ``after``, ``seconds`` at most. See ``requests.NextVersion``."""
+        answer = self._ask(requests.NextVersion(after, seconds, own, refused))
+        return answer if isinstance(answer, requests.NewestVersion) else requests.NewestVersion(None, None)
+
+    def open_version(self, epoch: int, version: int) -> RemoteVersion:
+        """Read a version. Raises ``FileNotFoundError``: it is not there."""
+        answer = self._ask(requests.OpenVersion(epoch, version, self._transport), self._kind.offer_s)
+        if not isinstance(answer, requests.OpenedVersion):
+            why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
+            raise FileNotFoundError(f"version {version} cannot be read at {self._connection.peer}: {why}")
+        opened = RemoteVersion(self, answer, self._read(answer))
+        self._add(opened)
+        return opened
 
     def ping(self) -> None:
         """See that it is there."""
@@ -86,16 +109,8 @@ class Holder:
         if not isinstance(answer, requests.Opened):
             why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
             raise FileNotFoundError(f"the image of rank {key.rank} cannot be read at {self._connection.peer}: {why}")
-        try:
-            reading = self._kind.read_from(self.address, self._key, answer)
-        except OSError:
-            with self._asking:
-                self._connection.send(requests.CloseImage(answer.lease))
-            raise
-        image = RemoteImage(self, answer, reading)
-        self._open.append(image)
-        if self._ended.is_set():
-            image.close()
+        image = RemoteImage(self, answer, self._read(answer))
+        self._add(image)
         return image
 
     def close(self) -> None:
@@ -113,12 +128,30 @@ class Holder:
         answer = self._ask(requests.AskChecksums(lease, first, last))
         return array("Q", answer.checksums if isinstance(answer, requests.Checksums) else b"")
 
-    def release(self, image: RemoteImage, lease: str) -> None:
-        """An image is closed here."""
+    def digests(self, lease: str, first: int, seconds: float) -> bytes | None:
+        """As of ``RemoteVersion``, of the one with that ``lease``."""
+        answer = self._ask(requests.AskDigests(lease, first, seconds))
+        return answer.digests if isinstance(answer, requests.Digests) else None
+
+    def release(self, remote: _Remote, lease: str) -> None:
+        """What was open is closed here."""
         with contextlib.suppress(ValueError):
-            self._open.remove(image)
+            self._open.remove(remote)
         with contextlib.suppress(OSError), self._asking:
             self._connection.send(requests.CloseImage(lease))
+
+    def _read(self, opened: requests.Opened | requests.OpenedVersion) -> Reading:
+        try:
+            return self._kind.read_from(self.address, self._key, opened)
+        except OSError:
+            with self._asking:
+                self._connection.send(requests.CloseImage(opened.lease))
+            raise
+
+    def _add(self, remote: _Remote) -> None:
+        self._open.append(remote)
+        if self._ended.is_set():
+            remote.close()
 
     def _ask(self, question: object, within: float = 0.0) -> object:
         """``within``: seconds that the answer may take, as long as the other end says again and again that it is at
@@ -156,12 +189,11 @@ class Holder:
         self.close()
 
 
-class RemoteImage:
-    """An image that another worker holds, leased: what it is (``held``), and its bytes."""
+class _Remote:
+    """What is open at another worker, leased: its bytes."""
 
-    def __init__(self, holder: Holder, opened: requests.Opened, reading: Reading) -> None:
-        self.held: HeldImage = opened.held
-        self._holder, self._lease, self._reading = holder, opened.lease, reading
+    def __init__(self, holder: Holder, lease: str, reading: Reading) -> None:
+        self._holder, self._lease, self._reading = holder, lease, reading
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of the segment from ``offset`` on. Any thread may call.
@@ -170,11 +202,37 @@ class RemoteImage:
         """
         self._reading.read(offset, into)
 
-    def checksums(self, first: int, last: int) -> array[int]:
-        """Those of the spans from ``first`` up to ``last``. Raises ``OSError``."""
-        return self._holder.checksums(self._lease, first, last)
-
     def close(self) -> None:
         """End the lease. What is being read raises. Safe to call twice."""
         self._reading.close()
         self._holder.release(self, self._lease)
+
+
+class RemoteImage(_Remote):
+    """An image that another worker holds: what it is (``held``), and its bytes."""
+
+    def __init__(self, holder: Holder, opened: requests.Opened, reading: Reading) -> None:
+        super().__init__(holder, opened.lease, reading)
+        self.held: HeldImage = opened.held
+
+    def checksums(self, first: int, last: int) -> array[int]:
+        """Those of the spans from ``first`` up to ``last``. Raises ``OSError``."""
+        return self._holder.checksums(self._lease, first, last)
+
+
+class RemoteVersion(_Remote):
+    """A version that another worker has published, or is just getting: its files, of these ``sizes``, in its bytes."""
+
+    def __init__(self, holder: Holder, opened: requests.OpenedVersion, reading: Reading) -> None:
+        super().__init__(holder, opened.lease, reading)
+        self.sizes = opened.sizes
+
+    def digests(self, first: int, seconds: float) -> bytes:
+        """Those of some of its spans from ``first`` on, which can be read; none after ``seconds``.
+
+        Raises ``OSError``, also where it will never be whole there.
+        """
+        digests = self._holder.digests(self._lease, first, seconds)
+        if digests is None:
+            raise ConnectionAbortedError("who was to pass this version on has given it up")
+        return digests

@@ -25,8 +25,8 @@ from typing import Any
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.transfer.nixl_client import ANSWER_S, NixlProcess
-from asyncckpt.worker.transfer.requests import Opened
-from asyncckpt.worker.transfer.transport import Offering, Reading, TransferAddress, TransportKind
+from asyncckpt.worker.transfer.requests import Opened, OpenedVersion, TransferAddress
+from asyncckpt.worker.transfer.transport import Offering, Reading, TransportKind
 
 # What is read at once, how many such pieces all readings of a process have, and how many one read has under way.
 PIECE_BYTES = 4 << 20
@@ -272,7 +272,7 @@ class NixlTransport(TransportKind):
             except OSError:
                 self._end_holder()
 
-    def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
+    def read_from(self, address: TransferAddress, key: bytes, opened: Opened | OpenedVersion) -> Reading:
         metadata, base = json.loads(opened.offer)
         with self._lock:
             if self._closed:

@@ -27,8 +27,8 @@ from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.store_connection import Patience
 from asyncckpt.worker.transfer.copies import Copies, Incoming
 from asyncckpt.worker.transfer.holder import Holder, RemoteImage
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.sockets import CONNECTIONS
-from asyncckpt.worker.transfer.transport import TransferAddress
 from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What is said on a sealed connection between a process that reads images and the worker that holds them.
+"""What is said on a sealed connection between who reads images, or published versions, and the worker that has them.
 
 Any number of connections may stand between the two.
 
@@ -6,11 +6,17 @@ Any number of connections may stand between the two.
     holder  Opened                    under a lease that ends with this connection      (or NotHeld)
     reader  AskChecksums              of some spans of it
     holder  Checksums
+    reader  OpenVersion               let me read what you have published as that version, or are just getting yourself
+    holder  OpenedVersion             under a lease as above                            (or NotHeld)
+    reader  AskDigests                of those of its spans that are there
+    holder  Digests                   of at least one, or of none after some seconds; or it will never be whole
     reader  CloseImage                I have what I need of it
     reader  ReadBytes                 of an image that is open, on this connection or another one
     holder  bytes
     reader  NextImage                 which is the newest that you have staged since?
     holder  NewestStaged              this one, or none, after some seconds
+    reader  NextVersion               which is the newest that you have published? I have read what I asked for before
+    holder  NewestVersion             this one, to be read there; or none, after some seconds
     reader  Ping                      are you there?
     holder  Pong                      also before an answer that takes time: I am at it
 """
@@ -19,7 +25,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.worker.held_image import HeldImage, ImageKey
+
+
+@dataclass(frozen=True)
+class TransferAddress:
+    """Where a worker serves what it has."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,60 @@ class NewestStaged:
 
     count: int
     key: ImageKey | None
+
+
+@dataclass(frozen=True)
+class NextVersion:
+    """``after``: the newest that the reader has. ``seconds``: to wait for another. ``own``: where the reader passes on
+    what it has (no host: at the address it asks from). ``refused``: from whom it could not be had.
+    """
+
+    after: PublishedVersion | None
+    seconds: float
+    own: TransferAddress
+    refused: tuple[TransferAddress, ...]
+
+
+@dataclass(frozen=True)
+class NewestVersion:
+    """``version``: None where there is no other. ``holder``: who passes it on; None: who has published it."""
+
+    version: PublishedVersion | None
+    holder: TransferAddress | None
+
+
+@dataclass(frozen=True)
+class OpenVersion:
+    """``epoch``, ``version``: as of ``PublishedVersion``. ``transport``: as of ``OpenImage``."""
+
+    epoch: int
+    version: int
+    transport: str
+
+
+@dataclass(frozen=True)
+class OpenedVersion:
+    """``lease``, ``offer``: as of ``Opened``. ``sizes``: of its files, in bytes (see ``versions.py``)."""
+
+    lease: str
+    sizes: tuple[int, ...]
+    offer: bytes
+
+
+@dataclass(frozen=True)
+class AskDigests:
+    """Of the spans of a version that is open, from ``first`` on. ``seconds``: to wait for one to be there."""
+
+    lease: str
+    first: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Digests:
+    """``digests``: one after the other; None: what is there is all that will ever be."""
+
+    digests: bytes | None
 
 
 class Ping:

@@ -1,4 +1,5 @@
-"""The transfer server: a worker lets processes of its job read the images it holds, from any host.
+"""The transfer server: a worker lets processes of its job read the images it holds, and what it has published, from any
+host.
 
 Who connects has to prove that it knows the key of a job, or is not listened to. Each connection has a thread. What one
 opens it holds a lease on, which ends with the connection: nobody writes there meanwhile.
@@ -19,9 +20,11 @@ from asyncckpt.worker.held_image import ImageKey
 from asyncckpt.worker.segment_store import LeasedImage, SegmentStore
 from asyncckpt.worker.store import listen
 from asyncckpt.worker.transfer import requests
+from asyncckpt.worker.transfer.distribution import Distribution
 from asyncckpt.worker.transfer.kinds import transport_named
 from asyncckpt.worker.transfer.sealed_connection import SealedConnection
 from asyncckpt.worker.transfer.transport import Offering, TransportKind
+from asyncckpt.worker.transfer.versions import LeasedVersion, ServedVersions
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +36,12 @@ SILENCE_S = 30.0
 # How often one is told that what it has asked for takes time.
 BUSY_S = 0.5
 _PAUSE_S = 0.1
+_NOT_HELD = requests.NotHeld("it is not held any more, or not yet")
 
 
 @dataclass
 class _Lease:
-    image: LeasedImage
+    image: LeasedImage | LeasedVersion
     offering: Offering
     connection: SealedConnection
 
@@ -55,6 +59,9 @@ class TransferServer:
     def __init__(self, segment_store: SegmentStore, keys: Sequence[bytes], address: str = "") -> None:
         """Listen. Raises ``OSError``."""
         self._segment_store = segment_store
+        self.versions = ServedVersions(segment_store)
+        """What of it is published."""
+        self._distribution = Distribution()
         self.keys = keys
         """Who knows one of them is let in."""
         self._listener, self.address = listen(address, 0)
@@ -78,6 +85,7 @@ class TransferServer:
             for peer in self._known:
                 peer.close()
         self._segment_store.end_waits()
+        self.versions.end_waits()
         _shut(self._listener)  # wakes the thread
         self._thread.join()
         self._listener.close()
@@ -123,6 +131,7 @@ class TransferServer:
         except Exception:
             logger.exception("a connection to the images held here is dropped: please report this")
         finally:
+            self._distribution.leave(peer)
             with self._lock:
                 self._strangers.pop(connection, None)
                 if peer is not None:
@@ -137,14 +146,23 @@ class TransferServer:
     def _attend(self, peer: SealedConnection) -> None:
         """Answer one that is known until it leaves, which raises ``OSError``."""
         while True:
-            match peer.receive():
+            match message := peer.receive():
                 case requests.OpenImage(key, transport, with_checksums):
                     with _heard(peer):
                         answer = self._open(peer, key, transport, with_checksums)
                     peer.send(answer)
                 case requests.AskChecksums(name, first, last):
-                    with self._used(name) as image:
-                        peer.send(requests.Checksums(image.checksums(first, last).tobytes()))
+                    with self._used(name) as leased:
+                        found = leased.checksums(first, last).tobytes() if isinstance(leased, LeasedImage) else b""
+                        peer.send(requests.Checksums(found))
+                case requests.OpenVersion(epoch, version, transport):
+                    peer.send(self._open_version(peer, epoch, version, transport))
+                case requests.AskDigests(name, first, seconds):
+                    with self._used(name) as leased:
+                        digests = leased.image.digests(first, seconds) if isinstance(leased, LeasedVersion) else None
+                        peer.send(requests.Digests(digests))
+                case requests.NextVersion():
+                    peer.send(self._next_version(peer, message))
                 case requests.CloseImage(name):
                     with self._lock:
                         lease = self._leases.pop(name, None)
@@ -161,19 +179,44 @@ class TransferServer:
     def _open(
         self, peer: SealedConnection, key: ImageKey, transport: str, with_checksums: bool
     ) -> requests.Opened | requests.NotHeld:
-        image = self._segment_store.lease(key, with_checksums=with_checksums)
-        if image is None:
-            return requests.NotHeld("it is not held any more, or not yet")
+        if (image := self._segment_store.lease(key, with_checksums=with_checksums)) is None:
+            return _NOT_HELD
+        offered = self._offer(peer, image, transport)
+        return offered if isinstance(offered, requests.NotHeld) else requests.Opened(offered[0], image.held, offered[1])
+
+    def _open_version(
+        self, peer: SealedConnection, epoch: int, version: int, transport: str
+    ) -> requests.OpenedVersion | requests.NotHeld:
+        if (leased := self.versions.lease(epoch, version)) is None:
+            return _NOT_HELD
+        offered, sizes = self._offer(peer, leased, transport), leased.image.sizes
+        return (
+            offered if isinstance(offered, requests.NotHeld) else requests.OpenedVersion(offered[0], sizes, offered[1])
+        )
+
+    def _offer(
+        self, peer: SealedConnection, leased: LeasedImage | LeasedVersion, transport: str
+    ) -> tuple[str, bytes] | requests.NotHeld:
+        """Let the other end read it. Returns the name of the lease, and what the kind of transport has to know."""
         try:
-            offering = self._kind(transport).offer(image.segment)
+            offering = self._kind(transport).offer(leased.segment)
         except (OSError, ValueError) as error:
-            image.close()
+            leased.close()
             return requests.NotHeld(f"it cannot be read by way of {transport}: {error}")
         name = secrets.token_hex(8)
         with self._lock:
-            self._leases[name] = _Lease(image, offering, peer)
+            self._leases[name] = _Lease(leased, offering, peer)
         peer.limit(SILENCE_S)
-        return requests.Opened(name, image.held, offering.description)
+        return name, offering.description
+
+    def _next_version(self, peer: SealedConnection, asked: requests.NextVersion) -> requests.NewestVersion:
+        host, own = peer.peer.rpartition(":")[0], asked.own
+        own = own if own.host else requests.TransferAddress(host, own.port)
+        self._distribution.has(peer, own, asked.after and asked.after[:2])
+        newest = self.versions.wait_newer(asked.after, asked.seconds)
+        if newest is None:
+            return requests.NewestVersion(None, None)
+        return requests.NewestVersion(newest, self._distribution.assign(peer, own, newest[:2], asked.refused))
 
     def _kind(self, name: str) -> TransportKind:
         with self._lock:
@@ -182,11 +225,11 @@ class TransferServer:
             return self._kinds[name]
 
     def _send_bytes(self, peer: SealedConnection, name: str, offset: int, nbytes: int) -> None:
-        with self._used(name) as image:
-            peer.send_bytes(image.segment.view[offset : offset + nbytes])
+        with self._used(name) as leased:
+            peer.send_bytes(leased.segment.view[offset : offset + nbytes])
 
     @contextlib.contextmanager
-    def _used(self, name: str) -> Iterator[LeasedImage]:
+    def _used(self, name: str) -> Iterator[LeasedImage | LeasedVersion]:
         """What is leased under that name; its memory stays, also should the lease end meanwhile."""
         with contextlib.ExitStack() as held:
             with self._lock:

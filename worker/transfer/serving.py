@@ -1,4 +1,4 @@
-"""Whether a worker serves its images to other hosts, and whom: nobody, until somebody of its job asks for it."""
+"""What a worker does between hosts: it serves nobody, and follows nobody, until somebody of its job asks for it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import ipaddress
 import threading
 from typing import TYPE_CHECKING
 
-from asyncckpt.worker.endpoint_messages import Served
+from asyncckpt.worker.endpoint_messages import Followed, Served
 from asyncckpt.worker.segment_store import SegmentStore
 
 if TYPE_CHECKING:
+    from asyncckpt.worker.transfer.mirror import Mirror
     from asyncckpt.worker.transfer.server import TransferServer
 
 
 class Serving:
-    """The transfer server of one worker, from when it is first needed. Any thread may call."""
+    """The transfer server of one worker, and its mirror, from when they are first needed. Any thread may call."""
 
     def __init__(self, segment_store: SegmentStore) -> None:
         self._segment_store = segment_store
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._server: TransferServer | None = None
+        self._mirror: Mirror | None = None
         self._own_key = self._loading_key = b""
 
     def serve(self, key: bytes, address: str, *, to_own_job: bool) -> Served:
@@ -49,9 +51,41 @@ class Serving:
             self._server.keys = tuple(filter(None, (self._own_key, self._loading_key)))
             return Served(self._server.port)
 
-    def close(self) -> None:
-        """Serve nobody."""
+    def follow(self, locator: str) -> Followed:
+        """Have on this host what is published where ``locator`` says, and pass it on."""
+        from asyncckpt.worker.transfer.locator import Locator
+        from asyncckpt.worker.transfer.mirror import Mirror
+
         with self._lock:
+            if self._mirror is not None:
+                self._mirror.locator = locator
+                return Followed()
+            try:
+                key = Locator.read(locator).key
+            except (OSError, ValueError) as error:
+                return Followed(str(error))
+            served = self.serve(key, "", to_own_job=True)
+            if self._server is None:
+                return Followed(served.trouble)
+            self._mirror = Mirror(self._segment_store, self._server, locator)
+            return Followed()
+
+    @property
+    def follows(self) -> bool:
+        """Whether it does."""
+        return self._mirror is not None
+
+    def end_following(self) -> None:
+        """Fetch no more. What is here stays."""
+        with self._lock:
+            if self._mirror is not None:
+                self._mirror.close()
+                self._mirror = None
+
+    def close(self) -> None:
+        """Serve nobody, and follow nobody."""
+        with self._lock:
+            self.end_following()
             if self._server is not None:
                 self._server.close()
                 self._server = None

@@ -7,9 +7,9 @@ import threading
 import time
 
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.transfer.requests import Opened, ReadBytes
+from asyncckpt.worker.transfer.requests import Opened, OpenedVersion, ReadBytes, TransferAddress
 from asyncckpt.worker.transfer.sealed_connection import SealedConnection
-from asyncckpt.worker.transfer.transport import Offering, Reading, TransferAddress, TransportKind
+from asyncckpt.worker.transfer.transport import Offering, Reading, TransportKind
 
 # More bring no more from one host to another than these; each has a thread at the other end.
 CONNECTIONS = 4
@@ -112,7 +112,7 @@ class SocketTransport(TransportKind):
     def offer(self, segment: Segment) -> Offering:
         return _SocketOffering()
 
-    def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
+    def read_from(self, address: TransferAddress, key: bytes, opened: Opened | OpenedVersion) -> Reading:
         return _SocketReading(address, key, opened.lease)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of transport: each moves bytes of an image that one process holds under a lease to where another reads it.
+"""The kinds of transport: each moves bytes of a segment that one process holds under a lease to where another reads it.
 
 A kind moves bytes, and no more. It checks nothing, and knows no deadline: who reads compares checksums, sees by other
 means whether the holder lives, and closes what has taken too long. Every kind keeps ``tests/support/
@@ -8,22 +8,13 @@ transport_contract.py``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.transfer.requests import Opened
-
-
-@dataclass(frozen=True)
-class TransferAddress:
-    """Where a worker serves its images."""
-
-    host: str
-    port: int
+from asyncckpt.worker.transfer.requests import Opened, OpenedVersion, TransferAddress
 
 
 class Reading(ABC):
-    """The side that reads one image. Any thread may call, several at once."""
+    """The side that reads what was opened. Any thread may call, several at once."""
 
     @abstractmethod
     def read(self, offset: int, into: memoryview) -> None:
@@ -61,8 +52,8 @@ class TransportKind(ABC):
         """Let the other side read a segment as long as the lease lasts. Raises ``OSError``."""
 
     @abstractmethod
-    def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
-        """Begin to read an image that was opened at ``address`` with the job's ``key``. Raises ``OSError``."""
+    def read_from(self, address: TransferAddress, key: bytes, opened: Opened | OpenedVersion) -> Reading:
+        """Begin to read what was opened at ``address`` with the job's ``key``. Raises ``OSError``."""
 
     @abstractmethod
     def close(self) -> None:

@@ -24,8 +24,8 @@ from asyncckpt.worker.transfer import nixl
 from asyncckpt.worker.transfer.holder import Holder, RemoteImage
 from asyncckpt.worker.transfer.nixl import NixlTransport
 from asyncckpt.worker.transfer.nixl_process import MODULES
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.server import TransferServer
-from asyncckpt.worker.transfer.transport import TransferAddress
 
 needs_nixl = pytest.mark.skipif(
     not any(map(importlib.util.find_spec, MODULES)), reason="NIXL is not installed: pip install 'asyncckpt[nixl]'"

@@ -16,8 +16,8 @@ from asyncckpt.worker.messages import Rendezvous, Replicated
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.store import Store
 from asyncckpt.worker.transfer.replicator import Replicator
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.server import TransferServer
-from asyncckpt.worker.transfer.transport import TransferAddress
 
 NBYTES = 4 << 20
 

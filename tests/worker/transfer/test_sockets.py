@@ -16,8 +16,8 @@ from support.transport_contract import NBYTES, TransportContract
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.transfer.holder import Holder
+from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.server import TransferServer
-from asyncckpt.worker.transfer.transport import TransferAddress
 
 
 class TestSockets(TransportContract):

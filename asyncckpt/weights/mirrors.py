@@ -1,0 +1,77 @@
+"""Mirrors, for readers: the worker of this host that has here what a publisher on another host publishes.
+
+It is of no process: whoever reads first starts it, all others of the host find it at the endpoint of the publication,
+and it stays for as long as somebody reads, and ``Config.linger`` seconds more.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointError, JobTakenError
+from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.endpoint import endpoint_name
+from asyncckpt.worker.endpoint_messages import Follow, Followed
+from asyncckpt.worker.process import WorkerOptions
+from asyncckpt.worker.takeover import ReaderClient
+
+logger = logging.getLogger(__name__)
+
+# Who starts it is still to connect as a reader.
+_LEAST_LINGER_S = 5.0
+
+
+@dataclass(frozen=True)
+class MirrorOptions:
+    """What the mirror of a host is to follow (see ``transfer/locator.py``), and how it is run, see ``Config``."""
+
+    job: str
+    locator: str
+    config: Config
+
+    def connect(self) -> ReaderClient | None:
+        """A connection to the worker that has the publication on this host, started if there is none.
+
+        None where it has left just now. Raises ``CheckpointError`` where none can be started.
+        """
+        endpoint = endpoint_name(self.job, 0)
+        if (client := ReaderClient.connect(endpoint)) is None:
+            self._start(endpoint)
+            client = ReaderClient.connect(endpoint)
+        if client is None:
+            return None
+        client.timeout = self.config.timeout
+        try:
+            if (trouble := client.follow(self.locator).trouble) is not None:
+                logger.info("the worker of this host follows nobody: %s", trouble)
+        except BaseException as error:
+            client.close()
+            if isinstance(error, (EOFError, OSError)):
+                return None
+            raise
+        return client
+
+    def _start(self, endpoint: str) -> None:
+        config = self.config
+        options = WorkerOptions(
+            nice=config.nice,
+            io_class=config.io_class,
+            start_timeout=config.start_timeout,
+            linger=max(config.linger, _LEAST_LINGER_S),
+            endpoint=endpoint,
+            job=self.job,
+        )
+        worker = WorkerClient(options)
+        try:
+            trouble = worker.ask(Follow(self.locator), Followed, config.timeout, "following a publisher").trouble
+            if trouble is not None:
+                raise CheckpointError(f"what is published elsewhere cannot be had: {trouble}")
+            worker.listen(config.timeout)
+        except BaseException as error:
+            worker.close(config.timeout)
+            if isinstance(error, JobTakenError):  # another reader was faster, or a trainer publishes here
+                return
+            raise
+        worker.detach()

@@ -1,0 +1,115 @@
+"""The memory of a mirror: slots for versions of one size, in which it publishes as a trainer does in its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.shm.published_slots import PublishedSlots
+from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
+from asyncckpt.worker.segment_layout import WeightsLayout
+from asyncckpt.worker.segment_store import SegmentStore
+from asyncckpt.worker.transfer.versions import ServedVersions, VersionImage, lay_out
+
+logger = logging.getLogger(__name__)
+
+# One has the newest version, one is to fetch into; a third where readers keep an older one.
+_ALWAYS, _MOST = 2, 3
+
+
+class _Slots:
+    """Those for versions of files of the same ``sizes``."""
+
+    def __init__(self, store: SegmentStore, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self._store = store
+        self._images: dict[int, VersionImage] = {}  # the last one in each slot
+        self._numbers: list[int] = []
+        self._is_full = False
+        self.number, self.control = store.allocate(HEADER_BYTES)
+        self.published = PublishedSlots(self.control, 0)
+
+    def claim(self) -> int | None:
+        """A slot that nobody reads; None: all are being read."""
+        for most, claimed in ((_ALWAYS, self.published.claim_unpublished), (_MOST, self.published.claim_oldest)):
+            slot = claimed()
+            if slot is not None and slot in self._images and self._images[slot].is_read:
+                slot = None  # which was given up: it stays claimed
+            if slot is None:
+                slot = self._grow(most)
+            if slot is not None:
+                return slot
+        return None
+
+    def begin(self, slot: int, version: PublishedVersion) -> VersionImage:
+        memory = self._store.hosted(self._numbers[slot])
+        image = self._images[slot] = VersionImage(version, memory, self.sizes, whole=False)
+        return image
+
+    def release(self) -> None:
+        """Readers find nothing here any more, and keep what they have leased."""
+        self.published.withdraw_all()
+        self.published.close()
+        for number in (*self._numbers, self.number):
+            self._store.release(number)
+
+    def _grow(self, most: int) -> int | None:
+        slot = len(self._numbers)
+        if slot >= most:
+            return None
+        files = lay_out(self.sizes)
+        try:
+            number, _ = self._store.allocate(files[-1].offset + files[-1].nbytes)
+        except OutOfMemoryError as error:
+            if not slot:
+                raise
+            if not self._is_full:
+                logger.warning("memory for %d versions of another host: %s", slot, error)
+            self._is_full = True
+            return None
+        self._numbers.append(number)
+        self.published.count += 1
+        self.published.claim(slot)
+        self._store.hosted(self.number).describe(WeightsLayout(tuple(self._numbers), files if len(files) > 1 else ()))
+        return slot
+
+
+class MirrorBuffer:
+    """For one mirror, which calls from one thread."""
+
+    def __init__(self, segment_store: SegmentStore, versions: ServedVersions) -> None:
+        """``versions``: is told what comes in."""
+        self._store, self._versions = segment_store, versions
+        self._all: list[_Slots] = []  # the last one is used; those before it until that has a version
+        self._slot = -1
+        self._image: VersionImage | None = None
+
+    def begin(self, version: PublishedVersion, sizes: Sequence[int]) -> VersionImage | None:
+        """The image to fetch a version into; None where readers have all slots. Raises ``OutOfMemoryError``."""
+        if not self._all or self._all[-1].sizes != tuple(sizes):
+            self._all.append(_Slots(self._store, tuple(sizes)))
+        slot = self._all[-1].claim()
+        if slot is None:
+            return None
+        self._slot, self._image = slot, self._all[-1].begin(slot, version)
+        self._versions.begin(self._image)
+        return self._image
+
+    def publish(self) -> None:
+        """What was begun is whole: readers may see it."""
+        slots = self._all[-1]
+        if self._image is not None:
+            slots.published.publish(self._slot, self._image.version)
+            self._versions.end(slots.number, self._slot)
+        while self._all[0] is not slots:
+            self._all.pop(0).release()
+
+    def give_up(self) -> None:
+        """What was begun will not be whole."""
+        self._versions.give_up()
+
+    def close(self) -> None:
+        """Nothing is published any more; what is stays."""
+        for slots in self._all:
+            slots.published.close()
