@@ -18,6 +18,11 @@ for _function in (memcpy, memcpy_holding):
     _function.restype = None
     _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
+# Arguments: one, the other, how many bytes. 0: they are the same.
+memcmp = ctypes.CDLL(None).memcmp
+memcmp.restype = ctypes.c_int
+memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
 # Copies of so many bytes let go of Python's lock, so that several threads copy.
 _COPY_ALONE_BYTES = 256 << 10
 # Copied one by one.

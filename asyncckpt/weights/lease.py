@@ -14,6 +14,7 @@ import torch
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.shm.descriptor import Descriptor
+from asyncckpt.shm.memcpy import memcmp
 from asyncckpt.shm.published_slots import ReadableSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion
@@ -47,6 +48,7 @@ class Lease:
         """
         self.entries = entries
         self.segment = segment
+        self._begin = span.start
         self.is_file = len(span) == segment.nbytes
         view = segment.view if views is None else views.take()
         memory = readable_memory(view, span)
@@ -69,6 +71,15 @@ class Lease:
             size = entry.dtype.itemsize
             like = self._as[entry.dtype] = memory[: memory.numel() // size * size].view(entry.dtype)
         return like.as_strided(entry.shape, contiguous_strides(entry.shape), entry.begin // entry.dtype.itemsize)
+
+    def has_same(self, entry: TensorEntry, other: Lease, theirs: TensorEntry) -> bool:
+        """Whether ``entry`` was published with the bytes of ``theirs``, of another lease; whatever its reader did."""
+        if not entry.nbytes:
+            return True
+        return memcmp(self._address(entry), other._address(theirs), entry.nbytes) == 0
+
+    def _address(self, entry: TensorEntry) -> int:
+        return int(np.frombuffer(self.segment.view, np.uint8).ctypes.data) + self._begin + entry.begin
 
     def give_back(self) -> bool:
         """Whether that ends the lease at once; if not, some tensor is still in use, and the last one ends it."""

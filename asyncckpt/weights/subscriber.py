@@ -182,7 +182,7 @@ class WeightSubscriber:
                     each.give_back()
                 return None
             parts += leases
-        weights = Weights(published, parts, self._prefix, keep=self)
+        weights = Weights(published, parts, self._prefix, self._older)
         if not weights and self._prefix:
             names = [name for part in parts for name in part.entries]
             weights.release()
@@ -190,6 +190,13 @@ class WeightSubscriber:
                 f"at {self._address!r} no tensor's name begins with {self._prefix!r}; they are called {names[:3]}"
             )
         return weights
+
+    def _older(self, version: int) -> Weights | None:
+        """A version that is mapped here already, or can be; None where it is not there."""
+        with self._lock:
+            if not self._closed:
+                self._refresh()
+            return self._exactly(version, readonly=True)
 
     def _exactly(self, version: int, readonly: bool) -> Weights | None:
         found = max((each for each in self._complete() if each.version == version), default=None)

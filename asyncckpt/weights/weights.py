@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,20 +30,26 @@ class Weights(Mapping[str, torch.Tensor]):
     context manager, or with this process. Tensors may be used for longer: then it ends with the last of them.
     """
 
-    def __init__(self, published: PublishedVersion, parts: Sequence[Lease], prefix: str, keep: object = None) -> None:
+    def __init__(
+        self,
+        published: PublishedVersion,
+        parts: Sequence[Lease],
+        prefix: str,
+        other: Callable[[int], Weights | None] = lambda _: None,
+    ) -> None:
         """Name the tensors of one version.
 
         Args:
             published: The version.
             parts: A lease on the slot of each rank, in their order.
             prefix: Only names that begin with it are used, without it.
-            keep: What must not go before the lease does.
+            other: Gives another version, with the same prefix, while it is in memory. Kept until the lease ends.
         """
         self.version = published.version
         self.epoch = published.epoch
         """The publisher's: a restarted one has a greater number."""
         self._parts: Sequence[Lease] = parts
-        self._keep = keep
+        self._other: Callable[[int], Weights | None] = other
         self._chunks: dict[str, dict[Ranges, tuple[Lease, TensorEntry]]] = {}
         for part in parts:
             for name, entry in part.entries.items():
@@ -80,6 +86,17 @@ class Weights(Mapping[str, torch.Tensor]):
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(entry.nbytes for chunks in self._chunks.values() for _, entry in chunks.values())
+
+    def changed_since(self, version: int) -> set[str]:
+        """The names of tensors that are not, to the bit, as they were published in another ``version``.
+
+        All of them, where that is not in memory any more: it is not known then. It takes as long as to read both.
+        """
+        other = self._other(version)
+        if other is None or self._released:
+            return set(self)
+        with other:
+            return {name for name, chunks in self._chunks.items() if not _same(chunks, other._chunks.get(name, {}))}
 
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """All tensors, in groups of at most ``nbytes`` bytes; a larger tensor alone. Nothing is copied for it."""
@@ -128,7 +145,7 @@ class Weights(Mapping[str, torch.Tensor]):
         """End the lease, or leave it to the last tensor that is still in use. Safe to call twice."""
         self._released = True
         parts, self._parts = self._parts, ()
-        self._keep = None
+        self._other = lambda _: None
         if not all([part.give_back() for part in parts]):
             logger.info("tensors of version %d are still in use: their memory is kept as it is", self.version)
 
@@ -139,7 +156,18 @@ class Weights(Mapping[str, torch.Tensor]):
         self.release()
 
 
-def _whole(chunks: Mapping[Ranges, tuple[Lease, TensorEntry]]) -> tuple[int, ...]:
+_Chunks = Mapping[Ranges, tuple[Lease, TensorEntry]]
+
+
+def _same(chunks: _Chunks, others: _Chunks) -> bool:
+    """Whether these are the same parts, of the same bytes."""
+    return chunks.keys() == others.keys() and all(
+        (entry.dtype, entry.shape) == (others[at][1].dtype, others[at][1].shape) and part.has_same(entry, *others[at])
+        for at, (part, entry) in chunks.items()
+    )
+
+
+def _whole(chunks: _Chunks) -> tuple[int, ...]:
     """The shape of the tensor that these are all parts of."""
     _, first = next(iter(chunks.values()))
     if first.whole is not None:

@@ -1,0 +1,132 @@
+"""What is published in a worker's memory, without a trainer; and mirrors of it, all in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from asyncckpt.shm.published_slots import PublishedSlots, ReadableSlots
+from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
+from asyncckpt.worker.segment_layout import WeightsLayout
+from asyncckpt.worker.segment_store import SegmentStore
+from asyncckpt.worker.transfer.locator import Locator
+from asyncckpt.worker.transfer.mirror import Mirror
+from asyncckpt.worker.transfer.requests import TransferAddress
+from asyncckpt.worker.transfer.server import TransferServer
+
+KEY = b"the key of the job" * 2
+LIMIT_S = 60.0
+
+
+class Publishing:
+    """A worker that serves what is published in it, of one size. ``close`` it."""
+
+    def __init__(self, nbytes: int, ranks: int = 1, slots: int = 3) -> None:
+        self.store = SegmentStore()
+        self.ranks = ranks
+        self.number, control = self.store.allocate(HEADER_BYTES)
+        numbers = tuple(self.store.allocate(nbytes)[0] for _ in range(slots))
+        self.store.hosted(self.number).describe(WeightsLayout(numbers))
+        self._images = [self.store.hosted(number).segment for number in numbers]
+        self._slots = PublishedSlots(control, slots)
+        self.server = TransferServer(self.store, (KEY,), "127.0.0.1")
+        self.address = TransferAddress("127.0.0.1", self.server.port)
+
+    def publish(self, version: int, data: bytes, epoch: int = 1) -> None:
+        slot = self._slots.claim_unpublished()
+        slot = self._slots.claim_oldest() if slot is None else slot
+        assert slot is not None
+        self._images[slot].view[:] = data
+        self._slots.publish(slot, PublishedVersion(epoch, version, rolled_back=False, ranks=self.ranks))
+
+    def is_read(self) -> bool:
+        """Whether somebody reads a version."""
+        taken = [slot for slot in range(len(self._images)) if self._slots.claim(slot)]
+        return len(taken) < len(self._images)
+
+    def close(self) -> None:
+        self.server.close()
+        self._slots.close()
+        self.store.close()
+
+
+class MirrorHere:
+    """A mirror in a host of its own: a store, a server, and the mirror. ``close`` it."""
+
+    def __init__(self, *publishers: Publishing, locator: str | None = None) -> None:
+        self.store = SegmentStore()
+        self.server = TransferServer(self.store, (KEY,), "127.0.0.1")
+        addresses = tuple(each.address for each in publishers)
+        self.mirror = Mirror(self.store, self.server, locator or str(Locator(KEY, addresses, "sockets")))
+
+    def versions(self) -> dict[PublishedVersion, bytes]:
+        """What readers of that host find, with its bytes."""
+        found = {}
+        for each in self.store.published():
+            assert isinstance(each.layout, WeightsLayout)
+            slots = ReadableSlots(self.store.hosted(each.segment).segment, len(each.layout.slots))
+            for version, slot in slots.publications().items():
+                with ExitStack() as leased:
+                    if (fd := slots.lease(slot, version)) is not None:
+                        leased.callback(fd.close)
+                        image = self.store.hosted(each.layout.slots[slot]).segment.view
+                        files = each.layout.files
+                        parts = [image[at.offset : at.offset + at.nbytes] for at in files] or [image]
+                        found[version] = b"".join(parts)
+            slots.close()
+        return found
+
+    def wait(self, version: int, epoch: int = 1) -> bytes:
+        """The bytes of that version, once it is here."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            for found, data in self.versions().items():
+                if (found.epoch, found.version) == (epoch, version):
+                    return data
+            time.sleep(0.005)
+        raise TimeoutError(f"version {version} is not here: {list(self.versions())}")
+
+    def die(self) -> None:
+        """As if its host were lost: all connections break, at once."""
+        self.mirror._closed.set()
+        with self.server._lock:
+            for peer in self.server._known:
+                peer.close()
+        for holder in list(self.mirror._holders.values()):
+            holder.close()
+
+    def close(self) -> None:
+        self.mirror.close()
+        self.server.close()
+        self.store.close()
+
+
+class Gate:
+    """Holds threads up that come to it, until it is opened. ``reached``: one has come."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(LIMIT_S)
+
+
+Reads = list[tuple[TransferAddress, int, int]]
+"""From whom, from which offset, how many bytes."""
+
+
+def spied_read(
+    original: Callable[..., None], reads: Reads, before: Callable[[TransferAddress, int, memoryview], object]
+) -> Callable[..., None]:
+    """In the place of ``_Remote.read``: notes what is read, and calls ``before`` first."""
+
+    def read(self: object, offset: int, into: memoryview) -> None:
+        address = self._holder.address  # type: ignore[attr-defined]
+        before(address, offset, into)
+        original(self, offset, into)
+        reads.append((address, offset, len(into)))
+
+    return read
