@@ -1,0 +1,206 @@
+"""How long new weights take to be on other hosts, each with a link of its own; and what becomes of it when one is lost.
+
+A host is a network namespace of this machine, joined to the others by a bridge. What it sends, and what it receives, is
+held to a rate (``tc``). That wants Linux's ``ip`` and ``tc``, and root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncckpt.config import Config
+from asyncckpt.weights import WeightPublisher, WeightSubscriber
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE, connect, endpoint_names, peer_pid
+from bench.states import GIB
+
+_PREFIX = "asyncckpt"
+_ADDRESS = "policy"
+_LIMIT_S = 600.0
+_CONFIG = Config(timeout=60.0, linger=5.0)
+_NEEDED = ("ip", "tc")
+
+
+def missing() -> str | None:
+    """Why this cannot be measured here; None: it can."""
+    if os.geteuid() != 0:
+        return "network namespaces can only be made by root"
+    return next((f"there is no {tool} (Debian: iproute2)" for tool in _NEEDED if shutil.which(tool) is None), None)
+
+
+def measure(gib: float, tensors: int, hosts: int, mbit: int, rounds: int, folder: str) -> dict[str, Any]:
+    """The newest weights to one host, to ``hosts`` of them, to one that comes late, and with one that is killed."""
+    with _network(hosts + 2, mbit) as names:
+        publisher = _Process(names[0], folder, "publish", gib, tensors)
+        rows: list[dict[str, Any]] = []
+        try:
+            locator = publisher.said()["locator"]
+            publisher.tell("publish")
+            began = publisher.said()["at"]
+            readers = [_Process(names[1], folder, "read", locator)]
+            readers[0].said()
+            rows += [_row("one host", _rounds(publisher, readers, rounds), publisher.link())]
+            late = [_Process(name, folder, "read", locator) for name in names[2 : hosts + 1]]
+            readers += late
+            for each in late:
+                each.said()
+            rows += [_row(f"{hosts} hosts", _rounds(publisher, readers, rounds), publisher.link())]
+            began = time.time()
+            readers.append(_Process(names[hosts + 1], folder, "read", locator))
+            rows += [_row("one that comes later, with its memory", [readers[-1].said()["at"] - began], None)]
+            rows += [_row(f"{hosts} hosts, one of {hosts + 1} is killed in the middle", _with_a_loss(publisher, readers), None)]
+        finally:
+            for each in (publisher, *locals().get("readers", [])):
+                each.close()
+    return {"title": f"{gib:g} GiB in {tensors:,} tensors, links of {mbit} Mbit/s", "rows": rows}
+
+
+def _row(what: str, seconds: list[float], sent: float | None) -> dict[str, Any]:
+    return {"what": what, "seconds": seconds, "median": statistics.median(seconds), "sent": sent}
+
+
+def _rounds(publisher: _Process, readers: list[_Process], rounds: int) -> list[float]:
+    found = []
+    for _ in range(rounds):
+        publisher.tell("publish")
+        began = publisher.said()["at"]
+        found.append(max(reader.said()["at"] for reader in readers) - began)
+    return found
+
+
+def _with_a_loss(publisher: _Process, readers: list[_Process]) -> list[float]:
+    publisher.tell("publish")
+    began = publisher.said()["at"]
+    time.sleep(1.0)
+    first = readers.pop(0)
+    first.lose()
+    return [max(reader.said()["at"] for reader in readers) - began]
+
+
+class _Process:
+    """A process on a host, which is told what to do, and says what it has done, a line each."""
+
+    def __init__(self, host: str, folder: str, *what: object) -> None:
+        self.runtime = Path(folder, host)
+        environment = os.environ | {FOLDER_VARIABLE: str(self.runtime), "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = ["ip", "netns", "exec", host, sys.executable, "-m", "bench.hosts", *map(str, what)]
+        pipe = subprocess.PIPE
+        self._host = host
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def tell(self, text: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{text}\n")
+        self._process.stdin.flush()
+
+    def said(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process on {self._host} has ended")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def link(self) -> float:
+        """How many bytes the host has sent so far."""
+        command = ["ip", "-s", "-j", "-n", self._host, "link", "show", "host"]
+        shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        return float(shown[0]["stats64"]["tx"]["bytes"])
+
+    def lose(self) -> None:
+        """Kill it, and its host's worker, which it would start again."""
+        self._process.kill()
+        self._process.wait()
+        os.environ[FOLDER_VARIABLE] = str(self.runtime)
+        for name in endpoint_names():
+            if (connection := connect(name)) is not None:
+                with connection:
+                    os.kill(peer_pid(connection), signal.SIGKILL)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.tell("end")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+@contextlib.contextmanager
+def _network(hosts: int, mbit: int) -> Iterator[list[str]]:
+    """Namespaces with an address each, joined by a bridge, each with a link of so many Mbit a second."""
+    names = [f"{_PREFIX}-{number}" for number in range(hosts)]
+    bridge = f"{_PREFIX}-br"
+    limit = f"root tbf rate {mbit}mbit burst 256kb latency 50ms"
+    with contextlib.ExitStack() as undo:
+        _run(f"ip link add {bridge} type bridge")
+        undo.callback(_run, f"ip link del {bridge}")
+        _run(f"ip link set {bridge} up")
+        for number, name in enumerate(names):
+            _run(f"ip netns add {name}")
+            undo.callback(_run, f"ip netns del {name}")
+            _run(f"ip link add {_PREFIX}-v{number} type veth peer name host netns {name}")
+            _run(f"ip link set {_PREFIX}-v{number} master {bridge} up")
+            _run(f"ip -n {name} addr add 10.213.0.{number + 1}/24 dev host")
+            for device in ("host", "lo"):
+                _run(f"ip -n {name} link set {device} up")
+            _run(f"tc qdisc add dev {_PREFIX}-v{number} {limit}")
+            _run(f"tc -n {name} qdisc add dev host {limit}")
+        yield names
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True)
+
+
+def _say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def _publish(gib: float, tensors: int) -> None:
+    torch.set_num_threads(1)
+    elements = int(gib * GIB) // tensors // 4
+    state = {f"layers.{number}.weight": torch.rand(elements) for number in range(tensors)}
+    with WeightPublisher(_ADDRESS, config=_CONFIG) as publisher:
+        _say(locator=publisher.serve("10.213.0.1"))
+        version = 0
+        while sys.stdin.readline().strip() == "publish":
+            version += 1
+            for tensor in state.values():
+                tensor.add_(1)
+            began = time.time()
+            publisher.publish(state, version)
+            _say(at=began)
+
+
+def _read(locator: str) -> None:
+    torch.set_num_threads(1)
+    version = 0
+    with WeightSubscriber(_ADDRESS, locator=locator, config=_CONFIG) as subscriber:
+        while True:
+            with subscriber.acquire(version + 1, timeout=_LIMIT_S) as weights:
+                version = weights.version
+                _say(at=time.time())
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["publish", gib, tensors]:
+            _publish(float(gib), int(tensors))
+        case ["read", locator]:
+            _read(locator)
