@@ -76,7 +76,7 @@ class Lease:
         """Whether ``entry`` was published with the bytes of ``theirs``, of another lease; whatever its reader did."""
         if not entry.nbytes:
             return True
-        return memcmp(self._address(entry), other._address(theirs), entry.nbytes) == 0
+        return bool(memcmp(self._address(entry), other._address(theirs), entry.nbytes) == 0)
 
     def _address(self, entry: TensorEntry) -> int:
         return int(np.frombuffer(self.segment.view, np.uint8).ctypes.data) + self._begin + entry.begin

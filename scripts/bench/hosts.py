@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -44,12 +44,13 @@ def measure(gib: float, tensors: int, hosts: int, mbit: int, rounds: int, folder
     """The newest weights to one host, to ``hosts`` of them, to one that comes late, and with one that is killed."""
     with _network(hosts + 2, mbit) as names:
         publisher = _Process(names[0], folder, "publish", gib, tensors)
+        readers: list[_Process] = []
         rows: list[dict[str, Any]] = []
         try:
             locator = publisher.said()["locator"]
             publisher.tell("publish")
-            began = publisher.said()["at"]
-            readers = [_Process(names[1], folder, "read", locator)]
+            publisher.said()
+            readers.append(_Process(names[1], folder, "read", locator))
             readers[0].said()
             rows += [_row("one host", _rounds(publisher, readers, rounds), publisher.link())]
             late = [_Process(name, folder, "read", locator) for name in names[2 : hosts + 1]]
@@ -60,7 +61,11 @@ def measure(gib: float, tensors: int, hosts: int, mbit: int, rounds: int, folder
             began = time.time()
             readers.append(_Process(names[hosts + 1], folder, "read", locator))
             rows += [_row("one that comes later, with its memory", [readers[-1].said()["at"] - began], None)]
-            rows += [_row(f"{hosts} hosts, one of {hosts + 1} is killed in the middle", _with_a_loss(publisher, readers), None)]
+            rows += [
+                _row(
+                    f"{hosts} hosts, one of {hosts + 1} is killed in the middle", _with_a_loss(publisher, readers), None
+                )
+            ]
         finally:
             for each in (publisher, *locals().get("readers", [])):
                 each.close()
@@ -99,16 +104,15 @@ class _Process:
         pipe = subprocess.PIPE
         self._host = host
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self._in: IO[str] = self._process.stdin  # type: ignore[assignment]  # it has both pipes
+        self._out: IO[str] = self._process.stdout  # type: ignore[assignment]
 
     def tell(self, text: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{text}\n")
-        self._process.stdin.flush()
+        self._in.write(f"{text}\n")
+        self._in.flush()
 
     def said(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+        if not (line := self._out.readline()):
             raise RuntimeError(f"the process on {self._host} has ended")
         found: dict[str, Any] = json.loads(line)
         return found
@@ -136,9 +140,8 @@ class _Process:
             self._process.wait(10)
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        self._in.close()
+        self._out.close()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 from support.states import same
 
@@ -323,23 +322,6 @@ def _rollout(engine_kwargs: dict[str, Any]) -> Any:
 
         def kill_at(self, name: str) -> None:
             self.server_adapter.kill_at = name
-
-        def kill_at_relay(self) -> None:
-            """When it is to take the broadcast."""
-            self.checkpoint_engine.local.publish = _kill
-
-        def fail_at_relay(self, has_begun: bool) -> None:
-            """The next time that it is to take the broadcast, or is at it."""
-            local = self.checkpoint_engine.local
-
-            def fail(weights: Any, *_: Any, **__: Any) -> None:
-                del local.publish
-                self.kept = weights  # as a traceback does that somebody has
-                if has_begun:
-                    next(weights)
-                raise OutOfMemoryError("no memory for the weights")
-
-            local.publish = fail
 
         async def pull_weights(self, **which: Any) -> Any:
             """What a rollout does between its requests."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator
 from datetime import timedelta
 from typing import Any
 
@@ -72,13 +71,8 @@ class BroadcastGroup:
         """Whether it can still be used: no member is known to be gone."""
         return self._channel.usable
 
-    def receive(self) -> Generator[Named, None, None]:
-        """The weights that the sender broadcasts; each is to be copied before the next is asked for."""
-        for bucket in self._receiver.receive():
-            yield from bucket
-
-    async def receive_async(self) -> AsyncGenerator[list[Named], None]:
-        """The same in buckets. All members fail if this is closed early."""
+    async def receive(self) -> AsyncGenerator[list[Named], None]:
+        """The weights that the sender broadcasts, in buckets. All members fail if this is closed early."""
         receipt = self._receiver.receive()
         asked: asyncio.Future[list[Named] | None] | None = None
         try:
@@ -91,16 +85,6 @@ class BroadcastGroup:
             if asked is not None:
                 await asyncio.wait([asked])  # this may have been cancelled, and what runs in a thread cannot be closed
             receipt.close()
-
-    def refuse(self, weights: Generator[Any, Any, Any], error: BaseException) -> None:
-        """Tell the sender and the other members, who wait for this one, that it takes no more of ``weights``.
-
-        ``weights`` is what ``receive`` returns, begun or not.
-        """
-        has_begun = inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
-        weights.close()
-        if not has_begun and self.usable:
-            self._channel.give_up(error)
 
     def close(self) -> None:
         """Leave the group."""

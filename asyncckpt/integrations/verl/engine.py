@@ -8,19 +8,19 @@ In verl's configuration, below ``actor_rollout_ref.rollout.checkpoint_engine``:
 
 Workers that can share memory (those of one user on one machine) are on one *host*. In each sync verl's manager calls
 
-1. ``prepare`` on all workers, which tell their hosts;
+1. ``prepare`` on all workers, which tell their hosts; the first actor also where its publication is served;
 2. ``build_topology`` in the driver, which gives each a role: the first actor sends, the other actors iterate over the
-   weights (making them is a collective), the first rollout of every host but the sender's is its relay, and the other
-   rollouts map;
-3. ``init_process_group`` on all: sender and relays form a group of their own, kept as long as they stay the same;
-4. ``send_weights`` and ``receive_weights`` on all at once. The sender publishes, posts a notice of it, and broadcasts
-   to the relays, which publish on their hosts and post notices of that. The other rollouts, and then the relays, map
-   what is published on their host;
+   weights (making them is a collective), the rollouts map them;
+3. ``init_process_group`` on all;
+4. ``send_weights`` and ``receive_weights`` on all at once. The sender publishes, and posts a notice of it. The rollouts
+   map that version on their host, which a worker of ours fetches there, once, from the sender's host or another one
+   that has it (see ``worker/transfer/mirror.py``);
 5. ``finalize`` on all.
 
 Between syncs, ``get_weights`` maps the newest version on its host, or one named. Nobody has to take part in that.
 
-With ``bypass_cpu`` nothing is published: all rollouts are in the group, and receive the weights themselves.
+With ``bypass_cpu`` nothing is published: the sender and all rollouts form a group of their own, kept as long as they
+stay the same, and the rollouts receive the weights themselves.
 
 Notices go over a store that the sender hosts, sealed with a key that verl passes on with the topology (see
 ``worker/rounds.py``); they are JSON, and nothing of them is unpickled.
@@ -91,7 +91,6 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._bucket_bytes = min(bucket_size, BUCKET_BYTES)  # verl means those on a device
         self._is_master = is_master
         self.local = LocalPublication(address or _job_address(), slots, timeout)
-        self._last_address = self.local.address  # where the last sync has published
         self._dtype = getattr(torch, rollout_dtype) if isinstance(rollout_dtype, str) else rollout_dtype
         self._bypass_cpu = bypass_cpu
         self._roll_back = roll_back
@@ -101,6 +100,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._store: Store | None = None
         self._group_store: Any = None
         self._rendezvous: Rendezvous | None = None
+        self._locator: str | None = None
         self._syncs = 0
         self._notices: NoticeBoard | None = None  # while in a sync
         self._group: BroadcastGroup | None = None
@@ -111,20 +111,25 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         """Who this worker is. The sender opens the store, the first time."""
         if self._is_master:
             if self._notices is not None:
-                self._notices.give_up(RankFailedError("the trainer has begun another sync"))
+                self._notices.post_failure(RankFailedError("the trainer has begun another sync"))
             self._syncs += 1
             if self._store is None:
                 secret = secrets.token_bytes(32)
-                self._store, self._group_store = Store(secret), group_store()
-                self._rendezvous = Rendezvous(self._host or _own_host(), self._store.port, self._name, secret, 0, 0)
+                self._store = Store(secret)
+                self._host = self._host or _own_host()
+                self._rendezvous = Rendezvous(self._host, self._store.port, self._name, secret, 0, 0)
+                if self._bypass_cpu:
+                    self._group_store = group_store()
+                else:
+                    self._locator = self.local.serve(self._host)
         return Peer(
             self._name,
             endpoint_scope(),
-            self.local.is_published_here,
             self._bypass_cpu,
             self._group.members if self._group is not None and self._group.usable else None,
             self._rendezvous,
             self._syncs,
+            self._locator,
             0 if self._group_store is None else self._group_store.port,
         )
 
@@ -147,6 +152,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             self._notices.close()
         # Another connection for each sync: whoever still waits over the old one waits for what will not come.
         self._notices = NoticeBoard(role, self._timeout)
+        self.local.locator = role.locator
         if self._group is not None and (self._group.members != role.members or not self._group.usable):
             self._leave()
         workers = role.members.workers
@@ -170,20 +176,18 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         begun = time.perf_counter()
         try:
             version, back = self._version(global_steps)
-            notice = Notice(version, 0, "")
+            notice = Notice(version, 0)
             if not self._bypass_cpu:
-                notice = self.local.publish(weights, version, self._dtype, roll_back=back, substitute=False)
-            notices.post(0, notice)
+                notice = self.local.publish(weights, version, self._dtype, roll_back=back)
+            notices.post(notice)
             self._sent = version
             published = time.perf_counter()
             if self._bypass_cpu:
                 # Not on another thread: the weights are made as they are asked for, on this thread's current device.
                 send = self._joined().send
                 send(weights, bucket_bytes=self._bucket_bytes, version=version, bypass_cpu=True)
-            elif self._group is not None:
-                await asyncio.to_thread(self._forward, version)
         except BaseException as error:
-            notices.give_up(error)
+            notices.post_failure(error)
             if isinstance(error, Exception):
                 _exhaust(weights)
             raise
@@ -201,8 +205,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         """
         notices = self._current()
         if notices.role.part == "receive":
-            notice = await asyncio.to_thread(notices.wait, 0)
-            async with contextlib.aclosing(self._joined().receive_async()) as buckets:
+            notice = await asyncio.to_thread(notices.wait)
+            async with contextlib.aclosing(self._joined().receive()) as buckets:
                 async for bucket in buckets:
                     notice.check(global_steps)
                     for name, tensor in bucket:
@@ -234,7 +238,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 "the weights are sent with bypass_cpu, which keeps no version of them in memory; take them in a sync,"
                 " or leave bypass_cpu out of the engine_kwargs"
             )
-        acquire = self.local.subscriber(self._last_address).acquire
+        acquire = self.local.subscriber().acquire
         weights = await asyncio.to_thread(acquire, min_version, version=version, roll_back=roll_back, timeout=timeout)
         self.version = weights.version
         with weights:
@@ -313,41 +317,14 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         return global_steps, global_steps <= newest
 
     def _mapped(self, notices: NoticeBoard, global_steps: int | None) -> Weights:
-        """A rollout's weights of this sync. The relay publishes them on its host before."""
-        role = notices.role
-        notice = self._relay(notices) if role.part == "relay" else notices.wait(role.host)
+        """A rollout's weights of this sync."""
+        notice = notices.wait()
         notice.check(global_steps)
-        weights = self.local.subscriber(notice.address).acquire(version=notice.version, timeout=self._timeout)
-        if weights.epoch != notice.epoch:
-            weights.release()
-            raise RankFailedError(
-                f"version {notice.version} is of another epoch here than it was sent in:"
-                f" {weights.epoch}, {notice.epoch}",
-                step=notice.version,
-            )
         if self.version is not None and notice.version < self.version:
             self.local.forget_versions()
-        self.version, self._last_address = notice.version, notice.address
+        weights = self.local.acquire(notice)
+        self.version = notice.version
         return weights
-
-    def _relay(self, notices: NoticeBoard) -> Notice:
-        sent = notices.wait(0)
-        received = self._joined().receive()
-        try:
-            # The sender has decided which version may follow which.
-            notice = self.local.publish(received, sent.version, self._dtype, roll_back=True, substitute=True)
-        except BaseException as error:
-            notices.post_failure(notices.role.host, error)
-            with contextlib.suppress(CheckpointError):  # the sender is gone, too
-                self._joined().refuse(received, error)
-            raise
-        notices.post(notices.role.host, notice)
-        return notice
-
-    def _forward(self, version: int) -> None:
-        """Broadcast what was published."""
-        with self.local.subscriber(self.local.address).acquire(version=version, timeout=self._timeout) as weights:
-            self._joined().send(weights, bucket_bytes=self._bucket_bytes)
 
 
 def _exhaust(weights: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The publication on a worker's host, which is its own or another worker's, and the notices of what is published where.
+"""The publication of a sync, as the sender and the rollouts of all hosts have it; and the notices of it.
 
 Notices go over a store that the sender hosts, in rounds (see ``worker/rounds.py``): JSON, sealed. The end of the store
 is noticed at once.
@@ -8,34 +8,35 @@ from __future__ import annotations
 
 import json
 import logging
-import uuid
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, JobTakenError, RankFailedError, WorkerDiedError, located
+from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
 from asyncckpt.integrations.verl.topology import Role
 from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.subscriber import WeightSubscriber
+from asyncckpt.weights.weights import Weights
 from asyncckpt.worker.rounds import Rounds, round_name
 from asyncckpt.worker.store_connection import Patience
 
 logger = logging.getLogger(__name__)
 
+_KIND = "weights"
 # Seconds that a worker looks for the store, which is there before a sync begins.
 _PATIENCE_S = 10.0
+_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What was published on a host, and under which address it is found there."""
+    """What was published."""
 
     version: int
     epoch: int
-    address: str
 
     def check(self, version: int | None) -> None:
         """Raises ``RankFailedError`` if it is not of that ``version`` (None: whichever)."""
@@ -44,72 +45,65 @@ class Notice:
 
 
 class LocalPublication:
-    """The publication under ``address``, and what this worker has of it. ``close`` it."""
+    """The publication under ``address``, as one worker has it. ``close`` it."""
 
     def __init__(self, address: str, slots: int, timeout: float) -> None:
         """Nothing is published yet.
 
         Args:
             address, slots: As of ``WeightPublisher``.
-            timeout: Seconds to wait for a slot.
+            timeout: Seconds to wait for a slot, and for an answer.
         """
         self.address = address
+        self.locator: str | None = None
+        """Where it comes from; None: it is of this host. To be set before it is read."""
         self._slots = slots
-        self._timeout = timeout
+        self._config = Config(timeout=timeout)
         self._publisher: WeightPublisher | None = None
-        self._substitute: WeightPublisher | None = None
-        self._subscriber: tuple[str, WeightSubscriber] | None = None
+        self._locator_of_publisher: str | None = None
+        self._subscriber: tuple[str | None, WeightSubscriber] | None = None
         self._checkpoints: dict[str, WeightSubscriber] = {}
 
-    @property
-    def is_published_here(self) -> bool:
-        """Whether this worker is the one that publishes on its host."""
-        return self._publisher is not None
+    def serve(self, host: str) -> str:
+        """Publish here from now on, and let other hosts, which know this one as ``host``, have it. Returns the locator.
+
+        Raises as ``WeightPublisher.serve``.
+        """
+        if self._locator_of_publisher is None:
+            self._locator_of_publisher = self._published().serve(host)
+        return self._locator_of_publisher
 
     def publish(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-        dtype: torch.dtype | None,
-        *,
-        roll_back: bool,
-        substitute: bool,
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype | None, *, roll_back: bool
     ) -> Notice:
-        """Publish ``weights``, on this worker from now on. Raises as ``WeightPublisher.publish``.
-
-        Args:
-            weights, version, dtype, roll_back: As of that.
-            substitute: Where another process has the address, publish under another for as long as it has it: a rollout
-                that takes part in no sync any more, and lives.
-        """
-        how: dict[str, Any] = {"dtype": dtype, "roll_back": roll_back}
-        publisher = self._publisher or self._publisher_at(self.address)
-        try:
-            publication = publisher.publish(weights, version, **how)
-        except JobTakenError:
-            publisher.close()
-            self._publisher = None
-            if not substitute:
-                raise
-            # None of the weights has been taken yet.
-            publisher = self._substitute = self._substitute or self._publisher_at(f"{self.address}\n{uuid.uuid4().hex}")
-            publication = publisher.publish(weights, version, **how)
-        else:
-            self._publisher = publisher
-            if self._substitute is not None:
-                self._substitute.close()
-                self._substitute = None
-        return Notice(publication.version, publication.epoch, publisher.address)
+        """Publish ``weights``. The arguments are those of ``WeightPublisher.publish``, which says what is raised."""
+        publication = self._published().publish(weights, version, dtype=dtype, roll_back=roll_back)
+        return Notice(publication.version, publication.epoch)
 
     def newest(self) -> int | None:
         """The newest version here."""
-        return next(reversed(self.subscriber(self.address).versions()), None)
+        return next(reversed(self.subscriber().versions()), None)
 
-    def subscriber(self, address: str) -> WeightSubscriber:
-        """The subscriber to ``address``, which seldom changes; for any thread."""
-        if self._subscriber is None or self._subscriber[0] != address:
+    def acquire(self, notice: Notice) -> Weights:
+        """The weights of a sync, once they are on this host. Raises as ``WeightSubscriber.acquire``."""
+        deadline = time.monotonic() + self._config.timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            weights = self.subscriber().acquire(version=notice.version, timeout=left)
+            if weights.epoch == notice.epoch:
+                return weights
+            # A sync that is repeated: this host has what came of that version before.
+            weights.release()
+            if not left:
+                raise RankFailedError(f"version {notice.version} has not come to this host again", step=notice.version)
+            time.sleep(_PAUSE_S)
+
+    def subscriber(self) -> WeightSubscriber:
+        """The subscriber to it; for any thread."""
+        if self._subscriber is None or self._subscriber[0] != self.locator:
             # The one before is not closed: another thread may still wait in it.
-            self._subscriber = address, WeightSubscriber(address)
+            subscriber = WeightSubscriber(self.address, locator=self.locator, config=self._config)
+            self._subscriber = self.locator, subscriber
         return self._subscriber[1]
 
     def checkpoints(self, folder: str) -> WeightSubscriber:
@@ -126,44 +120,41 @@ class LocalPublication:
     def close(self) -> None:
         """Give everything back, what was published too."""
         subscriber = None if self._subscriber is None else self._subscriber[1]
-        for each in (subscriber, self._publisher, self._substitute, *self._checkpoints.values()):
+        for each in (subscriber, self._publisher, *self._checkpoints.values()):
             if each is not None:
                 each.close()
-        self._subscriber = self._publisher = self._substitute = None
+        self._subscriber = self._publisher = None
 
-    def _publisher_at(self, address: str) -> WeightPublisher:
-        config = Config(timeout=self._timeout)
-        return WeightPublisher(address, slots=self._slots, when_busy="wait", config=config)
+    def _published(self) -> WeightPublisher:
+        if self._publisher is None:
+            self._publisher = WeightPublisher(self.address, slots=self._slots, when_busy="wait", config=self._config)
+        return self._publisher
 
 
 class NoticeBoard:
-    """A worker's connection to the store, for the sync in which it has ``role``. Hosts count from the sender's."""
+    """A worker's connection to the store, for the sync in which it has ``role``."""
 
     def __init__(self, role: Role, timeout: float) -> None:
         self.role = role
         self._timeout = timeout
         self._rounds = Rounds(role.rendezvous, timeout, Patience(_PATIENCE_S))
+        self._round = round_name(_KIND, role.sync)
 
-    def post(self, host: int, notice: Notice) -> None:
-        """Tell what was published on ``host``. What is posted first stays."""
-        self._rounds.conclude(self._round(host), json.dumps(asdict(notice)).encode())
+    def post(self, notice: Notice) -> None:
+        """Tell what was published. What is posted first stays."""
+        self._rounds.conclude(self._round, json.dumps(asdict(notice)).encode())
 
-    def post_failure(self, host: int, error: BaseException) -> None:
-        """Tell why nothing will be published on ``host``."""
+    def post_failure(self, error: BaseException) -> None:
+        """Tell all who wait why nothing will be published in this sync."""
         try:
-            self._rounds.conclude_failed(self._round(host), located(error, otherwise=RankFailedError))
+            self._rounds.conclude_failed(self._round, located(error, otherwise=RankFailedError))
         except CheckpointError as trouble:  # the others will notice by themselves
             logger.warning("the rollouts could not be told of a failure: %s", trouble)
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell all who still wait that nothing more will be published in this sync, on any host."""
-        for host in range(self.role.hosts):
-            self.post_failure(host, error)
-
-    def wait(self, host: int) -> Notice:
-        """Wait for what is published on ``host``. Raises why it is not, or ``SaveTimeoutError``."""
+    def wait(self) -> Notice:
+        """Wait for what is published. Raises why it is not, or ``SaveTimeoutError``."""
         try:
-            outcome = self._rounds.outcome(self._round(host), self._timeout)
+            outcome = self._rounds.outcome(self._round, self._timeout)
         except WorkerDiedError as error:
             raise RankFailedError("the trainer is gone, in the midst of a sync") from error
         if isinstance(outcome, CheckpointError):
@@ -172,16 +163,8 @@ class NoticeBoard:
 
     def clear(self) -> None:
         """The sender: the sync is over. What it left in the store is removed in time."""
-        for host in range(self.role.hosts):
-            self._rounds.clear(_kind(host), self.role.sync)
+        self._rounds.clear(_KIND, self.role.sync)
 
     def close(self) -> None:
         """Drop the connection; a wait over it ends."""
         self._rounds.close()
-
-    def _round(self, host: int) -> str:
-        return round_name(_kind(host), self.role.sync)
-
-
-def _kind(host: int) -> str:
-    return f"weights-{host}"

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from asyncckpt.worker.messages import Rendezvous
 
-Part = Literal["send", "iterate", "relay", "map", "receive"]
-"""The sender; an actor that only helps to make the weights; a relay; a rollout that maps what is published on its host;
-one that receives the broadcast for itself."""
+Part = Literal["send", "iterate", "map", "receive"]
+"""The sender; an actor that only helps to make the weights; a rollout that maps what its host has; one that receives
+the broadcast for itself."""
 
 
 class Members(NamedTuple):
@@ -24,30 +24,30 @@ class Members(NamedTuple):
 class Peer:
     """What a worker tells before a sync.
 
-    ``publishes``: on its host. ``members``: of the broadcast group that it is in. ``rendezvous``, ``sync``: the
-    sender's store, and how many syncs there have been. ``group_port``: of the store by which its broadcast group meets.
+    ``host``: text that workers have in common which can share memory. ``members``: of the broadcast group that it is
+    in. ``rendezvous``, ``sync``: the sender's store, and how many syncs there have been. ``locator``: of what it
+    publishes. ``group_port``: of the store by which its broadcast group meets.
     """
 
     name: str
     host: str
-    publishes: bool
     bypass_cpu: bool
     members: Members | None
     rendezvous: Rendezvous | None
     sync: int
+    locator: str | None = None
     group_port: int = 0
 
 
 @dataclass(frozen=True)
 class Role:
-    """A worker's part in a sync. ``host`` counts from the sender's, which is 0, to ``hosts``."""
+    """A worker's part in a sync. ``locator``: where its host gets the weights; None: they are published there."""
 
     part: Part
-    host: int
-    hosts: int
     sync: int
     rendezvous: Rendezvous
     members: Members
+    locator: str | None
     group_port: int
 
 
@@ -57,29 +57,17 @@ def roles(actors: Sequence[Peer], rollouts: Sequence[Peer]) -> tuple[list[Role],
     rendezvous = sender.rendezvous
     if rendezvous is None:
         raise ValueError("the first actor has to be the master, which opens the store")
-    hosts = list(dict.fromkeys(peer.host for peer in (sender, *rollouts)))
-    relays = [_relay_of(host, rollouts) for host in hosts[1:]]
-    receivers = [peer.name for peer in rollouts] if sender.bypass_cpu else relays
+    receivers = [peer.name for peer in rollouts] if sender.bypass_cpu else []
     members = _members((sender.name, *receivers), (sender, *rollouts), sender.sync)
 
     def role(part: Part, host: str) -> Role:
-        return Role(part, hosts.index(host), len(hosts), sender.sync, rendezvous, members, sender.group_port)
-
-    def part_of(rollout: Peer) -> Part:
-        if sender.bypass_cpu:
-            return "receive"
-        return "relay" if rollout.name in relays else "map"
+        locator = None if host == sender.host else sender.locator
+        return Role(part, sender.sync, rendezvous, members, locator, sender.group_port)
 
     return (
         [role("send", sender.host), *(role("iterate", sender.host) for _ in actors[1:])],
-        [role(part_of(rollout), rollout.host) for rollout in rollouts],
+        [role("receive" if sender.bypass_cpu else "map", rollout.host) for rollout in rollouts],
     )
-
-
-def _relay_of(host: str, rollouts: Sequence[Peer]) -> str:
-    """The rollout that publishes on ``host``: the one that has done so before, or the first."""
-    there = [peer for peer in rollouts if peer.host == host]
-    return next((peer for peer in there if peer.publishes), there[0]).name
 
 
 def _members(workers: tuple[str, ...], peers: Sequence[Peer], sync: int) -> Members:

@@ -97,7 +97,12 @@ def test_a_host_that_is_lost_in_the_middle_holds_up_nobody(
     publishing.publish(1, data_of(1))
     gate = Gate()
     # The second half does not leave the publisher before the gate opens.
-    before.append(lambda address, offset, _: address == publishing.address and offset > NBYTES // 2 and gate.wait())
+
+    def hold(address: TransferAddress, offset: int, _: memoryview) -> None:
+        if address == publishing.address and offset > NBYTES // 2:
+            gate.wait()
+
+    before.append(hold)
     hosts.append(first := MirrorHere(publishing))
     assert gate.reached.wait(60)
     hosts.append(second := MirrorHere(publishing))
