@@ -148,6 +148,13 @@ class Segment:
             for page in range(offset, offset + nbytes, PAGE):
                 self.view[page] = self.view[page]
 
+    def protect(self) -> None:
+        """From now on the mapping can only be read here: to write to it is a segmentation fault."""
+        if not self.closed and _libc.mprotect(
+            ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), mmap.PROT_READ
+        ):
+            raise OSError(code := ctypes.get_errno(), os.strerror(code))
+
     def close(self) -> None:
         """Unmap, and close the descriptor. Safe to call twice, and after a half-finished ``__init__``.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from asyncckpt.publication import Publication
 from asyncckpt.weights.broadcast.broadcast import broadcast_weights, close_broadcasts, receive_weights
 from asyncckpt.weights.broadcast.sender import Broadcast
+from asyncckpt.weights.folders import WeightFolders
 from asyncckpt.weights.offload import OffloadedParameters
 from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.subscriber import WeightSubscriber
@@ -20,6 +21,7 @@ __all__ = [
     "OffloadedParameters",
     "Publication",
     "SyncMetrics",
+    "WeightFolders",
     "WeightPublisher",
     "WeightSubscriber",
     "Weights",

@@ -7,16 +7,20 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Literal
 
 import numpy as np
 import torch
 
+from asyncckpt.devices.kinds import kind_of, use
+from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.memcpy import memcmp
 from asyncckpt.shm.published_slots import ReadableSlots
 from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slot_locks import reopen
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, read_entries, read_indexes
 from asyncckpt.weights.private_views import PrivateViews
@@ -105,6 +109,34 @@ def readable_memory(view: memoryview, span: range) -> ctypes.Array[ctypes.c_uint
     return memory
 
 
+class _PinnedImage:
+    """The memory of a slot, in ``segment``, pinned for a device, which copies from there at the speed of its link."""
+
+    def __init__(self, image: Segment, device: torch.device) -> None:
+        """Raises ``OSError``; what the driver refuses is copied more slowly, which is logged."""
+        # Drivers want to be able to write where memory is pinned. Nobody here is: it is protected right after.
+        self.segment = Segment.attach(Descriptor.of(reopen, image.fileno(), os.O_RDWR))
+        self._device = device
+        try:
+            self._memory = PinnedMemory(self.segment, [], device)
+            self.segment.protect()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Once the device has done what it was given, it knows nothing more of this memory."""
+        if hasattr(self, "_memory"):
+            if (kind := kind_of(self._device)) is not None:
+                with use(self._device):
+                    kind.synchronize()
+            self._memory.close()
+        self.segment.close()
+
+
+Access = Literal["private", "readonly"] | torch.device
+"""How a reader maps a slot: for itself, to be written to; as it is; or as it is and pinned for that device."""
+
 _Files = list[tuple[Mapping[str, TensorEntry], range]]
 """The files of a slot: the tensors of each, and its bytes."""
 
@@ -120,6 +152,7 @@ class _MappedSegment:
         self._slots = ReadableSlots(self._segment, len(published.layout.slots))
         self._images: dict[int, Segment] = {}
         self._views: dict[Segment, PrivateViews] = {}
+        self._pinned: dict[tuple[Segment, str], _PinnedImage] = {}
         self._files: dict[int, _Files] = {}
         """Of each folder that was asked for; the same in all slots."""
 
@@ -132,7 +165,7 @@ class _MappedSegment:
         """What is published, and in which slot."""
         return self._slots.publications()
 
-    def lease(self, version: PublishedVersion, *, readonly: bool) -> list[Lease] | None:
+    def lease(self, version: PublishedVersion, how: Access) -> list[Lease] | None:
         """One for each file in its slot; None where it is not there any more.
 
         Raises ``EOFError`` or ``OSError`` where its slot was never mapped here, and the worker has left.
@@ -143,7 +176,11 @@ class _MappedSegment:
         leases: list[Lease] = []
         with ExitStack() as undo:
             image, files = self._image(slot, version.folder)
-            views = None if readonly else self._views.setdefault(image, PrivateViews(image))
+            views = None
+            if isinstance(how, torch.device):
+                image = self._pinned_image(image, how)
+            elif how == "private":
+                views = self._views.setdefault(image, PrivateViews(image))
             for entries, span in files:
                 if (fd := self._slots.lease(slot, version)) is None:
                     return None
@@ -160,8 +197,16 @@ class _MappedSegment:
         self._slots.close()
         for views in self._views.values():
             views.close()
+        for pinned in self._pinned.values():
+            pinned.close()
         for segment in (self._segment, *self._images.values()):
             segment.close()
+
+    def _pinned_image(self, image: Segment, device: torch.device) -> Segment:
+        """The memory of ``image``, mapped once more, and pinned for ``device``."""
+        if (image, device.type) not in self._pinned:
+            self._pinned[image, device.type] = _PinnedImage(image, device)
+        return self._pinned[image, device.type].segment
 
     def _image(self, slot: int, folder: int) -> tuple[Segment, _Files]:
         """A slot: its segment, and what is where in it."""
@@ -226,10 +271,10 @@ class RankPublications:
         """What is published now; new segments are those of the last ``refresh``."""
         return {version for segment in self._segments for version in segment.published()}
 
-    def lease(self, version: PublishedVersion, *, readonly: bool) -> list[Lease] | None:
-        """Of each file of it; None where it is not there any more. ``readonly``: see ``Lease``."""
+    def lease(self, version: PublishedVersion, how: Access) -> list[Lease] | None:
+        """Of each file of it; None where it is not there any more."""
         try:
-            found = (segment.lease(version, readonly=readonly) for segment in self._segments)
+            found = (segment.lease(version, how) for segment in self._segments)
             return next((lease for lease in found if lease is not None), None)
         except (EOFError, OSError):
             self._leave()

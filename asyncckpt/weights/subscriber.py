@@ -10,11 +10,13 @@ import time
 import weakref
 from functools import partial
 
+import torch
+
 from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError, MismatchError, VersionError, WeightsTimeoutError
 from asyncckpt.publication import job_of_checkpoints, job_of_weights
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.weights.lease import Lease, RankPublications
+from asyncckpt.weights.lease import Access, Lease, RankPublications
 from asyncckpt.weights.mirrors import MirrorOptions
 from asyncckpt.weights.weights import Weights
 from asyncckpt.worker.endpoint import endpoint_name, runtime_folder
@@ -90,6 +92,7 @@ class WeightSubscriber:
         version: int | None = None,
         roll_back: bool = False,
         readonly: bool = False,
+        pin: torch.device | str | None = None,
         timeout: float = 60.0,
     ) -> Weights:
         """Lease the newest weights, which are complete, and of all publishing ranks. Nothing is copied.
@@ -100,6 +103,8 @@ class WeightSubscriber:
             roll_back: Take also older versions than this reader has had, of a trainer that does not say it goes back.
             readonly: Map them for reading alone: to write to one is a segmentation fault. By default whoever has them
                 may change them in place, which nobody else sees, and which takes memory of its own for each page.
+            pin: A device that they are to be copied to: its driver is told of the memory (pinned), once for each slot,
+                so that ``tensor.to(device, non_blocking=True)`` runs at the link's speed. As ``readonly``.
             timeout: Seconds to wait.
 
         Raises:
@@ -112,6 +117,7 @@ class WeightSubscriber:
             raise ValueError("acquire the version, or the newest from min_version on; not both")
         version = None if version is None else operator.index(version)
         min_version = None if min_version is None else operator.index(min_version)
+        how: Access = torch.device(pin) if pin is not None else "readonly" if readonly else "private"
         deadline = time.monotonic() + timeout
         ask_at, pause = 0.0, _LEAST_PAUSE_S
         while True:
@@ -120,9 +126,9 @@ class WeightSubscriber:
                     self._refresh(min(_ANSWER_S, max(_LEAST_ANSWER_S, deadline - time.monotonic())))
                     ask_at = time.monotonic() + _ASK_AGAIN_S
                 if version is None:
-                    weights = self._newest_from(min_version or 0, roll_back, readonly)
+                    weights = self._newest_from(min_version or 0, roll_back, how)
                 else:
-                    weights = self._exactly(version, readonly)
+                    weights = self._exactly(version, how)
                 if weights is not None:
                     return weights
                 if time.monotonic() > deadline:
@@ -173,10 +179,10 @@ class WeightSubscriber:
             if published.ranks <= len(by_rank) and all(published in each for each in by_rank[: published.ranks])
         }
 
-    def _lease(self, published: PublishedVersion, readonly: bool) -> Weights | None:
+    def _lease(self, published: PublishedVersion, how: Access) -> Weights | None:
         parts: list[Lease] = []
         for rank in self._ranks[: published.ranks]:
-            leases = rank.lease(published, readonly=readonly)
+            leases = rank.lease(published, how)
             if leases is None:
                 for each in parts:
                     each.give_back()
@@ -196,13 +202,13 @@ class WeightSubscriber:
         with self._lock:
             if not self._closed:
                 self._refresh()
-            return self._exactly(version, readonly=True)
+            return self._exactly(version, "readonly")
 
-    def _exactly(self, version: int, readonly: bool) -> Weights | None:
+    def _exactly(self, version: int, how: Access) -> Weights | None:
         found = max((each for each in self._complete() if each.version == version), default=None)
-        return None if found is None else self._lease(found, readonly)
+        return None if found is None else self._lease(found, how)
 
-    def _newest_from(self, min_version: int, roll_back: bool, readonly: bool) -> Weights | None:
+    def _newest_from(self, min_version: int, roll_back: bool, how: Access) -> Weights | None:
         """Raises ``VersionError`` where it is older than what this reader has had, and neither side allows that."""
         found, last = max(self._complete(), default=None), self._newest
         if found is None or found.version < min_version:
@@ -211,7 +217,7 @@ class WeightSubscriber:
         if last is not None and found < last and found.epoch == last.epoch:
             return None
         # Only under the lease it is sure that what was seen of it belongs together.
-        weights = self._lease(found, readonly)
+        weights = self._lease(found, how)
         if weights is None:
             return None
         if last is not None and found.version < last.version and not (found.rolled_back or roll_back):

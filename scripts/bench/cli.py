@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import bench
-from bench import files, jobs, report, results
+from bench import files, hosts, jobs, report, results
 from bench.contestants import ENTRIES, names_in
 from bench.jobs import Choices, Job
 from bench.states import Request, check_name
@@ -115,6 +115,12 @@ def _weights(args: argparse.Namespace) -> Iterator[Job]:
         yield jobs.broadcast(args.gib, tensors, args.bucket_mib, pace)
 
 
+def _hosts(args: argparse.Namespace) -> Iterator[Job]:
+    if (why := hosts.missing()) is not None:
+        raise SystemExit(f"bench hosts: {why}")
+    yield jobs.reach_hosts(args.gib, args.tensors, args.hosts, args.mbit, args.rounds)
+
+
 def _all(args: argparse.Namespace) -> Iterator[Job]:
     return jobs.standard(args.gib, args.device, _choices(args), args.minutes, _cores())
 
@@ -216,6 +222,10 @@ def _parser() -> argparse.ArgumentParser:
     weights.add_argument("--tensors", type=int, nargs="+", default=jobs.WEIGHTS_TENSORS)
     weights.add_argument("--bucket-mib", type=int, default=jobs.WEIGHTS_BUCKET_MIB)
     weights.add_argument("--pause", type=float, default=0.2, help="seconds before each turn (default: %(default)s)")
+    others = command("hosts", "weights on other hosts, over links of a rate", _hosts, [_where(gib=0.5, rounds=3)])
+    others.add_argument("--tensors", type=int, default=400)
+    others.add_argument("--hosts", type=int, default=8, help="so many (default: %(default)s)")
+    others.add_argument("--mbit", type=int, default=400, help="a second, of each link (default: %(default)s)")
     every = command("all", "the standard set, into docs/benchmarks", _all, [who], DOCS)
     every.add_argument("--minutes", type=float, default=15.0, help="about so long (default: %(default)s)")
     command("report", "draw pictures and page anew from the JSON", None, [], DOCS)

@@ -31,6 +31,8 @@ _ADDRESS = "policy"
 _LIMIT_S = 600.0
 _CONFIG = Config(timeout=60.0, linger=5.0)
 _NEEDED = ("ip", "tc")
+# How long after a publication a host is lost.
+_INTO_IT_S = 1.0
 
 
 def missing() -> str | None:
@@ -40,58 +42,59 @@ def missing() -> str | None:
     return next((f"there is no {tool} (Debian: iproute2)" for tool in _NEEDED if shutil.which(tool) is None), None)
 
 
+LINK = "the bytes over one link"
+"""The limit."""
+
+
 def measure(gib: float, tensors: int, hosts: int, mbit: int, rounds: int, folder: str) -> dict[str, Any]:
-    """The newest weights to one host, to ``hosts`` of them, to one that comes late, and with one that is killed."""
-    with _network(hosts + 2, mbit) as names:
-        publisher = _Process(names[0], folder, "publish", gib, tensors)
+    """New weights to one host, to ``hosts`` of them, to one that comes late, and while another host is lost."""
+    with _network(hosts + 2, mbit) as names, contextlib.ExitStack() as ended:
+        publisher = ended.enter_context(_Process(names[0], folder, "publish", gib, tensors))
+        locator = publisher.said()["locator"]
+        publisher.tell("publish")
+        publisher.said()
         readers: list[_Process] = []
-        rows: list[dict[str, Any]] = []
-        try:
-            locator = publisher.said()["locator"]
-            publisher.tell("publish")
-            publisher.said()
-            readers.append(_Process(names[1], folder, "read", locator))
-            readers[0].said()
-            rows += [_row("one host", _rounds(publisher, readers, rounds), publisher.link())]
-            late = [_Process(name, folder, "read", locator) for name in names[2 : hosts + 1]]
-            readers += late
-            for each in late:
-                each.said()
-            rows += [_row(f"{hosts} hosts", _rounds(publisher, readers, rounds), publisher.link())]
+
+        def come(host: int) -> float:
             began = time.time()
-            readers.append(_Process(names[hosts + 1], folder, "read", locator))
-            rows += [_row("one that comes later, with its memory", [readers[-1].said()["at"] - began], None)]
-            rows += [
-                _row(
-                    f"{hosts} hosts, one of {hosts + 1} is killed in the middle", _with_a_loss(publisher, readers), None
-                )
-            ]
-        finally:
-            for each in (publisher, *locals().get("readers", [])):
-                each.close()
-    return {"title": f"{gib:g} GiB in {tensors:,} tensors, links of {mbit} Mbit/s", "rows": rows}
+            readers.append(ended.enter_context(_Process(names[host], folder, "read", locator)))
+            return float(readers[-1].said()["at"]) - began
+
+        come(1)
+        found = {"one host": _turns(publisher, readers, rounds)}
+        for host in range(2, hosts + 1):
+            come(host)
+        found[f"{hosts} hosts"] = _turns(publisher, readers, rounds)
+        found["one that comes later, its process and memory too"] = [come(hosts + 1)]
+        found[f"{hosts} hosts, while another one is lost"] = [_with_a_loss(publisher, readers)]
+    title = f"{gib:g} GiB in {tensors:,} tensors to other hosts, each with a link of {mbit:,} Mbit/s"
+    return {
+        "title": title,
+        "limits": {LINK: [gib * GIB * 8 / mbit / 1e6]},
+        "results": {name: {"elapsed_s": seconds} for name, seconds in found.items()},
+        "nbytes": int(gib * GIB),
+        "sent": {many: statistics.mean(nbytes for n, nbytes in publisher.sent if n == many) for many in (1, hosts)},
+    }
 
 
-def _row(what: str, seconds: list[float], sent: float | None) -> dict[str, Any]:
-    return {"what": what, "seconds": seconds, "median": statistics.median(seconds), "sent": sent}
-
-
-def _rounds(publisher: _Process, readers: list[_Process], rounds: int) -> list[float]:
+def _turns(publisher: _Process, readers: list[_Process], rounds: int) -> list[float]:
+    """Seconds until all have the next version, a cold turn before the first one that counts."""
     found = []
-    for _ in range(rounds):
+    for _ in range(rounds + 1):
+        before = publisher.link()
         publisher.tell("publish")
         began = publisher.said()["at"]
         found.append(max(reader.said()["at"] for reader in readers) - began)
-    return found
+        publisher.sent.append((len(readers), publisher.link() - before))
+    return found[1:]
 
 
-def _with_a_loss(publisher: _Process, readers: list[_Process]) -> list[float]:
+def _with_a_loss(publisher: _Process, readers: list[_Process]) -> float:
     publisher.tell("publish")
     began = publisher.said()["at"]
-    time.sleep(1.0)
-    first = readers.pop(0)
-    first.lose()
-    return [max(reader.said()["at"] for reader in readers) - began]
+    time.sleep(_INTO_IT_S)
+    readers.pop(0).lose()
+    return float(max(reader.said()["at"] for reader in readers) - began)
 
 
 class _Process:
@@ -103,6 +106,8 @@ class _Process:
         command = ["ip", "netns", "exec", host, sys.executable, "-m", "bench.hosts", *map(str, what)]
         pipe = subprocess.PIPE
         self._host = host
+        self.sent: list[tuple[int, float]] = []
+        """Of the publisher: for each turn, to how many hosts, and how many bytes its link has carried."""
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         self._in: IO[str] = self._process.stdin  # type: ignore[assignment]  # it has both pipes
         self._out: IO[str] = self._process.stdout  # type: ignore[assignment]
@@ -133,14 +138,13 @@ class _Process:
                 with connection:
                     os.kill(peer_pid(connection), signal.SIGKILL)
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.tell("end")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        self._process.kill()
-        self._process.wait()
-        self._in.close()
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lose()
+        with contextlib.suppress(BrokenPipeError):
+            self._in.close()
         self._out.close()
 
 
@@ -182,7 +186,7 @@ def _publish(gib: float, tensors: int) -> None:
     with WeightPublisher(_ADDRESS, config=_CONFIG) as publisher:
         _say(locator=publisher.serve("10.213.0.1"))
         version = 0
-        while sys.stdin.readline().strip() == "publish":
+        while sys.stdin.readline():
             version += 1
             for tensor in state.values():
                 tensor.add_(1)

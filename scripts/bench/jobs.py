@@ -11,6 +11,7 @@ from bench import (
     broadcasts,
     exports,
     frameworks,
+    hosts,
     loads,
     loop,
     memory,
@@ -110,6 +111,13 @@ def train_by_frameworks(gib: float, pace: Pace) -> Job:
         return frameworks.measure(gib, pace, folder)
 
     return Job("frameworks", f"{gib:g}GiB", measure, {"rounds": pace.rounds, "pause_s": pace.pause})
+
+
+def reach_hosts(gib: float, tensors: int, count: int, mbit: int, rounds: int) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return hosts.measure(gib, tensors, count, mbit, rounds, folder)
+
+    return Job("hosts", f"{count}x{gib:g}GiB", measure, {"rounds": rounds, "mbit": mbit})
 
 
 def take_memory(request: Request, choices: Choices) -> Job:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from bench.contestants import OURS, title
 from bench.figures import COPY, COPY_FILE, READ_AND_COPY, LoopFigures, SaveFigures, SaveLimits, copy_limit, load_figures
+from bench.hosts import LINK
 from bench.results import Result
 
 DPI = 110
@@ -179,6 +180,15 @@ def _ways(found: Result) -> Figure:
     return figure
 
 
+def _hosts(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    axes = figure.subplots()
+    rows = [(name, median(each["elapsed_s"])) for name, each in found["results"].items()]
+    _bars(axes, rows, "until all have them, s", found["limits"][LINK][0], milli=False)
+    figure.suptitle(f"{found['title']}\ndashed: {LINK}", fontsize=10)
+    return figure
+
+
 def _frameworks(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
@@ -232,4 +242,5 @@ _DRAWN = {
     "simulation": _ranks,
     "publish": _ways,
     "broadcast": _ways,
+    "hosts": _hosts,
 }

@@ -24,6 +24,7 @@ HEADINGS = {
     "simulation": "The first rank of a large job, simulated",
     "publish": "Weights for readers of this host",
     "broadcast": "Weights to another process",
+    "hosts": "Weights on other hosts",
 }
 EXPLANATIONS = {
     "save": (
@@ -101,6 +102,12 @@ EXPLANATIONS = {
         "`dist.broadcast` and PGTransport (torch has a copy of torchft's, which is measured) receive straight into "
         "the tensors; from buckets they are copied, which is part of the time."
     ),
+    "hosts": (
+        "Hosts are network namespaces of this machine, each with a link of a rate, and share its cores and memory. "
+        "From the call that publishes, in which all bytes have changed, until readers on all hosts have the whole "
+        "version; each byte is checked on each. A host is lost, a second after that, with its readers and its worker: "
+        "the first one of the chain, which reads from the publisher."
+    ),
 }
 PEERS = (
     "The peers are at the settings that make them fast: DCP's `async_save` keeps its stager and caches its "
@@ -109,10 +116,11 @@ PEERS = (
     "it is, unaligned. They come with the extra `bench`, nvrx and verl by `scripts/peers.sh`; one that is missing, or "
     "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
-COMMANDS = """    python scripts/bench all                  # all of this page, but for the store, exports and telemetry
+COMMANDS = """    python scripts/bench all                  # all of this page, but for the next four
     python scripts/bench store
     python scripts/bench export
     python scripts/bench telemetry
+    python scripts/bench hosts
     python scripts/bench save --state 8000x50kB --values 5000 --changing 50
     python scripts/bench --help"""
 

@@ -20,6 +20,7 @@ from bench.figures import (
     load_figures,
     sooner_than_peers,
 )
+from bench.hosts import LINK
 from bench.results import Result
 
 
@@ -171,6 +172,20 @@ def ways(found: Result) -> str:
     return _table(["", "takes", "/ copy", "the first time", "turns"], rows)
 
 
+def hosts(found: Result) -> str:
+    (limit,) = found["limits"][LINK]
+    rows: list[Sequence[object]] = [(LINK, seconds(limit), "1x", "")]
+    for name, each in found["results"].items():
+        middle = median(each["elapsed_s"])
+        rows.append((name, seconds(middle), times(middle / limit), len(each["elapsed_s"])))
+    return _table(["", "all have it after", "/ the link", "turns"], rows)
+
+
+def hosts_remark(found: Result) -> str:
+    sent = " and ".join(f"{nbytes / found['nbytes']:.2f} with {many}" for many, nbytes in found["sent"].items())
+    return f"How often the publisher's link has carried the bytes of a version: {sent}."
+
+
 def columns(found: Result) -> str:
     """Rows of figures, turned: for ranks."""
     rows = found["rows"]
@@ -235,5 +250,6 @@ TABLES = {
     "simulation": columns,
     "publish": ways,
     "broadcast": ways,
+    "hosts": hosts,
 }
-REMARKS = {"save": save_remark, "store": store_remark, "telemetry": telemetry_remark}
+REMARKS = {"save": save_remark, "store": store_remark, "telemetry": telemetry_remark, "hosts": hosts_remark}

@@ -19,6 +19,7 @@ from bench import (
     exports,
     figures,
     files,
+    hosts,
     loads,
     models,
     publications,
@@ -118,6 +119,15 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert {"asyncckpt", "asyncckpt, as if on two hosts"} <= found["broadcast"]["results"].keys()
     assert not found["publish"]["left_out"]
     assert found["publish"]["results"].keys() > publications.WAYS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
+def test_other_hosts(tmp_path: Path) -> None:
+    found = run(tmp_path, "hosts --gib 0.01 --tensors 5 --hosts 2 --mbit 1000 --rounds 1")["hosts"]
+    assert len(found["results"]) == 4
+    # Other hosts have got it from each other, and something goes with the bytes.
+    assert all(0.9 < nbytes / 0.01 / (1 << 30) < 2.2 for nbytes in found["sent"].values())
 
 
 @pytest.mark.slow

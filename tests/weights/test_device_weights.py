@@ -56,6 +56,27 @@ def test_what_is_converted_is_so_on_the_device(
                 assert same(acquired[name].clone(), expected.cpu()), (version, name)
 
 
+def test_a_reader_copies_from_pinned_memory(
+    device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber
+) -> None:
+    """On its stream, and from memory that the driver knows: nothing is awaited, and nobody can write there."""
+    before = accelerators.registrations()
+    for version in range(1, 5):
+        weights = {name: tensor.cpu() + version for name, tensor in _weights(device_type).items()}
+        publisher.publish(weights, version)
+        with subscriber.acquire(version, pin=device_type) as acquired:
+            busy(0.1)
+            copied = {name: tensor.to(device_type, non_blocking=True) for name, tensor in acquired.items()}
+            module().synchronize()
+        assert all(same(copied[name].cpu(), tensor) for name, tensor in weights.items())
+    pinned = accelerators.registrations() - before
+    assert pinned == 2 or device_type == "cuda"  # once a slot
+    kept = subscriber.acquire(pin=device_type)["large"]
+    subscriber.close()
+    assert accelerators.registrations() == before
+    assert same(kept, weights["large"])  # it is mapped still
+
+
 class _Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dtypes of all copies from a device to the host: of what is copied, and of where it goes."""
 

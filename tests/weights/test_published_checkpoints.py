@@ -299,7 +299,7 @@ def _publish_where_one_skips(root: str) -> list[bool]:
         if dist.get_rank() == 1:  # here alone somebody reads
             part.refresh(60.0)
             (published,) = part.versions()
-            held = (part.lease(published, readonly=True) or [])[0]
+            held = (part.lease(published, "readonly") or [])[0]
         save = checkpointer.save(2, sharded(2))
         skipped.append(checkpointer.publish(save).skipped)
         if held is not None:

@@ -1,0 +1,139 @@
+"""Folders of versions: what engines reload that take new weights from a folder of safetensors files.
+
+updates/weight_v000007/model.safetensors      in shared memory: a link, nothing is copied
+updates/weight_v000007/config.json            links to the files of ``like``
+updates/latest -> weight_v000007              replaced in one step
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from asyncckpt.errors import ClosedError, UnsavableStateError
+from asyncckpt.planning.safetensors_plan import METADATA
+from asyncckpt.weights.subscriber import WeightSubscriber
+
+_NAME = "weight_v{:06d}"
+_LATEST = "latest"
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+
+
+class WeightFolders:
+    """The newest versions of a subscriber, each as a folder, for engines of its host and user.
+
+    The links lead to the memory of this process, which has to live for as long as an engine reads there. ``close`` it,
+    or use it as a context manager: then all folders go.
+    """
+
+    def __init__(
+        self,
+        subscriber: WeightSubscriber,
+        folder: str | os.PathLike[str],
+        *,
+        like: str | os.PathLike[str] | None = None,
+        keep: int = 2,
+    ) -> None:
+        """Make ``folder``, and take nothing yet.
+
+        Args:
+            subscriber: Where the versions come from; it stays the caller's.
+            folder: Where they are to be. What is left there of a process before this one goes.
+            like: A folder of the model: links to its files stand beside the weights, but for its own weights.
+            keep: How many versions there are, 1 or more. An older one is gone as soon as there are more: an engine must
+                be done with it by then.
+        """
+        if keep < 1:
+            raise ValueError(f"keep is 1 or more, not {keep}")
+        self._subscriber = subscriber
+        self._folder = Path(folder).absolute()
+        self._like = None if like is None else Path(like).absolute()
+        self._keep = keep
+        self._versions: list[tuple[int, int, ExitStack]] = []  # the oldest first
+        self._closed = False
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob("*weight_v*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def update(self, min_version: int | None = None, *, timeout: float = 60.0) -> str:
+        """Have the newest version here. Returns the path of its folder.
+
+        Args:
+            min_version: Wait until there is this version or a later one.
+            timeout: Seconds to wait.
+
+        Raises:
+            UnsavableStateError: The weights are no whole safetensors files: they are of a checkpoint, in parts, or of
+                which a subscriber sees those with a prefix alone.
+            ClosedError: This is closed. And as ``WeightSubscriber.acquire`` does.
+        """
+        if self._closed:
+            raise ClosedError("these folders are closed; make new ones")
+        weights = self._subscriber.acquire(min_version, readonly=True, timeout=timeout)
+        name = _NAME.format(weights.version)
+        if self._versions and self._versions[-1][:2] == (weights.version, weights.epoch):
+            weights.release()
+            return str(self._folder / name)
+        for older in [each for each in self._versions if each[0] == weights.version]:
+            self._drop(older)  # of a trainer that has gone back
+        with ExitStack() as kept:
+            kept.enter_context(weights)
+            partial = self._folder / f".{name}.partial"
+            partial.mkdir()
+            kept.callback(shutil.rmtree, self._folder / name, ignore_errors=True)
+            kept.callback(shutil.rmtree, partial, ignore_errors=True)
+            try:
+                links = kept.enter_context(weights.safetensors(partial))
+            except ValueError as error:
+                raise UnsavableStateError(f"version {weights.version} cannot be a folder: {error}") from error
+            self._fill(partial, links)
+            partial.rename(self._folder / name)
+            self._versions.append((weights.version, weights.epoch, kept.pop_all()))
+        self._point_to(name)
+        while len(self._versions) > self._keep:
+            self._drop(self._versions[0])
+        return str(self._folder / name)
+
+    def close(self) -> None:
+        """Remove the folders, and end the leases. Safe to call twice."""
+        self._closed = True
+        (self._folder / _LATEST).unlink(missing_ok=True)
+        while self._versions:
+            self._drop(self._versions[-1])
+
+    def __enter__(self) -> WeightFolders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fill(self, partial: Path, links: list[str]) -> None:
+        """Give the files the names that loaders know, with an index where there are several."""
+        if len(links) == 1:
+            os.rename(links[0], partial / "model.safetensors")
+        else:
+            weight_map: dict[str, str] = {}
+            for number, link in enumerate(links, 1):
+                name = f"model-{number:05d}-of-{len(links):05d}.safetensors"
+                with open(link, "rb") as file:
+                    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                weight_map |= dict.fromkeys(header.keys() - {METADATA}, name)
+                os.rename(link, partial / name)
+            index = {"metadata": {}, "weight_map": weight_map}
+            (partial / "model.safetensors.index.json").write_text(json.dumps(index))
+        for other in () if self._like is None else self._like.iterdir():
+            if not other.name.endswith(_WEIGHTS):
+                (partial / other.name).symlink_to(other)
+
+    def _point_to(self, name: str) -> None:
+        other = self._folder / f".{_LATEST}.partial"
+        other.unlink(missing_ok=True)
+        other.symlink_to(name)
+        other.replace(self._folder / _LATEST)
+
+    def _drop(self, version: tuple[int, int, ExitStack]) -> None:
+        self._versions.remove(version)
+        version[2].close()
