@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.transfer.holder import Holder
 from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.server import TransferServer
+from asyncckpt.worker.transfer.sockets import connect
 
 
 class TestSockets(TransportContract):
@@ -219,3 +222,21 @@ def test_bytes_are_not_read_without_a_lease(address: TransferAddress) -> None:
             other.read(0, memoryview(bytearray(PAGE)))
         with pytest.raises(OSError):
             reading.read(0, memoryview(bytearray(PAGE)))
+
+
+class _Forgery:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+def test_who_knows_the_key_runs_nothing(address: TransferAddress, tmp_path: Path) -> None:
+    """A locator has it, and is given to other hosts."""
+    connection = connect(address, KEY)
+    connection.send(_Forgery(tmp_path / "made"))
+    with pytest.raises(OSError):
+        connection.receive()
+    assert not list(tmp_path.iterdir())
+    connection.close()
