@@ -56,7 +56,7 @@ class WeightPublisher:
         Args:
             address: Any text, by which readers find this.
             slots: How many images of the weights there may be in memory, 2 or more: one has the newest version, one is
-                to publish in. More are taken where readers keep older versions, and stay.
+                to publish in. More are taken where readers keep older versions, and given back when they do not.
             when_busy: What happens when all slots but that of the newest version are being read: the publication is
                 skipped, or waits for a reader to end, at most ``Config.timeout`` seconds.
             process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;

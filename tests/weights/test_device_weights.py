@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import accelerators, ranks
-from support.accelerators import busy, module
+from support import accelerators, ranks, simulated_device
+from support.accelerators import busy, module, registrations
 from support.broadcasts import Taken, share
 from support.ranks import alone, say
 from support.states import same
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
 from asyncckpt.weights import OffloadedParameters, WeightPublisher, WeightSubscriber
 from asyncckpt.weights.broadcast.broadcast import close_broadcasts
@@ -89,6 +90,34 @@ def test_nothing_is_published_while_a_graph_is_captured(
         with pytest.raises(CheckpointError, match="graph is being captured"):
             publisher.publish(weights, 1)
     publisher.publish(weights, 2)
+
+
+def test_the_driver_is_told_before_memory_is_given_back(
+    device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else copies would go to pages that are not there any more."""
+    pinned: list[bool] = []
+    give_back = Segment.give_back
+
+    def given_back(segment: Segment) -> None:
+        pinned.extend(slot._pinned is not None for slot in publisher._buffers[-1]._slots if slot.segment is segment)
+        give_back(segment)
+
+    monkeypatch.setattr(Segment, "give_back", given_back)
+    weights = {name: tensor for name, tensor in _weights(device_type).items() if name != "host"}
+    simulated = accelerators.CHOICE == simulated_device.TYPE
+    for version in range(1, 40):
+        for tensor in weights.values():
+            tensor.fill_(version)
+        if version in (3, 23):
+            held = subscriber.acquire(version - 1)
+        assert not publisher.publish(weights, version).skipped
+        if version in (4, 24):
+            held.release()
+            assert not simulated or registrations() == 3
+        with subscriber.acquire(version) as acquired:
+            assert all(bool((tensor == version).all()) for tensor in acquired.values())
+    assert pinned == [False, False] and (not simulated or registrations() == 2)
 
 
 def _filled(model: nn.Module, value: float) -> bool:
