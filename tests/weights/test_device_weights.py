@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from support.states import same
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
@@ -118,6 +120,21 @@ def test_the_driver_is_told_before_memory_is_given_back(
         with subscriber.acquire(version) as acquired:
             assert all(bool((tensor == version).all()) for tensor in acquired.values())
     assert pinned == [False, False] and (not simulated or registrations() == 2)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_what_is_dropped_keeps_no_memory_pinned(device_type: str, root: Path) -> None:
+    """The system could not have it back."""
+    before = registrations()
+    weights = _weights(device_type)
+    publisher, checkpointer = WeightPublisher("dropped"), Checkpointer(root)
+    publisher.publish(weights, 1)
+    checkpointer.save(1, weights).result(60)
+    assert registrations() > before or accelerators.CHOICE != simulated_device.TYPE
+    with pytest.warns(ResourceWarning, match="not closed"):
+        del publisher, checkpointer
+        gc.collect()
+    assert registrations() == before
 
 
 def _filled(model: nn.Module, value: float) -> bool:
