@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from offload import OffloadedParameters
 from support import accelerators, ranks, simulated_device
 from support.accelerators import busy, module, registrations
 from support.broadcasts import Taken, share
@@ -22,7 +23,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
-from asyncckpt.weights import OffloadedParameters, WeightPublisher, WeightSubscriber
+from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.broadcast.broadcast import close_broadcasts
 from asyncckpt.weights.buffer import WeightBuffer
 
