@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +198,7 @@ def _on_device(weights: dict[str, torch.Tensor], device: str) -> dict[str, torch
     return {name: tensor.to(device) for name, tensor in weights.items()}
 
 
-def _arrives(local: bool) -> bool:
+def _arrives() -> bool:
     device = accelerators.load()
     generator = torch.Generator().manual_seed(5)
     expected = {f"{number}": torch.randn(100 + number, 7, generator=generator) for number in range(30)}
@@ -207,14 +206,13 @@ def _arrives(local: bool) -> bool:
     for version in range(2):
         given = _on_device(expected, device)
         taken = Taken()
-        share(given, taken, version=version, local=local)
+        share(given, taken, version=version)
         right = right and (dist.get_rank() == 0 or same(dict(taken), expected))
         expected = {name: tensor + 1 for name, tensor in expected.items()}
     close_broadcasts()
     return right
 
 
-@pytest.mark.parametrize("local", [True, False], ids=["shared", "sent"])
-def test_broadcast_out_of_device_memory(tmp_path: Path, local: bool) -> None:
+def test_broadcast_out_of_device_memory(tmp_path: Path) -> None:
     accelerators.load()
-    assert ranks.run(2, partial(_arrives, local), folder=tmp_path) == [True, True]
+    assert ranks.run(2, _arrives, folder=tmp_path) == [True, True]
