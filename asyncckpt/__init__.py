@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from asyncckpt.errors import JobTakenError as JobTakenError
     from asyncckpt.errors import MismatchError as MismatchError
     from asyncckpt.errors import NothingMeasuredError as NothingMeasuredError
-    from asyncckpt.errors import OffloadedError as OffloadedError
     from asyncckpt.errors import OutOfMemoryError as OutOfMemoryError
     from asyncckpt.errors import RankFailedError as RankFailedError
     from asyncckpt.errors import SaveDroppedError as SaveDroppedError

@@ -122,10 +122,6 @@ class WeightsTimeoutError(CheckpointError, TimeoutError):
     """No weights as asked for were published within the time."""
 
 
-class OffloadedError(CheckpointError):
-    """Parameters were needed while they were offloaded: their tensors have no memory on the device."""
-
-
 def located(
     error: BaseException,
     *,

@@ -2,7 +2,8 @@
 
 An orderly end of the process is no death: whatever still has a worker then is closed, and no worker lingers. After an
 error that nobody has caught the workers linger, as the training is likely to be started again. Where that is done in
-the same process, what was there before is closed, and its workers linger, too.
+the same process, what was there before is closed, and its workers linger, too. What is dropped while the process goes
+on has ended well: its worker finishes what it was given, and leaves.
 """
 
 from __future__ import annotations

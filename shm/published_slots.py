@@ -35,19 +35,6 @@ class PublishedSlots:
         self._table.withdraw(slot)
         return True
 
-    def claim_unpublished(self) -> int | None:
-        """A slot with nothing published in it, claimed; None where each has something, or is being read."""
-        published = set(self.publications().values())
-        return next((slot for slot in range(self.count) if slot not in published and self.claim(slot)), None)
-
-    def claim_oldest(self) -> int | None:
-        """The slot of the oldest version that nobody reads, claimed; None where all are being read.
-
-        The newest version stays where it is, unless it is the only one.
-        """
-        slots = list(self.publications().values())
-        return next(filter(self.claim, slots[:-1] or slots), None)
-
     def publish(self, slot: int, version: PublishedVersion) -> None:
         """Let readers see ``version`` in a ``slot`` that was claimed."""
         self._table.publish(slot, version)

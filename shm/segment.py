@@ -34,6 +34,9 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _TOUCH_BYTES = 64 << 20
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_KEEP_SIZE, _PUNCH_HOLE = 0x1, 0x2
+_BLOCK_BYTES = 512  # of ``st_blocks``
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
@@ -150,9 +153,20 @@ class Segment:
 
     def protect(self) -> None:
         """From now on the mapping can only be read here: to write to it is a segmentation fault."""
-        if not self.closed and _libc.mprotect(
-            ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), mmap.PROT_READ
-        ):
+        if _libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), mmap.PROT_READ) != 0:
+            raise OSError(code := ctypes.get_errno(), os.strerror(code))
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether all of the memory is taken, by whatever process."""
+        return os.fstat(self.fileno()).st_blocks * _BLOCK_BYTES >= self.nbytes
+
+    def give_back(self) -> None:
+        """Give the memory back to the system: what was in it is gone, for all who have it mapped, and reads as zeros.
+
+        It may be taken again by ``touch``.
+        """
+        if _libc.fallocate(self.fileno(), _PUNCH_HOLE | _KEEP_SIZE, 0, round_up(self.nbytes)) != 0:
             raise OSError(code := ctypes.get_errno(), os.strerror(code))
 
     def close(self) -> None:

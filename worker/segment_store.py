@@ -7,7 +7,6 @@ take over the images, and the memory they are in.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -16,29 +15,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from asyncckpt.errors import OutOfMemoryError
-from asyncckpt.shm import budget
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import Readers, lease, reopen
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker import endpoint_messages
-from asyncckpt.worker.endpoint import announce_memory, announced_bytes, host_lock
 from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
 from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.memory import GIVE_BACK_S, take_memory
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, SegmentLayout, WeightsLayout
-from asyncckpt.worker.takeover import retire_idle_workers
 from asyncckpt.worker.write_request import WriteRequest
 
-logger = logging.getLogger(__name__)
-
-# How long others may take to give memory back that an allocation needs.
-_GIVE_BACK_S = 10.0
-# How long to wait for other workers, each of which may be taking some hundred GiB.
-_TURN_S = 120.0
 # Saves whose ends are remembered, for copies that come later.
 _ENDS = 64
-_HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
 
 
 class HostedSegment:
@@ -166,27 +155,12 @@ class SegmentStore:
 
     def allocate(self, nbytes: int) -> tuple[int, Segment]:
         """Make a segment, touched. Returns its number, and itself. Raises ``OutOfMemoryError``."""
-        with contextlib.ExitStack() as announced:
-            # One worker at a time looks how much there is, and says how much it takes: two would take the same. The
-            # taking itself, a second for each two GiB or so, is done side by side.
-            with host_lock(_TURN_S) as alone:
-                if not alone:
-                    logger.warning("%d bytes are taken without looking whether other workers take as much", nbytes)
-                try:
-                    budget.require(nbytes + announced_bytes(), "staging", _HINT)
-                except OutOfMemoryError:
-                    # Something may have been released that is free in a moment. Nor must what is held for trainers that
-                    # may never come back deny memory to one that is here.
-                    if not (self._wait_released(_GIVE_BACK_S) or retire_idle_workers(_GIVE_BACK_S)):
-                        raise
-                    budget.require(nbytes + announced_bytes(), "staging", _HINT)
-                segment = Segment.create("asyncckpt", nbytes)
-                announced.enter_context(announce_memory(segment.fileno()))
-            try:
-                segment.touch()
-            except BaseException:
-                segment.close()
-                raise
+        segment = Segment.create("asyncckpt", nbytes)
+        try:
+            take_memory(segment, lambda: self._wait_released(GIVE_BACK_S))
+        except BaseException:
+            segment.close()
+            raise
         return self._add(segment), segment
 
     def adopt(self, segment: Segment, held: tuple[HeldImage, ...]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 
@@ -38,6 +39,8 @@ class PinnedMemory:
         self.addresses: list[int] = []  # where the registered ranges begin
         self._refusals = 0
         self._device = device
+        self._owner = os.getpid()
+        self._view: memoryview | None = segment.view  # mapped for as long as the driver knows it
         kind = kinds.kind_of(device)
         self._pinner = None if kind is None else kind.pinner
         if self._pinner is None:
@@ -69,6 +72,12 @@ class PinnedMemory:
                 code = self._pinner.unregister(self.addresses.pop())
                 if code != 0:  # of a device that is lost, as a rule; then all its calls fail
                     logger.warning("unpinning memory failed with %s error %d", self._device.type, code)
+        self._view = None
+
+    def __del__(self) -> None:
+        """Of an owner that was dropped without being closed: what is registered, the system cannot have back."""
+        if getattr(self, "addresses", ()) and self._owner == os.getpid():
+            self.close()
 
     def _pin(self, pinner: Pinner, segment: Segment, span: range, cuts: Sequence[int]) -> int:
         """Register a part of ``segment``, in halves where the driver refuses it whole. Returns the bytes it refused."""

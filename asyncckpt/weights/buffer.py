@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,12 +19,16 @@ from asyncckpt.staging.host_copy import SlotViews
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan
 from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.memory import take_memory
 from asyncckpt.worker.segment_layout import WeightsLayout
 
 logger = logging.getLogger(__name__)
 
 # One to publish in, while the other has the newest version.
 _ALWAYS = 2
+# After so many publications in which a slot beyond these was not needed, its memory is given back: not at once, for
+# readers that keep a version do so again and again, and fresh memory takes as long as to copy into it.
+_UNUSED = 8
 
 
 class WeightBuffer:
@@ -65,6 +69,8 @@ class WeightBuffer:
         self._number = client.adopt(self._control, (), self._timeout)
         for slot in self._slots:
             slot.number = client.adopt(slot.segment, (), self._timeout)
+            if not slot.segment.is_taken:
+                slot.segment.give_back()  # also what a trainer had taken of it when it died
         self._describe()
 
     def is_for(self, plan: WeightPlan) -> bool:
@@ -82,11 +88,13 @@ class WeightBuffer:
         While there are fewer than ``most``, and memory for it, a new one is made, from the third on only where readers
         keep the others. None where all are being read; that of the newest version stays where it is.
         """
-        slot = self._published.claim_unpublished()
+        published = list(self.published().values())
+        slot = self._claim_first(slot for slot in self._taken() if slot not in published)
         if slot is None:
             slot = self._grow(plan, _ALWAYS)
         if slot is None:
-            slot = self._published.claim_oldest()
+            # The oldest of the first two: so the others have none but old versions once nobody needs them.
+            slot = self._claim_first(sorted(published[:-1] or published, key=lambda slot: max(slot, _ALWAYS - 1)))
         return self._grow(plan, most) if slot is None else slot
 
     def fill(self, plan: WeightPlan) -> None:
@@ -122,8 +130,16 @@ class WeightBuffer:
         return self._slots[slot].views_of(plan)
 
     def publish(self, slot: int, version: PublishedVersion) -> None:
-        """Let readers see what was copied into a claimed ``slot``."""
+        """Let readers see what was copied into a claimed ``slot``, and give back the memory that nobody has needed for
+        some publications.
+        """
         self._published.publish(slot, version)
+        for number, each in enumerate(self._slots):
+            each.unused = 0 if number == slot else each.unused + 1
+        for number in self._taken()[_ALWAYS:]:
+            if self._slots[number].unused >= _UNUSED and self._published.claim(number):
+                self._slots[number].give_back()
+                self._published.offer(number)
 
     def give_back(self) -> None:
         """Have readers find nothing here any more, and the worker forget it. A reader keeps what it has leased."""
@@ -140,18 +156,36 @@ class WeightBuffer:
         self._control.close()
 
     def _grow(self, plan: WeightPlan, most: int) -> int | None:
-        """One slot more, claimed; None where there are ``most``, or there is no memory for it."""
-        slot = len(self._slots)
+        """One slot more, claimed, if need be in memory that was given back; None where there are ``most``, or there is
+        no memory for it.
+        """
+        taken = self._taken()
+        slot = next((slot for slot in range(len(self._slots)) if slot not in taken), len(self._slots))
         if slot >= most or self._full:
             return None
         try:
-            number, segment = self._client.allocate(plan.places.nbytes, self._timeout)
+            if slot == len(self._slots):
+                self._add(plan)
+            else:
+                self._slots[slot].take(plan)
         except OutOfMemoryError as error:
             if not slot:
                 raise
-            logger.warning("memory for %d versions instead of %d: %s", slot, most, error)
+            logger.warning("memory for %d versions instead of %d: %s", len(taken), most, error)
             self._full = True
             return None
+        return self._claim_first([slot])
+
+    def _taken(self) -> list[int]:
+        """The slots that have their memory."""
+        return [number for number, slot in enumerate(self._slots) if slot.segment.is_taken]
+
+    def _claim_first(self, slots: Iterable[int]) -> int | None:
+        """The first of ``slots`` that nobody reads, claimed; None where all are being read."""
+        return next(filter(self._published.claim, slots), None)
+
+    def _add(self, plan: WeightPlan) -> None:
+        number, segment = self._client.allocate(plan.places.nbytes, self._timeout)
         try:
             segment.touch()
             segment.view[: len(plan.header)] = plan.header
@@ -161,9 +195,7 @@ class WeightBuffer:
             raise
         self._slots.append(_Slot(segment, number))
         self._published.count += 1
-        self._published.claim(slot)
         self._describe()
-        return slot
 
     def _describe(self) -> None:
         self._client.describe(self._number, WeightsLayout(tuple(slot.number for slot in self._slots)), self._timeout)
@@ -175,6 +207,8 @@ class _Slot:
     def __init__(self, segment: Segment, number: int = 0) -> None:
         self.segment = segment
         self.number = number
+        self.unused = 0
+        """In how many publications it was not needed."""
         self._plan: WeightPlan | None = None
         self._stager: SlotStager | None = None
         self._views: list[torch.Tensor] = []
@@ -199,9 +233,28 @@ class _Slot:
             # In one piece: the tensors lie close together, and none may cross a cut.
             self._pinned = PinnedMemory(self.segment, [], device)
 
-    def close(self) -> None:
+    def unpin(self) -> None:
         if self._pinned is not None:
             self._pinned.close()
+            self._pinned = None
+
+    def give_back(self) -> None:
+        """Give the memory back, of which the driver must know first. The segment stays: readers have it mapped."""
+        self.unpin()
+        self.segment.give_back()
+
+    def take(self, plan: WeightPlan) -> None:
+        """Take the memory again. Raises ``OutOfMemoryError``."""
+        # First the header: so whatever is all there has one, also if this process dies now.
+        self.segment.view[: len(plan.header)] = plan.header
+        try:
+            take_memory(self.segment)
+        except BaseException:
+            self.segment.give_back()
+            raise
+
+    def close(self) -> None:
+        self.unpin()
         if self._stager is not None:
             self._stager.close()
         self._views = []

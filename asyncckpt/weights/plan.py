@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.structure import PLAIN, Fingerprint, StructureChanged, picker
-from asyncckpt.weights.layout import TensorEntry, lay_out
+from asyncckpt.weights.layout import TensorEntry, copied_as, lay_out
 from asyncckpt.weights.shards import Sharding, local
 
 
@@ -64,12 +64,12 @@ class WeightPlan:
     @cached_property
     def places(self) -> DataLayout:
         """The same as the entries, for those that copy tensors there."""
-        specs = [TensorSpec(entry.dtype, entry.shape, name=entry.name) for entry in self.entries]
+        specs = [TensorSpec(copied_as(entry.dtype), entry.shape, name=entry.name) for entry in self.entries]
         places = [Place(entry.begin, entry.nbytes, entry.begin, entry.nbytes) for entry in self.entries]
         return DataLayout(specs, places, [], len(self.header) + sum(entry.nbytes for entry in self.entries))
 
     def capture(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
-        """The tensors of ``weights`` in the order of the entries, not copied.
+        """The tensors of ``weights`` in the order of the entries, not copied, as those of ``places``.
 
         Raises ``StructureChanged``, and ``UnsavableStateError`` where a part has no plain bytes.
         """
@@ -81,7 +81,12 @@ class WeightPlan:
             raise StructureChanged("a tensor is placed differently")
         parts = list(map(local, weights, weights.values()))
         self.fingerprint.check(parts)
-        return self.pick(parts)
+        picked = self.pick(parts)
+        return [part.view(copied_as(part.dtype)) for part in picked] if self._has_unknown else picked
+
+    @cached_property
+    def _has_unknown(self) -> bool:
+        return not all(entry.is_known for entry in self.entries)
 
     def find(self, form: TensorEntry) -> int | None:
         """The number of the entry that ``form`` is without its place; None where it is not in the plan."""

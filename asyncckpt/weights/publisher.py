@@ -21,6 +21,7 @@ from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
 from asyncckpt.staging.host_copy import check_memory, copy_threads
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.weights.buffer import WeightBuffer
+from asyncckpt.weights.layout import copied_as
 from asyncckpt.weights.plan import WeightPlan
 from asyncckpt.weights.serving import ServedPublication
 from asyncckpt.weights.shards import Sharding, local
@@ -57,7 +58,7 @@ class WeightPublisher:
         Args:
             address: Any text, by which readers find this.
             slots: How many images of the weights there may be in memory, 2 or more: one has the newest version, one is
-                to publish in. More are taken where readers keep older versions, and stay.
+                to publish in. More are taken where readers keep older versions, and given back when they do not.
             when_busy: What happens when all slots but that of the newest version are being read: the publication is
                 skipped, or waits for a reader to end, at most ``Config.timeout`` seconds.
             process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
@@ -320,14 +321,15 @@ class WeightPublisher:
             planned = None if slot is None or kept else plan
             if planned is not None and form in planned.elsewhere:
                 return
-            part = local(name, tensor)
+            as_copied = copied_as(form.dtype)
+            part = local(name, tensor).view(copied_as(tensor.dtype))
             check_memory(part, name)
             number = None if planned is None else planned.find(form)
             if planned is None or slot is None or number is None:
-                kept[name] = _on_device(part, form.dtype).to("cpu", form.dtype, copy=True)
+                kept[name] = _on_device(part, as_copied).to("cpu", as_copied, copy=True).view(form.dtype)
             else:
                 view = self._buffers[-1].views(slot, planned, tensor.device)[number]
-                view.copy_(_on_device(part, form.dtype))
+                view.copy_(_on_device(part, as_copied))
                 copied[name] = number
 
         with self._timed("stage_s"):
@@ -336,7 +338,8 @@ class WeightPublisher:
             done = skipped or all(self._sharding.gather(as_planned))
             if not done and plan is not None and slot is not None:
                 there = self._buffers[-1].views(slot, plan)
-                kept = {name: there[number].clone() for name, number in copied.items()} | kept
+                dtypes = [entry.dtype for entry in plan.entries]
+                kept = {name: there[number].clone().view(dtypes[number]) for name, number in copied.items()} | kept
         return slot if done else self._copy_all(kept, dtype)
 
 
@@ -353,5 +356,7 @@ def _check(weights: object, dtype: object) -> None:
         raise TypeError("publish takes a state dict: give it module.state_dict()")
     if isinstance(weights, (str, bytes, type, torch.Tensor)) or not isinstance(weights, Iterable):
         raise TypeError(f"{_TAKES}, and this is a {type(weights).__name__}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    # To no other can torch convert.
+    converts = isinstance(dtype, torch.dtype) and dtype.is_floating_point and copied_as(dtype) is dtype
+    if dtype is not None and not converts:
         raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")

@@ -13,7 +13,7 @@ import torch
 
 from asyncckpt.errors import ClosedError, MismatchError
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.weights.layout import TensorEntry
+from asyncckpt.weights.layout import TensorEntry, copied_as
 from asyncckpt.weights.lease import Lease
 from asyncckpt.weights.parts import Ranges, missing, shown
 
@@ -68,10 +68,11 @@ class Weights(Mapping[str, torch.Tensor]):
             return part.tensor(entry)
         if (gap := missing(whole, chunks)) is not None:
             raise MismatchError(f"of {name!r}, {whole}, nobody has published {shown(gap)} in version {self.version}")
-        tensor = torch.empty(whole, dtype=entry.dtype, device="cpu")
+        as_copied = copied_as(entry.dtype)
+        tensor = torch.empty(whole, dtype=as_copied, device="cpu")
         for at, (part, each) in chunks.items():
-            tensor[tuple(slice(side.start, side.stop) for side in at)] = part.tensor(each)
-        return tensor
+            tensor[tuple(slice(side.start, side.stop) for side in at)] = part.tensor(each).view(as_copied)
+        return tensor.view(entry.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._chunks)
@@ -120,13 +121,16 @@ class Weights(Mapping[str, torch.Tensor]):
 
         Yields the paths of links in ``folder`` (None: one made for this), one for each publishing rank, which are
         removed at the end of the block. Readers must be done with the memory when the lease ends. Raises ``ValueError``
-        for weights of a checkpoint, which has another form, and for sharded ones: each file would have but a part of a
-        tensor, under the name of the whole.
+        for weights of a checkpoint, which has another form, for sharded ones, where each file would have but a part of
+        a tensor, under the name of the whole, and for dtypes that the format lacks.
         """
         if not all(part.is_file for part in self._parts):
             raise ValueError("these are of a checkpoint; only a WeightPublisher's are laid out as safetensors files")
-        if any(entry.shape != entry.whole for chunks in self._chunks.values() for _, entry in chunks.values()):
+        entries = [entry for chunks in self._chunks.values() for _, entry in chunks.values()]
+        if any(entry.shape != entry.whole for entry in entries):
             raise ValueError("some tensors are in parts, one a rank, which no reader of such files puts together")
+        if (odd := next((entry for entry in entries if not entry.is_known), None)) is not None:
+            raise ValueError(f"{odd.name!r} is {odd.dtype}, which the format of safetensors lacks")
         if self._released or any(part.segment.closed for part in self._parts):
             raise ClosedError(f"the lease on version {self.version} has ended, or its subscriber is closed")
         with contextlib.ExitStack() as stack:

@@ -61,25 +61,15 @@ class Way(ABC):
 
 
 class Ours(Way):
-    local = True
-
     def __init__(self, mine: Named, bucket_bytes: int, folder: str) -> None:
         super().__init__(mine, bucket_bytes, folder)
         self._group = dist.new_group()  # to which belong the connections and buffers that it keeps
 
     def send(self) -> None:
-        broadcast_weights(
-            self.mine, group=self._group, bucket_bytes=self.bucket_bytes, local=self.local, timeout=LIMIT_S
-        )
+        broadcast_weights(self.mine, group=self._group, bucket_bytes=self.bucket_bytes, timeout=LIMIT_S)
 
     def receive(self) -> None:
         broadcast_weights(load=self.load, group=self._group, timeout=LIMIT_S)
-
-
-class OursOverGloo(Ours):
-    """As if the two were on two hosts."""
-
-    local = False
 
 
 class EachTensor(Way):
@@ -162,7 +152,6 @@ def _verl() -> Any:
 
 BROADCAST: dict[str, Callable[[Named, int, str], Way]] = {
     "asyncckpt": Ours,
-    "asyncckpt, as if on two hosts": OursOverGloo,
     "dist.broadcast, each tensor": EachTensor,
     "PGTransport of torchft": PgTransport,
     "verl, buckets in shared memory": Verl,

@@ -97,8 +97,8 @@ EXPLANATIONS = {
     ),
     "broadcast": (
         "From the call until the tensors of the second process have the values of the first one's; both are on "
-        "this machine, joined by gloo over loopback. asyncckpt's broadcast shares memory where it can, as verl's "
-        "way does; *as if on two hosts* it does not. It is the only one that checks what arrives. "
+        "this machine, joined by gloo over loopback. verl's way shares memory. asyncckpt's broadcast is the only one "
+        "that checks what arrives. "
         "`dist.broadcast` and PGTransport (torch has a copy of torchft's, which is measured) receive straight into "
         "the tensors; from buckets they are copied, which is part of the time."
     ),

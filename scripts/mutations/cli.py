@@ -19,7 +19,7 @@ from mutations.device_path import MUTATIONS, Mutation
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 900.0
 # Folders of the tree that the tests need; worker and shm are what links in asyncckpt lead to.
-_FOLDERS = ("asyncckpt", "worker", "shm", "tests", "scripts")
+_FOLDERS = ("asyncckpt", "worker", "shm", "tests", "scripts", "examples")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -138,7 +138,7 @@ MUTATIONS = (
     ),
     Mutation(
         "offloading waits for copies",
-        "asyncckpt/weights/offload.py",
+        "examples/offload.py",
         "wait_for_copies(_COPY_LIMIT_S)",
         "pass",
         f"{_OVERLAP}::test_offloading_waits_for_copies",

@@ -74,9 +74,11 @@ def test_nothing_is_lost_with_a_host(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_read_is_torn(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    facts = _try("torture_weights.py", ["--publications=600", "--kills=8", "--seed=5", f"--json={report}"], report)
-    assert facts["reads"] > 0 and facts["readers killed"] == 8
+    counts = ["--publications=600", "--kills=8", "--ends=4", "--rank-rounds=60"]
+    facts = _try("torture_weights.py", [*counts, "--seed=5", f"--json={report}"], report)
+    assert facts["reads"] > 0 and facts["readers killed"] >= 8 and facts["ended by error"] == 1
     assert (facts["torn"], facts["slots lost"], facts["growth"]) == (0, 0, [])
+    assert facts["images at rest"] == [2] * 6  # of a trainer, of the last one of several, of four ranks
 
 
 def _try(script: str, options: list[str], report: Path) -> dict[str, Any]:

@@ -85,11 +85,11 @@ def test_a_slot_is_claimed_and_published_and_read() -> None:
         slots, readers = PublishedSlots(segment, 3), ReadableSlots(segment, 3)
         for slot in range(3):
             slots.publish(slot, versions[slot])
-        assert list(slots.publications().values()) == [0, 1, 2] and slots.claim_unpublished() is None
+        assert list(slots.publications().values()) == [0, 1, 2]
         oldest, newest = readers.lease(0, versions[0]), readers.lease(2, versions[2])
         assert oldest is not None and newest is not None and readers.lease(1, versions[0]) is None
-        assert slots.claim_oldest() == 1 and readers.publications().keys() == {versions[0], versions[2]}
-        assert slots.claim_oldest() is None  # the newest stays, whether it is read or not
+        assert not slots.claim(0) and slots.claim(1)
+        assert readers.publications().keys() == {versions[0], versions[2]}
         assert slots.publish_unless_last(1, versions[3]) is False  # readers have all others
         oldest.close()
         assert slots.publish_unless_last(1, versions[3]) and readers.publications().keys() == set(versions[2:])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from offload import OffloadedParameters
 from support.accelerators import busy, module
 from support.states import zeros_like
 
@@ -22,7 +23,6 @@ from asyncckpt.staging import coalesce, device_copy
 from asyncckpt.staging.coalesce import Slab
 from asyncckpt.staging.device_copy import DeviceCopy
 from asyncckpt.staging.host_copy import BatchCopy
-from asyncckpt.weights import OffloadedParameters
 
 pytestmark = pytest.mark.device
 

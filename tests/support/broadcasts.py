@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,9 +16,6 @@ BUCKET = 4096
 
 
 SOON_S = 20.0
-
-
-both_ways = pytest.mark.parametrize("local", [True, False], ids=["shared", "sent"])
 
 
 def odd_weights(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import accelerators, ranks
-from support.accelerators import busy, module
+from offload import OffloadedParameters
+from support import accelerators, ranks, simulated_device
+from support.accelerators import busy, module, registrations
 from support.broadcasts import Taken, share
 from support.ranks import alone, say
 from support.states import same
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
+from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
-from asyncckpt.weights import OffloadedParameters, WeightPublisher, WeightSubscriber
+from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.broadcast.broadcast import close_broadcasts
 from asyncckpt.weights.buffer import WeightBuffer
 
@@ -112,6 +115,49 @@ def test_nothing_is_published_while_a_graph_is_captured(
     publisher.publish(weights, 2)
 
 
+def test_the_driver_is_told_before_memory_is_given_back(
+    device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else copies would go to pages that are not there any more."""
+    pinned: list[bool] = []
+    give_back = Segment.give_back
+
+    def given_back(segment: Segment) -> None:
+        pinned.extend(slot._pinned is not None for slot in publisher._buffers[-1]._slots if slot.segment is segment)
+        give_back(segment)
+
+    monkeypatch.setattr(Segment, "give_back", given_back)
+    weights = {name: tensor for name, tensor in _weights(device_type).items() if name != "host"}
+    simulated = accelerators.CHOICE == simulated_device.TYPE
+    for version in range(1, 40):
+        for tensor in weights.values():
+            tensor.fill_(version)
+        if version in (3, 23):
+            held = subscriber.acquire(version - 1)
+        assert not publisher.publish(weights, version).skipped
+        if version in (4, 24):
+            held.release()
+            assert not simulated or registrations() == 3
+        with subscriber.acquire(version) as acquired:
+            assert all(bool((tensor == version).all()) for tensor in acquired.values())
+    assert pinned == [False, False] and (not simulated or registrations() == 2)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_what_is_dropped_keeps_no_memory_pinned(device_type: str, root: Path) -> None:
+    """The system could not have it back."""
+    before = registrations()
+    weights = _weights(device_type)
+    publisher, checkpointer = WeightPublisher("dropped"), Checkpointer(root)
+    publisher.publish(weights, 1)
+    checkpointer.save(1, weights).result(60)
+    assert registrations() > before or accelerators.CHOICE != simulated_device.TYPE
+    with pytest.warns(ResourceWarning, match="not closed"):
+        del publisher, checkpointer
+        gc.collect()
+    assert registrations() == before
+
+
 def _filled(model: nn.Module, value: float) -> bool:
     return all(bool((parameter == value).all()) for parameter in model.parameters())
 
@@ -173,7 +219,7 @@ def _on_device(weights: dict[str, torch.Tensor], device: str) -> dict[str, torch
     return {name: tensor.to(device) for name, tensor in weights.items()}
 
 
-def _arrives(local: bool) -> bool:
+def _arrives() -> bool:
     device = accelerators.load()
     generator = torch.Generator().manual_seed(5)
     expected = {f"{number}": torch.randn(100 + number, 7, generator=generator) for number in range(30)}
@@ -181,14 +227,13 @@ def _arrives(local: bool) -> bool:
     for version in range(2):
         given = _on_device(expected, device)
         taken = Taken()
-        share(given, taken, version=version, local=local)
+        share(given, taken, version=version)
         right = right and (dist.get_rank() == 0 or same(dict(taken), expected))
         expected = {name: tensor + 1 for name, tensor in expected.items()}
     close_broadcasts()
     return right
 
 
-@pytest.mark.parametrize("local", [True, False], ids=["shared", "sent"])
-def test_broadcast_out_of_device_memory(tmp_path: Path, local: bool) -> None:
+def test_broadcast_out_of_device_memory(tmp_path: Path) -> None:
     accelerators.load()
-    assert ranks.run(2, partial(_arrives, local), folder=tmp_path) == [True, True]
+    assert ranks.run(2, _arrives, folder=tmp_path) == [True, True]

@@ -128,7 +128,7 @@ def test_another_structure_takes_the_place_of_the_old_one(
 
 
 def test_what_cannot_be_published(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
-    for bad in (torch.eye(3).to_sparse(), torch.empty(3, device="meta"), torch.zeros(3, dtype=torch.complex128)):
+    for bad in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
         with pytest.raises(UnsavableStateError, match="'odd'"):
             publisher.publish({"odd": bad}, 1)
     publisher.publish({"model": {"w": torch.ones(3), "extra": b"bytes"}, "step": 4, "v": torch.zeros(2)}, 2)
@@ -265,7 +265,7 @@ def test_mistakes_are_told(publisher: WeightPublisher, subscriber: WeightSubscri
             publisher.publish(wrong, 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a Config, not a dict"):
         WeightPublisher("other", config={"linger": 3})  # type: ignore[arg-type]
-    for dtype in (torch.int8, "bfloat16"):
+    for dtype in (torch.int8, "bfloat16", getattr(torch, "float4_e2m1fn_x2", torch.int8)):
         with pytest.raises(ValueError, match="floating point"):
             publisher.publish(model(2), 2, dtype=dtype)  # type: ignore[arg-type]
     for version in ("2", 2.0):

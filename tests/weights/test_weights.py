@@ -15,6 +15,7 @@ from support.weights import model
 from asyncckpt.errors import (
     UnsavableStateError,
 )
+from asyncckpt.planning import safetensors_plan
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
 
@@ -71,6 +72,58 @@ def test_it_is_a_safetensors_file(publisher: WeightPublisher, subscriber: Weight
         with acquired.safetensors() as (path,):
             assert os.path.exists(path)
         assert not os.path.exists(path) and not os.path.exists(os.path.dirname(path))
+
+
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+def _of_bytes(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors in which each byte is 0 or 1."""
+    ones = torch.arange(60_000 * dtype.itemsize).remainder(7).eq(3).byte().view(dtype)
+    some = ones[:60].view(5, 12)
+    tensors = {"small": some.view(torch.uint8).clone().view(dtype), "large": ones, "scalar": ones[3], "none": ones[:0]}
+    return tensors | {"turned": some.t(), "every other": ones[::2], "large, turned": ones.view(200, 300).t()}
+
+
+def _bytes_of(tensor: torch.Tensor) -> list[int]:
+    """Also where torch cannot copy such a dtype."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.itemsize]
+    return tensor.view(integer).contiguous().flatten().view(torch.uint8).tolist() if tensor.numel() else []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whatever_torch_views_as_bytes_is_published(
+    publisher: WeightPublisher, subscriber: WeightSubscriber, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    weights = _of_bytes(dtype) | {"wide": torch.ones(3, dtype=torch.float64), "narrow": torch.ones(3).bool()}
+    version = 0
+    for given in (weights, weights, weights | {"more": weights["small"]}, weights):
+        for one_by_one in (True, False):
+            version += 1
+            publisher.publish(list(given.items()) if one_by_one else given, version, dtype=torch.bfloat16)
+            with subscriber.acquire(version) as acquired:
+                assert acquired.keys() == given.keys()
+                for name, tensor in given.items():
+                    converts = tensor.is_floating_point() and tensor.itemsize > 1
+                    expected = tensor.to(torch.bfloat16) if converts else tensor
+                    assert acquired[name].dtype == expected.dtype and acquired[name].shape == expected.shape
+                    assert _bytes_of(acquired[name]) == _bytes_of(expected), (version, name)
+                if dtype in safetensors_plan.DTYPES.values():
+                    with acquired.safetensors() as (path,):
+                        assert safetensors.torch.load_file(path).keys() == given.keys()
+                else:
+                    with pytest.raises(ValueError, match=f"is {dtype}, which the format"), acquired.safetensors():
+                        pass
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_what_is_quantized_is_refused(publisher: WeightPublisher) -> None:
+    """By torch's own kind of tensor, of which the bytes are not all."""
+    kinds = [dtype for dtype in DTYPES if str(dtype).startswith("torch.q")]
+    assert len(kinds) == 5
+    for dtype in kinds:
+        with pytest.raises(UnsavableStateError, match="'odd'"):
+            publisher.publish({"odd": torch.empty(8, 8, dtype=dtype)}, 1)
 
 
 def test_names_that_safetensors_cannot_have(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:

@@ -15,7 +15,7 @@ from support.attempts import checkpoint_attempt
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slots import State
-from asyncckpt.worker import segment_store
+from asyncckpt.worker import memory, segment_store
 from asyncckpt.worker.endpoint import announced_bytes, host_lock
 from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.segment_store import SegmentStore
@@ -59,7 +59,7 @@ def test_what_a_killed_worker_was_taking_counts_no_more(runtime: Path) -> None:
 def test_a_worker_that_is_stopped_meanwhile_does_not_keep_the_others(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, store: SegmentStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(segment_store, "_TURN_S", 0.05)
+    monkeypatch.setattr(memory, "_TURN_S", 0.05)
     with host_lock(0):
         _, segment = store.allocate(PAGE)
     assert segment.nbytes == PAGE and "without looking" in caplog.text

@@ -184,8 +184,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             published = time.perf_counter()
             if self._bypass_cpu:
                 # Not on another thread: the weights are made as they are asked for, on this thread's current device.
-                send = self._joined().send
-                send(weights, bucket_bytes=self._bucket_bytes, version=version, bypass_cpu=True)
+                self._joined().send(weights, bucket_bytes=self._bucket_bytes, version=version)
         except BaseException as error:
             notices.post_failure(error)
             if isinstance(error, Exception):

@@ -42,8 +42,6 @@ def broadcast_weights(
     bucket_bytes: int = BUCKET_BYTES,
     timeout: float = TIMEOUT_S,
     version: int | None = None,
-    bypass_cpu: bool = False,
-    local: bool = True,
 ) -> Broadcast:
     """Bring the weights of one rank to all ranks of ``group``, which all call this.
 
@@ -52,18 +50,14 @@ def broadcast_weights(
 
     Args:
         weights: On ``src``: a publication (``Weights``), a mapping, or an iterable of names and tensors, which may use
-            the same memory for one tensor after the other. Sharded tensors (``DTensor``) are gathered one by one: all
-            ranks that hold shards give their ``weights``, the same in the same order.
+            the same memory for one tensor after the other: a generator of ``full_tensor()`` where they are sharded.
         load: On every other rank: called with the tensors of one bucket after the other, all whole, in the order of the
-            source. They are good until it returns. They may be memory that the source shares: do not write to them.
+            source. They are good until it returns.
         src: The rank in the job that has the weights.
         group: None: all ranks of the job.
         bucket_bytes: The size of a bucket; every rank takes memory for two. The source's counts.
         timeout: Seconds that a wait for a rank may last, and so a ``load``, and a source's next tensor.
         version: What the ``Broadcast`` says; None: that of the publication, if it is one. The source's counts.
-        bypass_cpu: The weights come straight from where they are computed with, and are no publication: such a version
-            is not ``retained``, it cannot be taken later. The source's counts.
-        local: Share memory with the ranks on the source's host. The source's counts.
 
     Raises:
         RankFailedError: A rank raised, died, did not come or did not answer; ``rank`` is its number in the group.
@@ -72,12 +66,9 @@ def broadcast_weights(
     """
     end = _end(src, group, timeout)
     if isinstance(end, Sender):
-        given = weights if load is None else None
-        return end.send(given, bucket_bytes=bucket_bytes, version=version, bypass_cpu=bypass_cpu, local=local)
-    if weights is not None and load is None:
-        return end.gather(weights)
+        return end.send(weights if load is None else None, bucket_bytes=bucket_bytes, version=version)
     if load is None or weights is not None:
-        error = ValueError("a rank other than the source gives either the weights of which it has shards, or a load")
+        error = ValueError("a rank other than the source gives a load, and no weights")
         raise end.channel.give_up(error) from error
     return _load_all(end.receive(), load)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64_intdigest
 
 from asyncckpt.errors import UnsavableStateError
@@ -68,40 +69,26 @@ class Bucket:
     items: Sequence[BucketItem]
     data: torch.Tensor
     skew: int = 0
-    buffer: int | None = None
-    """Which of the two buffers ``data`` is of; None: it is memory of the tensors."""
     keep: Sequence[torch.Tensor] = ()
     """Whose memory it may be."""
 
 
-def tensors_of(weights: Given, sources: Sequence[int] = (), *, borrow: bool = True) -> Iterator[BucketTensor]:
-    """The tensors of ``weights``, one at a time; sharded ones (``DTensor``) are gathered when they come.
-
-    Args:
-        weights: What is sent. Raises ``UnsavableStateError`` where that cannot be.
-        sources: The ranks of the job that gather too.
-        borrow: Memory of tensors that stay may be a bucket. Without it the cuts depend on names, dtypes and shapes
-            alone.
-    """
-    stays = borrow and isinstance(weights, Mapping)
+def tensors_of(weights: Given) -> Iterator[BucketTensor]:
+    """The tensors of ``weights``, one at a time. Raises ``UnsavableStateError`` where one cannot be sent."""
+    stays = isinstance(weights, Mapping)
     pairs: Iterable[tuple[str, Any]] = weights.items() if isinstance(weights, Mapping) else weights
-    for name, value in pairs:
-        if not isinstance(value, torch.Tensor):
-            raise UnsavableStateError(f"{name!r} is no tensor but a {type(value).__name__}: it cannot be sent")
-        tensor: Any = value.detach()
-        if hasattr(tensor, "full_tensor"):
-            missing = set(tensor.device_mesh.mesh.flatten().tolist()) - set(sources)
-            if missing:
-                raise UnsavableStateError(
-                    f"{name!r} is sharded over ranks of which {sorted(missing)} give no weights: all that hold shards"
-                    " must give theirs"
-                )
-            yield BucketTensor(name, tensor.full_tensor(), borrow)
-        elif has_no_bytes(tensor) or (tensor.nbytes and not tensor.data_ptr()):  # a wrapper of others, or offloaded
+    for name, tensor in pairs:
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsavableStateError(f"{name!r} is no tensor but a {type(tensor).__name__}: it cannot be sent")
+        if isinstance(tensor, DTensor):
+            raise UnsavableStateError(
+                f"{name!r} is a DTensor, and none is gathered here: give a generator of names and full_tensor()s, and"
+                " have the other ranks that hold shards make the same calls"
+            )
+        if has_no_bytes(tensor) or (tensor.nbytes and not tensor.data_ptr()):  # a wrapper of others, or offloaded
             kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
             raise UnsavableStateError(f"{name!r} has no plain memory ({kind}): not sent")
-        else:
-            yield BucketTensor(name, tensor, stays)
+        yield BucketTensor(name, tensor.detach(), stays)
 
 
 def fill(tensors: Iterable[BucketTensor], bucket_bytes: int, buffers: Buffers) -> Iterator[Bucket]:
@@ -158,7 +145,7 @@ class _OpenBucket:
 
     def close(self) -> Bucket:
         if self._buffer is not None:
-            return Bucket(self.items, self._buffers.pair[self._buffer][: self.end], buffer=self._buffer)
+            return Bucket(self.items, self._buffers.pair[self._buffer][: self.end])
         return Bucket(self.items, self._run_bytes(), self._skew, keep=self._keep)
 
     def _continues(self, tensor: torch.Tensor) -> bool:
@@ -187,10 +174,9 @@ def _pieces(entry: BucketTensor, bucket_bytes: int, buffers: Buffers) -> Iterato
         if entry.stays and tensor.is_cpu:
             yield Bucket(items, _at_address(tensor.data_ptr() + begin, nbytes), keep=[tensor])
         else:
-            number = buffers.next()
-            data = buffers.pair[number][:nbytes]
+            data = buffers.pair[buffers.next()][:nbytes]
             _copy_into(data, tensor.reshape(-1).view(torch.uint8)[begin : begin + nbytes])
-            yield Bucket(items, data, buffer=number)
+            yield Bucket(items, data)
 
 
 def _item(entry: BucketTensor, at: int, nbytes: int, begin: int = 0) -> BucketItem:

@@ -1,30 +1,18 @@
-"""The receiver: a rank that loads what the source sends, or only helps to gather it; see ``sender.py``."""
+"""The receiver: a rank that loads what the source sends; see ``sender.py``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from asyncckpt.errors import DamagedCheckpointError, RankFailedError
-from asyncckpt.shm.memcpy import memcpy
-from asyncckpt.weights.broadcast.buckets import (
-    BucketItem,
-    Given,
-    Named,
-    checksum,
-    fill,
-    read_description,
-    tensors_of,
-    view,
-    views,
-)
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.weights.broadcast.buckets import BucketItem, Named, checksum, read_description, view, views
 from asyncckpt.weights.broadcast.channel import Channel, Message
 from asyncckpt.weights.broadcast.sender import Broadcast, Seconds
-from asyncckpt.weights.broadcast.transport import Buffers, Wire, device_group, host_identity, open_wire
+from asyncckpt.weights.broadcast.transport import Wire, device_group, open_wire
 
 Receipt = Generator[list[Named], None, Broadcast]
 
@@ -39,7 +27,7 @@ class _ReceivedBucket(NamedTuple):
 
 
 class Receiver:
-    """The part of any rank but the source: in each broadcast it either loads or gathers."""
+    """The part of any rank but the source."""
 
     def __init__(self, channel: Channel, group: dist.ProcessGroup | None = None) -> None:
         self.channel = channel
@@ -60,20 +48,16 @@ class Receiver:
         seconds = Seconds()
         last: _ReceivedBucket | None = None
         with self.channel.failing_together(self._settle):
-            terms = self._begin("load", host_identity())
+            terms = self._begin()
             seconds.add("meet")
             while (notice := self.channel.exchange({}))["kind"] == "bucket":
-                if self._wire.shared is None:
-                    self._unposted = notice["bytes"]
+                self._unposted = notice["bytes"]
                 items = self._items(notice)
                 if last is not None and items[0].is_piece and items[0].begin == 0:
                     # What the pieces before it were merged in is needed again.
                     yield from self._give(last, seconds)
                     last = None
                 bucket = self._find(notice, items)
-                if self._wire.shared is not None:
-                    yield from self._give(bucket, seconds)
-                    continue
                 self._wire.post(bucket.data)
                 self._unposted = 0
                 if last is not None:
@@ -85,32 +69,6 @@ class Receiver:
             self.channel.exchange({})
             seconds.add("transfer")
         return seconds.result(terms, notice)
-
-    def gather(self, weights: Given) -> Broadcast:
-        """Go through ``weights``, of which this rank has shards, in step with the source, and keep nothing."""
-        seconds = Seconds()
-        rank = self.channel.rank
-        with self.channel.failing_together(self._settle):
-            terms = self._begin("gather", "")
-            seconds.add("meet")
-            gathered = tensors_of(weights, json.loads(terms["blob"]), borrow=False)
-            shadows = (each._replace(tensor=each.tensor.to("meta")) for each in gathered)
-            for _ in fill(shadows, terms["bucket_bytes"], Buffers.of_device(terms["bucket_bytes"], "meta")):
-                seconds.add("fill")
-                self._wire.land()
-                notice = self.channel.exchange({})
-                if notice["kind"] != "bucket":
-                    raise RankFailedError("this rank gives more weights than the one that sends", rank=rank)
-                self._wire.skip(notice["bytes"])
-                seconds.add("transfer")
-            seconds.add("fill")
-            end = self.channel.exchange({})
-            if end["kind"] != "end":
-                self._unposted = end["bytes"]
-                raise RankFailedError("this rank gives fewer weights than the one that sends", rank=rank)
-            self.channel.exchange({})
-            seconds.add("transfer")
-        return seconds.result(terms, end)
 
     def close(self) -> None:
         """Drop the connections, and give the buffers back."""
@@ -129,15 +87,12 @@ class Receiver:
         self._wire.skip(unposted)
         self._wire.land()
 
-    def _begin(self, role: str, host: str) -> Message:
-        """Hear the terms; and, where something is new, map what the source shares, or connect."""
-        terms = self.channel.exchange({"role": role, "host": host})
-        if terms["set_up"]:
+    def _begin(self) -> Message:
+        """Hear the terms; and, where they are new, connect."""
+        terms = self.channel.exchange({})
+        if terms["wire"] is not None:
             self._drop_wire()
-            shared = Buffers.attach(terms["offer"], terms["bucket_bytes"]) if "offer" in terms else None
-            place = self.channel.exchange({"attached": shared is not None})["wire"]
-            self._wire = open_wire(self.channel, terms["bucket_bytes"], self._group or place)
-            self._wire.shared = shared
+            self._wire = open_wire(self.channel, terms["bucket_bytes"], str(terms["wire"]), self._group)
         return terms
 
     def _items(self, notice: Message) -> list[BucketItem]:
@@ -152,13 +107,12 @@ class Receiver:
     def _find(self, notice: Message, items: list[BucketItem]) -> _ReceivedBucket:
         """Where the bucket is, or is to go."""
         first, nbytes, skew = items[0], notice["bytes"], notice["skew"]
-        buffer = self._wire.buffers.next() if self._wire.shared is None else notice["buffer"] or 0
+        buffer = self._wire.buffers.next()
         data = self._wire.buffers.pair[buffer][skew : skew + nbytes]
         if first.is_piece:
             if first.begin == 0 and self._merged.numel() < first.total:
                 self._merged = torch.empty(first.total, dtype=torch.uint8, device=data.device)
-            if self._wire.shared is None:
-                data = self._merged[first.begin : first.begin + nbytes]
+            data = self._merged[first.begin : first.begin + nbytes]
         return _ReceivedBucket(notice, items, buffer, data)
 
     def _give(self, bucket: _ReceivedBucket, seconds: Seconds) -> Generator[list[Named], None, None]:
@@ -172,8 +126,6 @@ class Receiver:
                 rank=self.channel.rank,
             )
         first = bucket.items[0]
-        if first.is_piece and self._wire.shared is not None:
-            memcpy(self._merged.data_ptr() + first.begin, bucket.data.data_ptr(), first.nbytes)
         seconds.add("checksum")
         if not first.is_piece:
             key = bucket.notice["description"], bucket.buffer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
-from support.broadcasts import BUCKET, SOON_S, Taken, both_ways, odd_weights, plain, share, told
+from support.broadcasts import BUCKET, SOON_S, Taken, odd_weights, plain, share, told
 from support.states import same
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -29,36 +30,35 @@ from asyncckpt.weights.broadcast.transport import Buffers
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 
-def arrives(local: bool) -> tuple[list[Broadcast], bool]:
+def arrives() -> tuple[list[Broadcast], bool]:
     found = []
     right = True
     for turn in range(4):
         expected = odd_weights(turn // 2)
         given = iter(expected.items()) if turn % 2 else expected
         taken = Taken()
-        found.append(share(given, taken, version=turn, local=local))
+        found.append(share(given, taken, version=turn))
         if dist.get_rank() > 0:
             right = right and list(taken) == list(expected) and same(dict(taken), plain(expected))
     close_broadcasts()
     return found, right
 
 
-@both_ways
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_kind_of_tensor_arrives(world_size: int, local: bool, tmp_path: Path) -> None:
-    ended = ranks.run(world_size, arrives, local, folder=tmp_path)
+def test_every_kind_of_tensor_arrives(world_size: int, tmp_path: Path) -> None:
+    ended = ranks.run(world_size, arrives, folder=tmp_path)
     nbytes = sum(tensor.nbytes for tensor in odd_weights().values())
     for rank, (found, right) in enumerate(ended):
         assert right
         for turn, broadcast in enumerate(found):
-            assert (broadcast.version, broadcast.nbytes, broadcast.retained) == (turn, nbytes, False)
+            assert (broadcast.version, broadcast.nbytes) == (turn, nbytes)
             assert broadcast.buckets == ended[0][0][turn].buckets > 5
             seconds = broadcast.seconds
             assert 0 < sum(seconds.values()) - seconds["total"] < seconds["total"] * 1.01
             assert seconds["load" if rank == 0 else "fill"] == 0.0
 
 
-def one_tensor_at_a_time(local: bool) -> bool:
+def one_tensor_at_a_time() -> bool:
     """The source's iterator uses the same memory again, and it may be larger than a bucket."""
 
     def each() -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,14 +68,13 @@ def one_tensor_at_a_time(local: bool) -> bool:
             yield str(number), memory[:size].fill_(number)
 
     taken = Taken()
-    share(each, taken, local=local)
+    share(each, taken)
     close_broadcasts()
     return dist.get_rank() == 0 or all(bool((taken[str(number)] == number).all()) for number in range(6))
 
 
-@both_ways
-def test_an_iterator_may_use_its_memory_again(local: bool, tmp_path: Path) -> None:
-    assert all(ranks.run(2, one_tensor_at_a_time, local, folder=tmp_path))
+def test_an_iterator_may_use_its_memory_again(tmp_path: Path) -> None:
+    assert all(ranks.run(2, one_tensor_at_a_time, folder=tmp_path))
 
 
 def asks() -> bool:
@@ -97,32 +96,37 @@ def test_the_receiving_end_as_a_generator(tmp_path: Path) -> None:
     assert all(ranks.run(2, asks, folder=tmp_path))
 
 
-def of_shards() -> bool:
-    """Ranks 0 and 1 train, 2 and 3 are given the weights."""
+def of_shards() -> tuple[tuple[str, str, int | None] | None, bool]:
+    """Ranks 0 and 1 train, 2 and 3 are given the weights by the first, which gathers them with the second."""
     rank = dist.get_rank()
-    trainers = dist.new_group([0, 1])
+    trainers, given = dist.new_group([0, 1]), dist.new_group([0, 2, 3])
     full = {
         str(number): torch.randn(9 + number, 130, generator=torch.Generator().manual_seed(number))
         for number in range(12)
     }
     full["large"] = torch.arange(7 * BUCKET).reshape(7, BUCKET)
-    taken = Taken()
+    taken, refused = Taken(), None
+    weights: dict[str, torch.Tensor] = {}
     if rank < 2:
         mesh = DeviceMesh.from_group(trainers, "cpu")
-        weights: dict[str, torch.Tensor] = {}
         for name, tensor in full.items():
             local = tensor.chunk(2)[rank]
             weights[name] = DTensor.from_local(local, mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride())
-        weights["plain"] = torch.ones(3)
-        broadcast_weights(weights, bucket_bytes=BUCKET, timeout=SOON_S)
+    if rank != 1:
+        refused = told(partial(share, weights, taken, group=given))
+    whole = ((name, each.full_tensor() if isinstance(each, DTensor) else each) for name, each in weights.items())
+    if rank == 1:
+        deque(whole, maxlen=0)
     else:
-        broadcast_weights(load=taken, timeout=SOON_S)
+        share(whole, taken, group=given)
     close_broadcasts()
-    return rank < 2 or same(dict(taken), full | {"plain": torch.ones(3)})
+    return refused, rank < 2 or same(dict(taken), full)
 
 
-def test_shards_are_gathered(tmp_path: Path) -> None:
-    assert all(ranks.run(4, of_shards, folder=tmp_path))
+def test_shards_are_gathered_by_a_generator(tmp_path: Path) -> None:
+    for rank, (refused, right) in enumerate(ranks.run(4, of_shards, folder=tmp_path)):
+        assert right
+        assert rank == 1 or (refused is not None and "'0' is a DTensor" in refused[1] and "full_tensor" in refused[1])
 
 
 def other_source_and_group() -> bool:
@@ -144,52 +148,43 @@ def test_another_source_and_group(tmp_path: Path) -> None:
     assert all(ranks.run(3, other_source_and_group, folder=tmp_path))
 
 
-def between_devices(bypass_cpu: bool) -> tuple[bool, Broadcast]:
+def between_devices(on_device: bool) -> bool:
     rank = dist.get_rank()
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl")
     weights = {name: tensor.detach() for name, tensor in odd_weights().items()}
-    if bypass_cpu:
+    if on_device:
         weights = {name: tensor.cuda() for name, tensor in weights.items()}
     taken = Taken()
-    if rank == 0:
-        broadcast = broadcast_weights(
-            weights, group=group, bucket_bytes=BUCKET, timeout=SOON_S, bypass_cpu=bypass_cpu, version=1
-        )
-    else:
-        broadcast = broadcast_weights(load=taken, group=group, timeout=SOON_S)
+    share(weights, taken, group=group, version=1)
     torch.cuda.synchronize()
     close_broadcasts()
-    on_device = all(tensor.is_cuda for tensor in taken.values())
     found = {name: tensor.cpu() for name, tensor in taken.items()}
-    return rank == 0 or (on_device and same(found, plain(odd_weights()))), broadcast
+    return rank == 0 or (all(tensor.is_cuda for tensor in taken.values()) and same(found, plain(odd_weights())))
 
 
 @pytest.mark.device
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each rank")
-@pytest.mark.parametrize("bypass_cpu", [True, False])
-def test_from_device_to_device(bypass_cpu: bool, tmp_path: Path) -> None:
-    for right, broadcast in ranks.run(2, between_devices, bypass_cpu, folder=tmp_path):
-        assert right
-        assert not broadcast.retained
+@pytest.mark.parametrize("on_device", [True, False])
+def test_from_device_to_device(on_device: bool, tmp_path: Path) -> None:
+    assert all(ranks.run(2, between_devices, on_device, folder=tmp_path))
 
 
-def from_a_device(local: bool) -> bool:
+def from_a_device() -> bool:
     taken = Taken()
     weights = {name: tensor.detach().cuda() for name, tensor in odd_weights().items()}
-    share(weights, taken, local=local, bypass_cpu=True)
+    share(weights, taken)
     close_broadcasts()
     return dist.get_rank() == 0 or same(dict(taken), plain(odd_weights()))
 
 
 @pytest.mark.device
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@both_ways
-def test_from_a_device_by_gloo(local: bool, tmp_path: Path) -> None:
-    assert all(ranks.run(2, from_a_device, local, folder=tmp_path))
+def test_from_a_device_by_gloo(tmp_path: Path) -> None:
+    assert all(ranks.run(2, from_a_device, folder=tmp_path))
 
 
-def of_a_publication() -> tuple[Broadcast, tuple[str, str, int | None]]:
+def of_a_publication() -> Broadcast:
     weights = {str(number): torch.full((900,), float(number)) for number in range(10)}
     taken = Taken()
     with contextlib.ExitStack() as stack:
@@ -199,18 +194,15 @@ def of_a_publication() -> tuple[Broadcast, tuple[str, str, int | None]]:
             publisher.publish(weights, 7)
             subscriber = stack.enter_context(WeightSubscriber("policy"))
             mine = stack.enter_context(subscriber.acquire())
-            none = Buffers([torch.empty(0, dtype=torch.uint8)] * 2)
-            assert all(bucket.buffer is None for bucket in fill(buckets.tensors_of(mine), BUCKET, none)), "copied"
-        broadcast = share(mine, taken, local=False)
+            nowhere = Buffers([torch.empty(0, dtype=torch.uint8)] * 2)
+            assert list(fill(buckets.tensors_of(mine), BUCKET, nowhere)), "nothing is copied"
+        broadcast = share(mine, taken)
         assert dist.get_rank() == 0 or same(dict(taken), weights)
-        error = told(partial(share, mine, taken, bypass_cpu=True))
         close_broadcasts()
         del mine
-    return broadcast, error
+    return broadcast
 
 
-def test_only_a_publication_is_retained(tmp_path: Path) -> None:
-    for broadcast, error in ranks.run(2, of_a_publication, folder=tmp_path):
-        assert (broadcast.version, broadcast.retained) == (7, True)
-        assert broadcast.epoch is not None
-        assert "bypass_cpu" in error[1]
+def test_a_publication_is_sent_from_where_it_is(tmp_path: Path) -> None:
+    for broadcast in ranks.run(2, of_a_publication, folder=tmp_path):
+        assert broadcast.version == 7 and broadcast.epoch is not None

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
-from support.broadcasts import Taken, both_ways, odd_weights, share, told
+from support.broadcasts import Taken, odd_weights, share, told
 from support.states import same
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError, RankFailedError
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 LONG_S = 60.0
 
 
-def is_killed(victim: int, local: bool, at: str) -> tuple[str, str, int | None]:
+def is_killed(victim: int, at: str) -> tuple[str, str, int | None]:
     rank = dist.get_rank()
     membership._GRACE_S = 10.0  # a survivor may stand still for a while
     weights = {str(number): torch.full((900,), float(number)) for number in range(8)}
-    share(weights, Taken(), local=local, timeout=LONG_S)
+    share(weights, Taken(), timeout=LONG_S)
 
     def load(bucket: list[tuple[str, torch.Tensor]]) -> None:
         if rank == victim and bucket[0][0] == at:
@@ -45,15 +45,14 @@ def is_killed(victim: int, local: bool, at: str) -> tuple[str, str, int | None]:
             yield name, tensor
 
     begun = time.monotonic()
-    error = told(lambda: share(given, load, local=local, timeout=LONG_S))
+    error = told(lambda: share(given, load, timeout=LONG_S))
     assert time.monotonic() - begun < LONG_S
     return error
 
 
-@both_ways
 @pytest.mark.parametrize(("victim", "at"), [(0, "3"), (1, "7"), (3, "3")])
-def test_a_rank_is_killed(victim: int, local: bool, at: str, tmp_path: Path) -> None:
-    ended = ranks.Job(4, is_killed, victim, local, at, folder=tmp_path).wait()
+def test_a_rank_is_killed(victim: int, at: str, tmp_path: Path) -> None:
+    ended = ranks.Job(4, is_killed, victim, at, folder=tmp_path).wait()
     for rank, end in enumerate(ended):
         if rank == victim:
             assert end.killed

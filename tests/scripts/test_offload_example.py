@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import offload as offload_module
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offload import OffloadedError, OffloadedParameters
 from support.ranks import fsdp2_on_cpu, run
 from support.states import same
 from torch import nn
@@ -24,15 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncckpt.errors import CheckpointError, OffloadedError, OutOfMemoryError
+from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.shm import budget
-from asyncckpt.weights import offload as offload_module
-from asyncckpt.weights.offload import OffloadedParameters
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 
-DEVICES = ["cpu"]  # on others: test_device_weights.py
+DEVICES = ["cpu"]  # on others: test_device_weights.py of tests/weights
 
 
 class Model(nn.Module):

@@ -1,4 +1,9 @@
-"""Offloaded parameters: those of a module, off their device and back."""
+"""Offloaded parameters: those of a module, off their device and back, for trainers that share it with inference.
+
+What is moved is the memory behind the tensors (their storages): no parameter is replaced, no ``.data`` is set. So
+optimizers, tied parameters, views, FSDP2's shards, flat buffers and DDP's hooks stay as they are, and training goes on
+bit for bit as if nothing had been offloaded. Take this file, and change it as you like; ``offload_sync.py`` uses it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncckpt.devices.kinds import kind_of, synchronize_used, use
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.errors import CheckpointError, OffloadedError
+from asyncckpt.errors import CheckpointError
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.staging.under_way import wait_for_copies
@@ -41,6 +46,10 @@ class _Part:
     @property
     def state(self) -> _State:
         return StorageWeakRef(self.storage), self.versions  # type: ignore[no-untyped-call]
+
+
+class OffloadedError(CheckpointError):
+    """Parameters were needed while they were offloaded: load them first."""
 
 
 class OffloadedParameters:
@@ -82,10 +91,11 @@ class OffloadedParameters:
         """Bring them to the host, unless they are there, and give the memory of the device back to torch's allocator.
 
         It waits for saves that still copy (``Config.overlap``). Returns bytes copied. If this raises, they all are on
-        the device. ``unchanged``: nothing has changed them since
-        ``load``; what is at the host already is not copied again. It has to be said, because torch counts only changes
-        that it sees: not those through ``.data``, nor those by kernels and collectives of others. Those it sees are
-        copied in any case.
+        the device. After it, ``torch.cuda.empty_cache()`` gives the memory to other processes.
+
+        ``unchanged``: nothing has changed them since ``load``, as in a sync that only reads them; what is at the host
+        already is not copied again. It has to be said, because torch counts only changes that it sees: not those
+        through ``.data``, nor those by kernels and collectives of others. Those it sees are copied in any case.
         """
         if not self.loaded:
             return 0

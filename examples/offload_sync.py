@@ -1,4 +1,19 @@
-"""A sync of weights whose parameters are kept off the device: load, sync, offload, and how long each takes."""
+"""A sync of weights whose parameters are kept off the device: load, sync, offload, and how long each takes.
+
+    parameters = OffloadedParameters(model, "cuda")  # of offload.py; once, and it moves nothing yet
+
+
+    def sync(metrics):
+        publication = publisher.publish(model.state_dict(), step)
+        metrics.count(publication)
+        return publication
+
+
+    metrics = sync_with_offload(parameters.load, sync, partial(parameters.offload, unchanged=True))
+    logger.log(metrics.as_dict("timing_s/"), step)  # timing_s/load_s, timing_s/stage_s, timing_s/offload_s, ...
+
+Where the sync awaits, ``loaded`` is the same as a context manager.
+"""
 
 from __future__ import annotations
 

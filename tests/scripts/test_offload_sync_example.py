@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 import torch
+from offload import OffloadedParameters
+from offload_sync import SyncMetrics, loaded, sync_with_offload
 from support.ranks import alone, say
 from torch import nn
 
-from asyncckpt.weights.offload import OffloadedParameters
-from asyncckpt.weights.publisher import WeightPublisher
-from asyncckpt.weights.sync import SyncMetrics, loaded, sync_with_offload
+from asyncckpt.weights import WeightPublisher
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
