@@ -65,6 +65,7 @@ class PublishedSegment:
 class Inventory:
     """``leaving``: it was told to retire, and is finishing. ``published``: segments of weights and of sets of files,
     which have no images here. ``saves``: the paths of those that no other rank takes part in, and have not ended.
+    ``follows``: it has them from another host, for whoever reads here.
     """
 
     worker: int
@@ -73,6 +74,7 @@ class Inventory:
     images: tuple[HeldImage, ...]
     published: tuple[PublishedSegment, ...]
     saves: tuple[str, ...] = ()
+    follows: bool = False
 
 
 class TakeSegments:

@@ -190,7 +190,8 @@ class EndpointService:
                     numbers.add(each.segment)
         held = tuple(sorted(numbers))
         saves = tuple(each.path for each in self.unended_saves() if each.world_size == 1)
-        send(peer, endpoint_messages.Inventory(os.getpid(), self._retired, held, images, tuple(published), saves))
+        facts = os.getpid(), self._retired, held, images, tuple(published), saves, self._serving.follows
+        send(peer, endpoint_messages.Inventory(*facts))
         return held
 
     def _send_read_only(self, peer: SocketConnection, number: int) -> None:

@@ -274,7 +274,7 @@ def retire_idle_workers(timeout: float) -> bool:
                 if not is_near or is_running(reply.trainer) or time.monotonic() > noticed:
                     break
                 time.sleep(_POLL_S)
-            if isinstance(reply, Inventory) and all(each.committed for each in reply.images):
+            if isinstance(reply, Inventory) and not reply.follows and all(each.committed for each in reply.images):
                 send(connection, Retire())
                 found |= connection.poll(timeout)
     return found

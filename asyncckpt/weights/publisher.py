@@ -263,12 +263,6 @@ class WeightPublisher:
         self._buffers.append(buffer)
         return buffer
 
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self._timings[phase] += time.perf_counter() - begun
-
     def _claim(self, plan: WeightPlan) -> int | None:
         """A slot for ``plan``, on all ranks or on none."""
         deadline = time.monotonic() + self._config.timeout
@@ -288,12 +282,12 @@ class WeightPublisher:
 
     def _copy_all(self, weights: Mapping[str, Any], dtype: torch.dtype | None) -> int | None:
         """Into a slot, which is returned; None where all ranks skip it."""
-        with self._timed("plan_s"):
+        with _timed(self._timings, "plan_s"):
             plan, tensors = self._planned(weights, dtype)
-        with self._timed("wait_s"):
+        with _timed(self._timings, "wait_s"):
             slot = self._claim(plan)
         if slot is not None:
-            with self._timed("stage_s"):
+            with _timed(self._timings, "stage_s"):
                 self._buffers[-1].copy(slot, plan, tensors, self._threads)
         return slot
 
@@ -301,7 +295,7 @@ class WeightPublisher:
         """As ``_copy_all``, for tensors that come one by one, and may be gone when the next one comes."""
         plan = self._plan
         known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
-        with self._timed("wait_s"):
+        with _timed(self._timings, "wait_s"):
             slot = self._claim(plan) if known and plan is not None else None
         skipped = known and slot is None
         copied: dict[str, int] = {}
@@ -332,7 +326,7 @@ class WeightPublisher:
                 view.copy_(_on_device(part, as_copied))
                 copied[name] = number
 
-        with self._timed("stage_s"):
+        with _timed(self._timings, "stage_s"):
             self._sharding.walk(stream, take)
             as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.entries)
             done = skipped or all(self._sharding.gather(as_planned))
@@ -341,6 +335,13 @@ class WeightPublisher:
                 dtypes = [entry.dtype for entry in plan.entries]
                 kept = {name: there[number].clone().view(dtypes[number]) for name, number in copied.items()} | kept
         return slot if done else self._copy_all(kept, dtype)
+
+
+@contextlib.contextmanager
+def _timed(timings: dict[str, float], phase: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    timings[phase] += time.perf_counter() - begun
 
 
 def _on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

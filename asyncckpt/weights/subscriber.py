@@ -132,9 +132,7 @@ class WeightSubscriber:
                 if weights is not None:
                     return weights
                 if time.monotonic() > deadline:
-                    later = "" if min_version is None else f" of version {min_version} or later"
-                    asked = later if version is None else f" of version {version}"
-                    raise WeightsTimeoutError(self._what_is_missing(asked, timeout))
+                    raise WeightsTimeoutError(self._what_is_missing(version, min_version, timeout))
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _MOST_PAUSE_S)
 
@@ -229,7 +227,9 @@ class WeightSubscriber:
         self._newest = found
         return weights
 
-    def _what_is_missing(self, asked: str, timeout: float) -> str:
+    def _what_is_missing(self, version: int | None, min_version: int | None, timeout: float) -> str:
+        later = "" if min_version is None else f" of version {min_version} or later"
+        asked = later if version is None else f" of version {version}"
         if not any(rank.is_reached for rank in self._ranks):
             return (
                 f"nobody has published at {self._address!r} within {timeout:g} s; is the trainer running, on this host,"

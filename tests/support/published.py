@@ -35,9 +35,9 @@ class Publishing:
         self.address = TransferAddress("127.0.0.1", self.server.port)
 
     def publish(self, version: int, data: bytes, epoch: int = 1) -> None:
-        slot = self._slots.claim_unpublished()
-        slot = self._slots.claim_oldest() if slot is None else slot
-        assert slot is not None
+        published = list(self._slots.publications().values())
+        free = [slot for slot in range(len(self._images)) if slot not in published]
+        slot = next(filter(self._slots.claim, free + published[:-1]))
         self._images[slot].view[:] = data
         self._slots.publish(slot, PublishedVersion(epoch, version, rolled_back=False, ranks=self.ranks))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.published_slots import PublishedSlots
@@ -31,16 +31,17 @@ class _Slots:
         self.published = PublishedSlots(self.control, 0)
 
     def claim(self) -> int | None:
-        """A slot that nobody reads; None: all are being read."""
-        for most, claimed in ((_ALWAYS, self.published.claim_unpublished), (_MOST, self.published.claim_oldest)):
-            slot = claimed()
-            if slot is not None and slot in self._images and self._images[slot].is_read:
-                slot = None  # which was given up: it stays claimed
-            if slot is None:
-                slot = self._grow(most)
-            if slot is not None:
-                return slot
-        return None
+        """A slot that nobody reads; None: all are being read. That of the newest version stays where it is."""
+        published = list(self.published.publications().values())
+        slot = self._claim_first(slot for slot in range(len(self._numbers)) if slot not in published)
+        slot = self._grow(_ALWAYS) if slot is None else slot
+        slot = self._claim_first(published[:-1] or published) if slot is None else slot
+        return self._grow(_MOST) if slot is None else slot
+
+    def _claim_first(self, slots: Iterable[int]) -> int | None:
+        # Of one that was given up there may still be readers, who have no lease on it.
+        unread = (slot for slot in slots if slot not in self._images or not self._images[slot].is_read)
+        return next(filter(self.published.claim, unread), None)
 
     def begin(self, slot: int, version: PublishedVersion) -> VersionImage:
         memory = self._store.hosted(self._numbers[slot])
