@@ -1,4 +1,8 @@
-"""How the workers of one engine come to load the same version: the first picks it, the others take exactly that."""
+"""How the workers of one engine come to load the same version: the first picks it, the others take exactly that.
+
+The workers stand in a grid, and are in one group for each way in which the engine is split, which is a line of it. All
+``groups`` here are those of one worker, innermost first; none where it is the only one.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,7 @@ def acquire_together(subscriber: WeightSubscriber, groups: Sequence[ProcessGroup
 
     Args:
         subscriber: This worker's.
-        groups: Those that this worker is in, one for each way in which the engine is split; innermost first. Workers
-            stand in a grid, and each group is a line of it. None: this worker is the only one.
+        groups: See the module.
         wanted: As of ``WeightSubscriber.acquire``.
 
     Raises:
@@ -31,27 +34,45 @@ def acquire_together(subscriber: WeightSubscriber, groups: Sequence[ProcessGroup
     if not groups:
         return subscriber.acquire(**wanted)
     is_first = all(dist.get_rank(group) == 0 for group in groups)
-    mine, failure = _tried(subscriber, wanted) if is_first else (None, None)
+    mine, failure = _leased(subscriber, wanted) if is_first else (None, None)
     found = _of_the_first(failure if mine is None else (mine.version, mine.epoch), groups)
     if isinstance(found, CheckpointError):
         raise found
     version, epoch = found
     if not is_first:
-        mine, failure = _tried(subscriber, {"version": version, "timeout": wanted["timeout"]})
+        mine, failure = _leased(subscriber, {"version": version, "timeout": wanted["timeout"]})
         if mine is not None and mine.epoch != epoch:
             failure = VersionError(f"another trainer has published a version {version} meanwhile; update again")
-    failures = _of_all(failure, groups)
-    rank = next((rank for rank, each in enumerate(failures) if each is not None), None)
-    if rank is not None:
+    try:
+        raise_together(failure, groups)
+    except CheckpointError:
         if mine is not None:
             mine.release()
-        raise located(failures[rank], rank=rank)
+        raise
     if mine is None:
         raise CheckpointError(f"all workers have leased version {version}, and this one has not")
     return mine
 
 
-def _tried(subscriber: WeightSubscriber, wanted: dict[str, Any]) -> tuple[Weights | None, CheckpointError | None]:
+def raise_together(failure: CheckpointError | None, groups: Sequence[ProcessGroup]) -> None:
+    """Raise what any worker has failed with, the first one's with its rank, on all of them.
+
+    Args:
+        failure: This worker's; None: it has not failed.
+        groups: See the module.
+    """
+    failures = _of_all(failure, groups)
+    for rank, each in enumerate(failures):
+        if each is not None:
+            raise located(each, rank=rank if groups else None) from failure
+
+
+def is_last(groups: Sequence[ProcessGroup]) -> bool:
+    """Whether this worker is the last one of all, of which vLLM reads the answer after those of all others."""
+    return all(dist.get_rank(group) == dist.get_world_size(group) - 1 for group in groups)
+
+
+def _leased(subscriber: WeightSubscriber, wanted: dict[str, Any]) -> tuple[Weights | None, CheckpointError | None]:
     """The weights, or why there are none: who raises by itself leaves the others waiting."""
     try:
         return subscriber.acquire(**wanted), None

@@ -190,12 +190,19 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         try:
             self.client.start_weight_update()
         except Exception:
-            # A trainer before this one may have died between the two calls. To finish changes nothing in the engine.
-            with contextlib.suppress(Exception):
-                self.client.finish_weight_update()
+            self._end_update()  # which a trainer before this one had begun when it died
             self._told("start_weight_update")
-        self._told("update_weights", {"version": version, "timeout": self._info.timeout})
+        try:
+            self._told("update_weights", {"version": version, "timeout": self._info.timeout})
+        except CheckpointError:
+            self._end_update()
+            raise
         self._told("finish_weight_update", str(version))
+
+    def _end_update(self) -> None:
+        """Have the engine begin anew. It changes nothing of its weights, and is refused where no update is begun."""
+        with contextlib.suppress(Exception):
+            self.client.finish_weight_update()
 
     def _told(self, call: str, *arguments: Any) -> None:
         """Call the engine. What it raises is not ours, and may be anything: a reply of HTTP, or of Ray."""

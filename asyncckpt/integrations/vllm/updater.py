@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import TracebackType
 from typing import Any, Literal
 
@@ -80,7 +81,12 @@ class EngineUpdater(_Updater):
             self._engine.init_weight_transfer_engine(self._init)
             self._is_ready = True
         self._engine.start_weight_update()
-        self._engine.update_weights({"update_info": {"version": version, "timeout": timeout}})
+        try:
+            self._engine.update_weights({"update_info": {"version": version, "timeout": timeout}})
+        except Exception:
+            with contextlib.suppress(Exception):  # see ``SharedMemoryWeightTransferEngine.update_weights``
+                self._engine.finish_weight_update()
+            raise
         self._engine.finish_weight_update(str(version))
         self._engine.reset_prefix_cache()
 
@@ -137,6 +143,11 @@ class AsyncEngineUpdater(_Updater):
             self._is_ready = True
         await self._engine.start_weight_update()
         update = WeightTransferUpdateRequest(update_info={"version": version, "timeout": timeout})
-        await self._engine.update_weights(update)
+        try:
+            await self._engine.update_weights(update)
+        except Exception:
+            with contextlib.suppress(Exception):  # see ``SharedMemoryWeightTransferEngine.update_weights``
+                await self._engine.finish_weight_update()
+            raise
         await self._engine.finish_weight_update(str(version))
         await self._engine.reset_prefix_cache()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from asyncckpt.errors import CheckpointNotFoundError, MismatchError
-from asyncckpt.integrations.vllm.agreement import acquire_together
+from asyncckpt.integrations.vllm.agreement import acquire_together, is_last, raise_together
 from asyncckpt.weights import Weights, WeightSubscriber
 
 if TYPE_CHECKING:
@@ -99,35 +100,25 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load what ``SharedMemoryUpdateInfo`` says, on all workers of this engine the same version.
 
+        Whatever goes wrong on one of them is raised by the last one alone: vLLM reads the answers of the workers in
+        turn, leaves those after an error where they are, and takes them for answers to its next call. It also makes
+        ``finish_weight_update`` necessary after an error, which the last one then refuses.
+
         Raises:
             CheckpointError: As ``WeightSubscriber.acquire`` does; the model is as it was.
             MismatchError: The model cannot load these weights. It has some of its layers from them, and must not
                 serve before an update has worked.
         """
-        self.receive_weights(self.parse_update_info(update_info))
+        groups = _groups()
+        try:
+            self._update(self.parse_update_info(update_info), groups)
+        except Exception:
+            if is_last(groups):
+                raise
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """As ``update_weights``."""
-        if self._info is None:
-            raise CheckpointNotFoundError("where are the weights? call init_weight_transfer_engine first")
-        begun = time.perf_counter()
-        address = self._info.address if update_info.address is None else update_info.address
-        weights = acquire_together(
-            self._subscriber(address, self._info.prefix if update_info.prefix is None else update_info.prefix),
-            _groups(),
-            min_version=update_info.min_version,
-            version=update_info.version,
-            roll_back=update_info.roll_back,
-            timeout=self._info.timeout if update_info.timeout is None else update_info.timeout,
-        )
-        with weights:
-            self._load(weights, address)
-        if self.model is self._default_model:
-            self.version = weights.version
-        else:
-            self.draft_version = weights.version
-        seconds = time.perf_counter() - begun
-        logger.info("version %d of the weights at %r is loaded, in %.3f s", weights.version, address, seconds)
+        """As ``update_weights``, but an error is raised by all workers."""
+        self._update(update_info, _groups())
 
     def shutdown(self) -> None:
         """Let go of the trainer's memory; the model keeps its weights."""
@@ -140,7 +131,34 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
             self._subscribers[key] = WeightSubscriber(address, prefix=prefix)
         return self._subscribers[key]
 
-    def _load(self, weights: Weights, address: str) -> None:
+    def _update(self, wanted: SharedMemoryUpdateInfo, groups: Sequence[ProcessGroup]) -> None:
+        if self._info is None:
+            raise CheckpointNotFoundError("where are the weights? call init_weight_transfer_engine first")
+        begun = time.perf_counter()
+        address = self._info.address if wanted.address is None else wanted.address
+        weights = acquire_together(
+            self._subscriber(address, self._info.prefix if wanted.prefix is None else wanted.prefix),
+            groups,
+            min_version=wanted.min_version,
+            version=wanted.version,
+            roll_back=wanted.roll_back,
+            timeout=self._info.timeout if wanted.timeout is None else wanted.timeout,
+        )
+        with weights:
+            self._note(None)
+            raise_together(self._load(weights, address), groups)
+            self._note(weights.version)
+        seconds = time.perf_counter() - begun
+        logger.info("version %d of the weights at %r is loaded, in %.3f s", weights.version, address, seconds)
+
+    def _note(self, version: int | None) -> None:
+        if self.model is self._default_model:
+            self.version = version
+        else:
+            self.draft_version = version
+
+    def _load(self, weights: Weights, address: str) -> MismatchError | None:
+        """Have the model load ``weights``, or return why it cannot."""
         try:
             initialize_layerwise_reload(self.model)
             with disable_mtp_completeness_check():
@@ -149,13 +167,14 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()  # the copies that are queued read from what is leased
         except Exception as error:
+            logger.exception("version %d of the weights at %r is not loaded", weights.version, address)
             _leave_half_loaded(self.model, self.model_config)
-            raise MismatchError(
+            return MismatchError(
                 f"the model cannot load version {weights.version} of the weights at {address!r}, and has some of its"
-                " layers from it: it must not serve before an update has worked"
-                f" ({type(error).__name__}: {error})"
-            ) from error
+                f" layers from it: it must not serve before an update has worked ({type(error).__name__}: {error})"
+            )
         _own(self.model, weights)
+        return None
 
 
 def _groups() -> list[ProcessGroup]:
