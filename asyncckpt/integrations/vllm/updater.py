@@ -72,6 +72,7 @@ class EngineUpdater(_Updater):
         wanted: dict[str, Any] = {"version": version, "roll_back": roll_back, "timeout": timeout, "readonly": True}
         with self._subscriber.acquire(min_version, **wanted) as weights:
             if self._is_new(weights):
+                self._loaded = None  # should it fail half-way, no version is there
                 self._load(weights.version, timeout)
                 self._loaded = weights.version, weights.epoch
         return weights.version
@@ -129,6 +130,7 @@ class AsyncEngineUpdater(_Updater):
         wanted: dict[str, Any] = {"version": version, "roll_back": roll_back, "timeout": timeout, "readonly": True}
         with await asyncio.to_thread(self._subscriber.acquire, min_version, **wanted) as weights:
             if self._is_new(weights):
+                self._loaded = None
                 await self._engine.pause_generation(mode=requests)
                 await self._load(weights.version, timeout)
                 await self._engine.resume_generation()
