@@ -43,8 +43,9 @@ _CONFIG = {
 
 def run(file: str, scenario: str, folder: Path, **environment: str) -> None:
     """Run the function ``scenario`` of a test file, on ``folder``, in a process that finds vLLM."""
+    cores = sorted(os.sched_getaffinity(0))
     environment |= {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker wants a node of memory for itself
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",  # else each worker wants a node of memory for itself
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
