@@ -115,6 +115,10 @@ def _weights(args: argparse.Namespace) -> Iterator[Job]:
         yield jobs.broadcast(args.gib, tensors, args.bucket_mib, pace)
 
 
+def _vllm(args: argparse.Namespace) -> Iterator[Job]:
+    yield jobs.update_vllm(args.gib, Pace(rounds=args.rounds, pause=args.pause, patience=3600.0))
+
+
 def _all(args: argparse.Namespace) -> Iterator[Job]:
     return jobs.standard(args.gib, args.device, _choices(args), args.minutes, _cores())
 
@@ -216,6 +220,8 @@ def _parser() -> argparse.ArgumentParser:
     weights.add_argument("--tensors", type=int, nargs="+", default=jobs.WEIGHTS_TENSORS)
     weights.add_argument("--bucket-mib", type=int, default=jobs.WEIGHTS_BUCKET_MIB)
     weights.add_argument("--pause", type=float, default=0.2, help="seconds before each turn (default: %(default)s)")
+    vllm = command("vllm", "weights for an engine of vLLM, beside its own way", _vllm, [_where(gib=0.33)])
+    vllm.add_argument("--pause", type=float, default=0.2, help="seconds before each turn (default: %(default)s)")
     every = command("all", "the standard set, into docs/benchmarks", _all, [who], DOCS)
     every.add_argument("--minutes", type=float, default=15.0, help="about so long (default: %(default)s)")
     command("report", "draw pictures and page anew from the JSON", None, [], DOCS)

@@ -179,6 +179,15 @@ def _ways(found: Result) -> Figure:
     return figure
 
 
+def _vllm(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    axes = figure.subplots()
+    rows = [(name, median(each["update_s"])) for name, each in found["results"].items()]
+    _bars(axes, rows, "until the engine has them, ms", median(found["limits"]["one copy"]))
+    figure.suptitle(f"{found['title']}\ndashed: one copy", fontsize=10)
+    return figure
+
+
 def _frameworks(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
@@ -232,4 +241,5 @@ _DRAWN = {
     "simulation": _ranks,
     "publish": _ways,
     "broadcast": _ways,
+    "vllm": _vllm,
 }

@@ -24,6 +24,7 @@ HEADINGS = {
     "simulation": "The first rank of a large job, simulated",
     "publish": "Weights for readers of this host",
     "broadcast": "Weights to another process",
+    "vllm": "Weights for an engine of vLLM",
 }
 EXPLANATIONS = {
     "save": (
@@ -100,6 +101,11 @@ EXPLANATIONS = {
         "way does; *as if on two hosts* it does not. It is the only one that checks what arrives. "
         "`dist.broadcast` and PGTransport (torch has a copy of torchft's, which is measured) receive straight into "
         "the tensors; from buckets they are copied, which is part of the time."
+    ),
+    "vllm": (
+        "A real engine on the CPU, its worker in a process of its own. *Held* is how long the trainer is, *update* how "
+        "long the engine takes from then until it has the weights. vLLM's transfers between processes want CUDA; on a "
+        "CPU it has `reload_weights`, of a file that the trainer writes (and does not sync)."
     ),
 }
 PEERS = (

@@ -52,6 +52,7 @@ KINDS = (
     "simulation",
     "publish",
     "broadcast",
+    "vllm",
 )
 
 
