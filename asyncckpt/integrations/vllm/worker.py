@@ -84,6 +84,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
         """That which the model has; None: not one of ours."""
         self.draft_version: int | None = None
         """That of the draft model."""
+        self._main_model = model  # while ``model`` may be the draft model
         self._info: SharedMemoryInitInfo | None = None
         self._subscribers: dict[tuple[str, str], WeightSubscriber] = {}
 
@@ -152,7 +153,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
         logger.info("version %d of the weights at %r is loaded, in %.3f s", weights.version, address, seconds)
 
     def _note(self, version: int | None) -> None:
-        if self.model is self._default_model:
+        if self.model is self._main_model:
             self.version = version
         else:
             self.draft_version = version
