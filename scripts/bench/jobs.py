@@ -22,6 +22,7 @@ from bench import (
     simulation,
     store,
     telemetry,
+    vllm_updates,
 )
 from bench.contestants import ENTRIES
 from bench.models import ARCHITECTURES
@@ -174,6 +175,13 @@ def broadcast(gib: float, tensors: int, bucket_mib: int, pace: Pace) -> Job:
 
     settings = {"rounds": pace.rounds, "pause_s": pace.pause, "bucket_mib": bucket_mib}
     return Job("broadcast", str(tensors), measure, settings)
+
+
+def update_vllm(gib: float, pace: Pace) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return vllm_updates.measure(gib, pace, folder)
+
+    return Job("vllm", f"{gib:g}GiB", measure, {"rounds": pace.rounds, "pause_s": pace.pause})
 
 
 def _label(request: Request) -> str:

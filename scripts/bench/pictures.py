@@ -189,6 +189,15 @@ def _hosts(found: Result) -> Figure:
     return figure
 
 
+def _vllm(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    axes = figure.subplots()
+    rows = [(name, median(each["update_s"])) for name, each in found["results"].items()]
+    _bars(axes, rows, "until the engine has them, ms", median(found["limits"]["one copy"]))
+    figure.suptitle(f"{found['title']}\ndashed: one copy", fontsize=10)
+    return figure
+
+
 def _frameworks(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
@@ -243,4 +252,5 @@ _DRAWN = {
     "publish": _ways,
     "broadcast": _ways,
     "hosts": _hosts,
+    "vllm": _vllm,
 }

@@ -25,6 +25,7 @@ HEADINGS = {
     "publish": "Weights for readers of this host",
     "broadcast": "Weights to another process",
     "hosts": "Weights on other hosts",
+    "vllm": "Weights for an engine of vLLM",
 }
 EXPLANATIONS = {
     "save": (
@@ -107,6 +108,11 @@ EXPLANATIONS = {
         "From the call that publishes, in which all bytes have changed, until readers on all hosts have the whole "
         "version; each byte is checked on each. A host is lost, a second after that, with its readers and its worker: "
         "the first one of the chain, which reads from the publisher."
+    ),
+    "vllm": (
+        "A real engine on the CPU, its worker in a process of its own. *Held* is how long the trainer is, *update* how "
+        "long the engine takes from then until it has the weights. vLLM's transfers between processes want CUDA; on a "
+        "CPU it has `reload_weights`, of a file that the trainer writes (and does not sync)."
     ),
 }
 PEERS = (

@@ -53,6 +53,7 @@ KINDS = (
     "publish",
     "broadcast",
     "hosts",
+    "vllm",
 )
 
 

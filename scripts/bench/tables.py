@@ -236,6 +236,18 @@ def frameworks(found: Result) -> str:
     return _table(headers, rows)
 
 
+def vllm(found: Result) -> str:
+    copies = found["limits"]["one copy"]
+    copy = median(copies)
+    rows: list[Sequence[object]] = [("one copy", seconds(copy), "1x", "", "", len(copies))]
+    for name, each in found["results"].items():
+        held = median(each["held_s"])
+        both = median([sum(pair) for pair in zip(each["held_s"], each["update_s"], strict=True)])
+        cells = seconds(held), times(held / copy), seconds(median(each["update_s"])), seconds(both), len(each["held_s"])
+        rows.append((title(name), *cells))
+    return _table(["", "held", "/ copy", "update", "both", "turns"], rows)
+
+
 TABLES = {
     "save": save,
     "loop": loop,
@@ -251,5 +263,6 @@ TABLES = {
     "publish": ways,
     "broadcast": ways,
     "hosts": hosts,
+    "vllm": vllm,
 }
 REMARKS = {"save": save_remark, "store": store_remark, "telemetry": telemetry_remark, "hosts": hosts_remark}

@@ -25,6 +25,7 @@ TORCHTITAN = (
     "typeguard-4.6.0",
 )
 DEEPSPEED = ("deepspeed-0.19.8", "hjson-3.1.0", "py-cpuinfo-9.0.0", "einops-0.8.2", "msgpack-1.2.4")
+VLLM = "vllm-0.32.0"
 VERL = ("verl-0.8.0", "verl-0.9.1")
 
 
