@@ -26,6 +26,7 @@ from bench import (
     results,
     store,
     tables,
+    vllm_updates,
 )
 from bench.contestants.contestant import Pending
 from bench.contestants.torch_save import TorchSave
@@ -33,7 +34,8 @@ from bench.saves import Series
 from bench.states import Request, State, make, tensors_of
 from bench.trainer import CYCLE, Trainer, are_of, marks_of
 from bench.turns import Pace, take
-from support.peers import FOLDER
+from support import vllm_engine
+from support.peers import FOLDER, VLLM, peer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -121,6 +123,14 @@ def test_all_other_measurements(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@vllm_engine.there
+@pytest.mark.slow
+def test_updates_of_vllm(tmp_path: Path) -> None:
+    peer(VLLM)
+    found = run(tmp_path, "vllm --gib 0.01 --rounds 1 --pause 0")["vllm"]
+    assert not found["left_out"] and tuple(found["results"]) == vllm_updates.WAYS
+
+
 def test_exports(tmp_path: Path) -> None:
     found = run(tmp_path, "export --gib 0.005 --tensors 5 --rounds 1 --pause 0")["export"]
     assert not found["left_out"] and found["results"].keys() == exports.WAYS.keys()
