@@ -50,14 +50,18 @@ async def _serve(folder: Path) -> None:
         engine.shutdown()
 
 
-async def _answer(engine: Any, number: int, tokens: int = 4) -> tuple[list[set[int]], list[Any]]:
-    """The versions that have to do with each token, and vLLM's own spans of versions."""
+async def _answer(
+    engine: Any, number: int, tokens: int = 2, begun: asyncio.Event | None = None
+) -> tuple[list[set[int]], list[Any]]:
+    """The versions that have to do with each token, and vLLM's own spans of versions. ``begun``: set by the first."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     answer = None
     async for output in engine.generate({"prompt_token_ids": [5, 6, 7]}, sampling, str(number)):
         answer = output.outputs[0]
+        if begun is not None:
+            begun.set()
     assert answer is not None
     return [vllm_engine.versions_of(token) for token in answer.token_ids], answer.weight_versions
 
@@ -88,15 +92,21 @@ async def _updates_while_it_generates(engine: Any, updater: Any, publisher: Weig
 
 
 async def _requests_that_go_on(engine: Any, updater: Any, publisher: WeightPublisher) -> None:
-    answer = asyncio.create_task(_answer(engine, 10_000, tokens=100))
-    await asyncio.sleep(0.1)
-    publisher.publish(vllm_engine.weights(52), 52)
-    await updater.update(requests="keep")
-    tokens, spans = await answer
-    assert [span.version for span in spans][-1:] == ["52"] and len(spans) == 2
-    for span in spans:
-        # The embedding of a token is of the version that reads it, and so is the head: never of two.
-        assert all(tokens[at] == {int(span.version)} for at in range(span.start, span.end))
+    spans: list[Any] = []
+    for version in range(52, 62):
+        begun = asyncio.Event()
+        answer = asyncio.create_task(_answer(engine, 10_000 + version, tokens=100, begun=begun))
+        await begun.wait()
+        assert not publisher.publish(vllm_engine.weights(version), version).skipped
+        await updater.update(requests="keep")
+        tokens, spans = await answer
+        for span in spans:
+            # The embedding of a token is of the version that reads it, and so is the head: never of two.
+            assert all(tokens[at] == {int(span.version)} for at in range(span.start, span.end))
+        if len(spans) == 2:  # else the answer was done before the engine could be paused
+            assert [span.version for span in spans] == [str(version - 1), str(version)]
+            break
+    assert len(spans) == 2
 
 
 async def _all_workers_take_the_same(engine: Any, publisher: WeightPublisher) -> None:

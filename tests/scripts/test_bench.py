@@ -27,6 +27,7 @@ from bench import (
     results,
     store,
     tables,
+    vllm_updates,
 )
 from bench.contestants.contestant import Pending
 from bench.contestants.torch_save import TorchSave
@@ -34,7 +35,8 @@ from bench.saves import Series
 from bench.states import Request, State, make, tensors_of
 from bench.trainer import CYCLE, Trainer, are_of, marks_of
 from bench.turns import Pace, take
-from support.peers import FOLDER
+from support import vllm_engine
+from support.peers import FOLDER, VLLM, peer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -128,6 +130,14 @@ def test_other_hosts(tmp_path: Path) -> None:
     assert len(found["results"]) == 4
     # Other hosts have got it from each other, and something goes with the bytes.
     assert all(0.9 < nbytes / 0.01 / (1 << 30) < 2.2 for nbytes in found["sent"].values())
+
+
+@vllm_engine.there
+@pytest.mark.slow
+def test_updates_of_vllm(tmp_path: Path) -> None:
+    peer(VLLM)
+    found = run(tmp_path, "vllm --gib 0.01 --rounds 1 --pause 0")["vllm"]
+    assert not found["left_out"] and tuple(found["results"]) == vllm_updates.WAYS
 
 
 @pytest.mark.slow

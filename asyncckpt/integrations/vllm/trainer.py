@@ -40,7 +40,7 @@ class SharedMemoryTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM ha
     ``address``: any text, by which the engine finds the weights. ``dtype``, of ``WeightPublisher.publish``, and
     ``slots``, of ``WeightPublisher``. ``timeout``: seconds that an engine waits for weights. ``background``:
     ``send_weights`` returns when the weights are published, and the engine is told by a thread; the next call raises
-    what came of that.
+    what came of that. ``host``: name or address of this host, for engines on others; None: they are all here.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -49,6 +49,7 @@ class SharedMemoryTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM ha
     slots: int = 3
     timeout: float = 60.0
     background: bool = False
+    host: str | None = None
 
 
 class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -99,7 +100,9 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
             engine._publisher.prepare(structure, dtype=init_info.dtype)
             if init_info.background:
                 engine._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncckpt-vllm")
-            told = {"address": init_info.address, "timeout": init_info.timeout}
+            told: dict[str, Any] = {"address": init_info.address, "timeout": init_info.timeout}
+            if init_info.host is not None:
+                told["locator"] = engine._publisher.serve(init_info.host)
             engine._told("init_weight_transfer_engine", told)
         return engine
 

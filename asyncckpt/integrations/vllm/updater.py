@@ -13,17 +13,18 @@ from asyncckpt.weights import Weights, WeightSubscriber
 class _Updater:
     """What both have."""
 
-    def __init__(self, engine: Any, address: str, *, prefix: str = "") -> None:
+    def __init__(self, engine: Any, address: str, *, prefix: str = "", locator: str | None = None) -> None:
         """Nothing is loaded, and nothing waited for, before ``update``.
 
         Args:
             engine: vLLM's, made with ``weight_transfer_config={"backend": "asyncckpt"}``.
             address: That of the ``WeightPublisher``.
             prefix: Only tensors whose names begin with that, and without it.
+            locator: Of a publisher on another host, as of ``WeightSubscriber``.
         """
         self._engine = engine
-        self._subscriber = WeightSubscriber(address, prefix=prefix)
-        self._init = {"init_info": {"address": address, "prefix": prefix}}
+        self._subscriber = WeightSubscriber(address, prefix=prefix, locator=locator)
+        self._init = {"init_info": {"address": address, "prefix": prefix, "locator": locator}}
         self._is_ready = False
         self._loaded: tuple[int, int] | None = None
 

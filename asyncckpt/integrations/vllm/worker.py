@@ -43,12 +43,14 @@ logger = logging.getLogger(__name__)
 class SharedMemoryInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
     """Where the weights are: the argument of ``init_weight_transfer_engine``.
 
-    ``address`` and ``prefix`` are those of ``WeightSubscriber``; ``timeout``: seconds that an update waits for weights.
+    ``address``, ``prefix`` and ``locator`` are those of ``WeightSubscriber``; ``timeout``: seconds that an update waits
+    for weights.
     """
 
     address: str
     prefix: str = ""
     timeout: float = 60.0
+    locator: str | None = None
 
 
 @dataclass
@@ -86,7 +88,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
         """That of the draft model."""
         self._main_model = model  # while ``model`` may be the draft model
         self._info: SharedMemoryInitInfo | None = None
-        self._subscribers: dict[tuple[str, str], WeightSubscriber] = {}
+        self._subscribers: dict[tuple[str, str, str | None], WeightSubscriber] = {}
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
         """Keep where the weights are. Nothing is waited for: the trainer may come later."""
@@ -126,10 +128,10 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
         while self._subscribers:
             self._subscribers.popitem()[1].close()
 
-    def _subscriber(self, address: str, prefix: str) -> WeightSubscriber:
-        key = address, prefix
+    def _subscriber(self, address: str, prefix: str, locator: str | None) -> WeightSubscriber:
+        key = address, prefix, locator
         if key not in self._subscribers:
-            self._subscribers[key] = WeightSubscriber(address, prefix=prefix)
+            self._subscribers[key] = WeightSubscriber(address, prefix=prefix, locator=locator)
         return self._subscribers[key]
 
     def _update(self, wanted: SharedMemoryUpdateInfo, groups: Sequence[ProcessGroup]) -> None:
@@ -138,7 +140,9 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
         begun = time.perf_counter()
         address = self._info.address if wanted.address is None else wanted.address
         weights = acquire_together(
-            self._subscriber(address, self._info.prefix if wanted.prefix is None else wanted.prefix),
+            self._subscriber(
+                address, self._info.prefix if wanted.prefix is None else wanted.prefix, self._info.locator
+            ),
             groups,
             min_version=wanted.min_version,
             version=wanted.version,
