@@ -18,6 +18,7 @@ from support import vllm_engine
 from asyncckpt.errors import CheckpointError, MismatchError, UnsavableStateError, WeightsTimeoutError
 from asyncckpt.integrations import vllm as ours
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 
 
 @vllm_engine.there
@@ -45,6 +46,7 @@ def in_one_process(folder: Path) -> None:
         _weights_that_do_not_fit,
         _a_trainer_that_is_killed,
         _a_trainer_that_drives_the_engine,
+        _a_trainer_on_another_host,
     ):
         scenario(llm, worker, scenario.__name__)
         print(f"{scenario.__name__}: done", flush=True)
@@ -255,6 +257,22 @@ def _a_trainer_that_drives_the_engine(llm: Any, worker: Any, address: str) -> No
         _trainer_engine(llm, address, source)
     with pytest.raises(ValueError, match="what shall be sent"):
         _trainer_engine(llm, address, None)
+
+
+def _a_trainer_on_another_host(llm: Any, worker: Any, address: str) -> None:
+    """As far as this process is concerned: what is published is not to be found in this host's folder."""
+    from asyncckpt.integrations.vllm.updater import EngineUpdater
+
+    here = os.environ[FOLDER_VARIABLE]
+    os.environ[FOLDER_VARIABLE] = f"{here}-other"
+    with _publisher(address) as publisher:
+        locator = publisher.serve("127.0.0.1")
+        os.environ[FOLDER_VARIABLE] = here
+        with EngineUpdater(llm, address, locator=locator) as updater:
+            for version in (1, 2, 3):
+                assert not publisher.publish(vllm_engine.weights(version), version).skipped
+                assert updater.update(version) == version
+                assert _said(llm) == ({version}, [str(version)])
 
 
 # And what needs no vLLM.
