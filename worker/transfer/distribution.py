@@ -62,7 +62,8 @@ class Distribution:
         with self._lock:
             hosts = self._of(version)
             hosts.pop(own, None)
-            loads = Counter(host.holder for host in hosts.values() if host.reading)
+            # Who is refused is gone, as a rule, before its connection here has broken: its holder has room again.
+            loads = Counter(host.holder for at, host in hosts.items() if host.reading and at not in refused)
             could = [each for each in hosts if each not in refused and not _comes_from(own, each, hosts)]
             # Rather who has all of it; else the last one of the chain.
             chosen = min(could, key=lambda each: (loads[each], hosts[each].reading), default=None)

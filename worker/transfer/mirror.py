@@ -108,7 +108,9 @@ class Mirror:
                     self._say(f"version {version.version} cannot be had from {found.holder.host}: {error}")
                     refused = (*refused, found.holder)
                     self._leave(found.holder)
-                elif not isinstance(error, FileNotFoundError):  # else there is a newer one by now
+                elif isinstance(error, FileNotFoundError):  # there will be a newer one in a moment
+                    self._closed.wait(_PAUSE_S / 10)
+                else:
                     raise
             except CheckpointError as error:
                 self._say(str(error))
@@ -229,15 +231,19 @@ class Mirror:
         count = len(digests) // DIGEST_BYTES
         view = image.memory.segment.view
         begin, end = image.bounds(first)[0], image.bounds(first + count - 1)[1]
+
+        def is_right() -> bool:
+            bounds = (image.bounds(first + number) for number in range(count))
+            return b"".join(digest_of(view[start:stop]) for start, stop in bounds) == digests
+
         last = self._last
         if last is not None and self._is_kept(image, first, digests[:DIGEST_BYTES]):
             view[begin:end] = last.memory.segment.view[begin:end]
-        else:
-            part.read(begin - part_begin, view[begin:end])
-        for number in range(count):
-            start, stop = image.bounds(first + number)
-            if digest_of(view[start:stop]) != digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
-                raise DamagedCheckpointError(f"version {image.version.version} did not arrive as it was sent")
+            if is_right():
+                return
+        part.read(begin - part_begin, view[begin:end])
+        if not is_right():
+            raise DamagedCheckpointError(f"version {image.version.version} did not arrive as it was sent")
 
     def _holder(self, address: TransferAddress, locator: Locator) -> Holder:
         """A connection to another worker, which is kept."""

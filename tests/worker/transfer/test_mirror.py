@@ -140,6 +140,19 @@ def test_a_byte_that_is_flipped_on_the_way_goes_no_further(
     assert not flips
 
 
+def test_a_byte_that_flips_where_it_lies_goes_no_further(hosts: list[MirrorHere | Publishing]) -> None:
+    """What has not changed is taken from the version before, if that is still what it was."""
+    hosts.append(publishing := Publishing(NBYTES))
+    publishing.publish(1, data_of(1))
+    hosts.append(one := MirrorHere(publishing))
+    one.wait(1)
+    last = one.mirror._last
+    assert last is not None
+    last.memory.segment.view[NBYTES // 2] ^= 1
+    publishing.publish(2, data_of(1))
+    assert one.wait(2) == data_of(1)
+
+
 def test_ranks_that_publish_together_are_fetched_together(hosts: list[MirrorHere | Publishing]) -> None:
     sizes = (3 * SPAN_BYTES + 8, 4096, 5 * SPAN_BYTES)
     ranks = [Publishing(nbytes, ranks=len(sizes)) for nbytes in sizes]
