@@ -106,8 +106,8 @@ EXPLANATIONS = {
     "hosts": (
         "Hosts are network namespaces of this machine, each with a link of a rate, and share its cores and memory. "
         "From the call that publishes, in which all bytes have changed, until readers on all hosts have the whole "
-        "version; each byte is checked on each. A host is lost, a second after that, with its readers and its worker: "
-        "the first one of the chain, which reads from the publisher."
+        "version; each byte is checked on each. A host is lost a second after that, with its readers and its worker, "
+        "and others read from it."
     ),
     "vllm": (
         "A real engine on the CPU, its worker in a process of its own. *Held* is how long the trainer is, *update* how "

@@ -1,4 +1,4 @@
-"""A taste of ``scripts/torture`` and ``scripts/torture_weights.py``."""
+"""A taste of ``scripts/torture``, ``scripts/torture_weights.py`` and ``scripts/torture_mirrors.py``."""
 
 from __future__ import annotations
 
@@ -79,6 +79,14 @@ def test_no_read_is_torn(tmp_path: Path) -> None:
     assert facts["reads"] > 0 and facts["readers killed"] >= 8 and facts["ended by error"] == 1
     assert (facts["torn"], facts["slots lost"], facts["growth"]) == (0, 0, [])
     assert facts["images at rest"] == [2] * 6  # of a trainer, of the last one of several, of four ranks
+
+
+@pytest.mark.slow
+def test_no_read_is_torn_on_other_hosts(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    facts = _try("torture_mirrors.py", ["--hosts=2", "--kills=12", "--seed=3", f"--json={report}"], report)
+    assert facts["trainers killed"] and facts["workers killed"] and facts["readers killed"]
+    assert facts["reads"] > 0 and (facts["wrong"], facts["stuck"], facts["failed"]) == (0, 0, 0)
 
 
 def _try(script: str, options: list[str], report: Path) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class TransferServer:
         return name, offering.description
 
     def _next_version(self, peer: SealedConnection, asked: requests.NextVersion) -> requests.NewestVersion:
-        host, own = peer.peer.rpartition(":")[0], asked.own
+        host, own = peer.peer.rpartition(":")[0].removeprefix("::ffff:"), asked.own  # of one that speaks IPv4
         own = own if own.host else requests.TransferAddress(host, own.port)
         self._distribution.has(peer, own, asked.after and asked.after[:2])
         newest = self.versions.wait_newer(asked.after, asked.seconds)
