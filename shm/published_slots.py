@@ -60,6 +60,12 @@ class PublishedSlots:
         """End the claim on ``slot``, for those who read the image of a save, which is whole."""
         self._claims.offer(slot, Readers.OF_IMAGE)
 
+    def withdraw_newer(self, version: PublishedVersion) -> None:
+        """Whatever is newer than ``version`` shall not be found any more. Its slots are not claimed."""
+        for other, slot in self.publications().items():
+            if other > version:
+                self._table.withdraw(slot)
+
     def withdraw_all(self) -> None:
         """Nobody shall find anything here any more. The slots are not claimed: nothing may be written there."""
         for slot in range(self.count):

@@ -102,6 +102,8 @@ class MirrorBuffer:
         slots = self._all[-1]
         if self._image is not None:
             slots.published.publish(self._slot, self._image.version)
+            # Of a trainer before this one, whose host had another clock.
+            slots.published.withdraw_newer(self._image.version)
             self._versions.end(slots.number, self._slot)
         while self._all[0] is not slots:
             self._all.pop(0).release()
