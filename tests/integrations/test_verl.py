@@ -240,6 +240,20 @@ def dtype(workers: Crew) -> None:
         assert same(dict(sorted(got.items())), dict(sorted(wanted.items())))
 
 
+def test_a_device(hosts: list[str]) -> None:
+    play(on_a_device, NEWEST, hosts)
+
+
+def on_a_device(workers: Crew) -> None:
+    """One that has no memory, but says that the tensors are there."""
+    master, rollout = workers.master(), workers.rollout(0, device="meta")
+    for version in range(1, 6):  # no lease stays
+        manager([master], [rollout]).update_weights(global_steps=version)
+    assert rollout.call("pull_weights") == 5
+    got = rollout.call("forms")
+    assert got == {name: ("meta", tuple(each.shape), each.dtype) for name, each in weights(5)}
+
+
 def test_a_checkpoint_is_read_out_of_its_image(hosts: list[str], root: Path) -> None:
     play(a_checkpoint_is_read_out_of_its_image, NEWEST, hosts, str(root))
 

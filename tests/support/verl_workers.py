@@ -310,6 +310,10 @@ def _rollout(engine_kwargs: dict[str, Any]) -> Any:
         def got(self) -> dict[str, torch.Tensor]:
             return {name: tensor.clone() for name, tensor in self.server_adapter.got.items()}
 
+        def forms(self) -> dict[str, Any]:
+            got = self.server_adapter.got
+            return {name: (each.device.type, tuple(each.shape), each.dtype) for name, each in got.items()}
+
         def let_go(self) -> None:
             """Of what it has got."""
             self.server_adapter.got = {}

@@ -35,12 +35,13 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
+from asyncckpt.devices.kinds import synchronize_used
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
 from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup, group_store
 from asyncckpt.integrations.verl.local_publication import LocalPublication, Notice, NoticeBoard
@@ -73,6 +74,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         roll_back: bool = False,
         timeout: float = 600.0,
         host: str | None = None,
+        device: str | None = None,
     ) -> None:
         """``bucket_size`` and ``is_master`` come from verl, all else from ``engine_kwargs``.
 
@@ -87,6 +89,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             roll_back: Let ``global_steps`` go back in a running trainer; a restarted one always may.
             timeout: Seconds that a worker may wait for another.
             host: The name by which the others reach this trainer; None: as Ray has it.
+            device: Where rollouts get the weights ("cuda"), copied from pinned memory, for engines that want them so.
+                None: where they are, in shared memory.
         """
         self._bucket_bytes = min(bucket_size, BUCKET_BYTES)  # verl means those on a device
         self._is_master = is_master
@@ -96,6 +100,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._roll_back = roll_back
         self._timeout = timeout
         self._host = host
+        self._device = device
         self._name = uuid.uuid4().hex
         self._store: Store | None = None
         self._group_store: Any = None
@@ -212,9 +217,9 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                         yield name, tensor.clone()  # engines gather some before they load them
             self.version = notice.version
         else:
-            with await asyncio.to_thread(self._mapped, notices, global_steps) as weights:
-                for pair in weights.items():
-                    yield pair
+            weights = await asyncio.to_thread(self._mapped, notices, global_steps)
+            for pair in self._handed_over(weights):
+                yield pair
 
     async def get_weights(
         self,
@@ -238,11 +243,11 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 " or leave bypass_cpu out of the engine_kwargs"
             )
         acquire = self.local.subscriber().acquire
-        weights = await asyncio.to_thread(acquire, min_version, version=version, roll_back=roll_back, timeout=timeout)
+        which: dict[str, Any] = {"version": version, "roll_back": roll_back, "pin": self._device, "timeout": timeout}
+        weights = await asyncio.to_thread(acquire, min_version, **which)
         self.version = weights.version
-        with weights:
-            for pair in weights.items():
-                yield pair
+        for pair in self._handed_over(weights):
+            yield pair
 
     async def get_checkpoint_weights(self, folder: str, **which: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The actor's weights out of the image of a checkpoint, which the tie to verl's FSDP engine publishes.
@@ -321,9 +326,21 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         notice.check(global_steps)
         if self.version is not None and notice.version < self.version:
             self.local.forget_versions()
-        weights = self.local.acquire(notice)
+        weights = self.local.acquire(notice, self._device)
         self.version = notice.version
         return weights
+
+    def _handed_over(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights, one by one where the rollout wants them; and the end of their lease."""
+        with weights:
+            if self._device is None:
+                yield from weights.items()
+                return
+            try:
+                for name, tensor in weights.items():
+                    yield name, tensor.to(self._device, non_blocking=True)
+            finally:
+                synchronize_used()  # what is queued reads from what is leased
 
 
 def _exhaust(weights: Iterable[Any]) -> None:

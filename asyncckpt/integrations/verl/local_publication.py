@@ -84,12 +84,14 @@ class LocalPublication:
         """The newest version here."""
         return next(reversed(self.subscriber().versions()), None)
 
-    def acquire(self, notice: Notice) -> Weights:
-        """The weights of a sync, once they are on this host. Raises as ``WeightSubscriber.acquire``."""
+    def acquire(self, notice: Notice, pin: str | None) -> Weights:
+        """The weights of a sync, once they are on this host. ``pin``: as of ``WeightSubscriber.acquire``, which says
+        what is raised.
+        """
         deadline = time.monotonic() + self._config.timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
-            weights = self.subscriber().acquire(version=notice.version, timeout=left)
+            weights = self.subscriber().acquire(version=notice.version, pin=pin, timeout=left)
             if weights.epoch == notice.epoch:
                 return weights
             # A sync that is repeated: this host has what came of that version before.
