@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 GIVE_BACK_S = 10.0
 # How long to wait for other processes, each of which may be taking some hundred GiB.
 _TURN_S = 120.0
-_HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
+HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
 
 
 def take_memory(segment: Segment, wait_released: Callable[[], bool] = lambda: False) -> None:
@@ -33,11 +33,11 @@ def take_memory(segment: Segment, wait_released: Callable[[], bool] = lambda: Fa
             if not alone:
                 logger.warning("%d bytes are taken without looking whether others take as much", segment.nbytes)
             try:
-                budget.require(segment.nbytes + announced_bytes(), "staging", _HINT)
+                budget.require(segment.nbytes + announced_bytes(), "staging", HINT)
             except OutOfMemoryError:
                 # What is held for trainers that may never come back must not deny memory to one that is here.
                 if not (wait_released() or retire_idle_workers(GIVE_BACK_S)):
                     raise
-                budget.require(segment.nbytes + announced_bytes(), "staging", _HINT)
+                budget.require(segment.nbytes + announced_bytes(), "staging", HINT)
             announced.enter_context(announce_memory(segment.fileno()))
         segment.touch()

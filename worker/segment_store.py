@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import Readers, lease, reopen
@@ -22,7 +23,7 @@ from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker import endpoint_messages
 from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
 from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.memory import GIVE_BACK_S, take_memory
+from asyncckpt.worker.memory import GIVE_BACK_S, HINT, take_memory
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, SegmentLayout, WeightsLayout
 from asyncckpt.worker.write_request import WriteRequest
 
@@ -155,7 +156,10 @@ class SegmentStore:
 
     def allocate(self, nbytes: int) -> tuple[int, Segment]:
         """Make a segment, touched. Returns its number, and itself. Raises ``OutOfMemoryError``."""
-        segment = Segment.create("asyncckpt", nbytes)
+        try:
+            segment = Segment.create("asyncckpt", nbytes)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{error.message}; {HINT}") from error
         try:
             take_memory(segment, lambda: self._wait_released(GIVE_BACK_S))
         except BaseException:

@@ -207,6 +207,15 @@ def first_device(tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> torch.d
     return next((device for device in map(_device, tensors) if device in ready), None) if ready else None
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until ``device`` has done all that it was given."""
+    if (kind := kind_of(device)) is not None:
+        with kind.use(device):
+            kind.synchronize()
+    elif device.type not in ("cpu", "meta"):
+        torch.get_device_module(device.type).synchronize()
+
+
 def synchronize_used() -> None:
     """Wait until the accelerators that this process uses have done all they were given; starts none that it does not.
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from asyncckpt.devices.kinds import kind_of, use
+from asyncckpt.devices.kinds import wait_for
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.planning.layout import contiguous_strides
@@ -127,9 +127,7 @@ class _PinnedImage:
     def close(self) -> None:
         """Once the device has done what it was given, it knows nothing more of this memory."""
         if hasattr(self, "_memory"):
-            if (kind := kind_of(self._device)) is not None:
-                with use(self._device):
-                    kind.synchronize()
+            wait_for(self._device)
             self._memory.close()
         self.segment.close()
 

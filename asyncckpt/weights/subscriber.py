@@ -186,7 +186,8 @@ class WeightSubscriber:
                     each.give_back()
                 return None
             parts += leases
-        weights = Weights(published, parts, self._prefix, self._older)
+        device = how if isinstance(how, torch.device) else None
+        weights = Weights(published, parts, self._prefix, self._older, device)
         if not weights and self._prefix:
             names = [name for part in parts for name in part.entries]
             weights.release()

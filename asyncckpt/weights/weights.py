@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from asyncckpt.devices.kinds import wait_for
 from asyncckpt.errors import ClosedError, MismatchError
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, copied_as
@@ -36,6 +37,7 @@ class Weights(Mapping[str, torch.Tensor]):
         parts: Sequence[Lease],
         prefix: str,
         other: Callable[[int], Weights | None] = lambda _: None,
+        device: torch.device | None = None,
     ) -> None:
         """Name the tensors of one version.
 
@@ -44,11 +46,13 @@ class Weights(Mapping[str, torch.Tensor]):
             parts: A lease on the slot of each rank, in their order.
             prefix: Only names that begin with it are used, without it.
             other: Gives another version, with the same prefix, while it is in memory. Kept until the lease ends.
+            device: What they are pinned for, which may still copy from them when the lease is to end; None: nothing.
         """
         self.version = published.version
         self.epoch = published.epoch
         """The publisher's: a restarted one has a greater number."""
         self._parts: Sequence[Lease] = parts
+        self._device = device
         self._other: Callable[[int], Weights | None] = other
         self._chunks: dict[str, dict[Ranges, tuple[Lease, TensorEntry]]] = {}
         for part in parts:
@@ -146,8 +150,13 @@ class Weights(Mapping[str, torch.Tensor]):
             yield paths
 
     def release(self) -> None:
-        """End the lease, or leave it to the last tensor that is still in use. Safe to call twice."""
+        """End the lease, or leave it to the last tensor that is still in use. Safe to call twice.
+
+        First a device that it is pinned for is waited for, which may still copy.
+        """
         self._released = True
+        if self._device is not None and self._parts:
+            wait_for(self._device)
         parts, self._parts = self._parts, ()
         self._other = lambda _: None
         if not all([part.give_back() for part in parts]):

@@ -41,7 +41,6 @@ from typing import Any
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
-from asyncckpt.devices.kinds import synchronize_used
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
 from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup, group_store
 from asyncckpt.integrations.verl.local_publication import LocalPublication, Notice, NoticeBoard
@@ -333,14 +332,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     def _handed_over(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights, one by one where the rollout wants them; and the end of their lease."""
         with weights:
-            if self._device is None:
-                yield from weights.items()
-                return
-            try:
-                for name, tensor in weights.items():
-                    yield name, tensor.to(self._device, non_blocking=True)
-            finally:
-                synchronize_used()  # what is queued reads from what is leased
+            for name, tensor in weights.items():
+                yield name, tensor if self._device is None else tensor.to(self._device, non_blocking=True)
 
 
 def _exhaust(weights: Iterable[Any]) -> None:

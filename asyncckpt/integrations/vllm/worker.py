@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from asyncckpt.devices.kinds import wait_for
 from asyncckpt.errors import CheckpointNotFoundError, MismatchError
 from asyncckpt.integrations.vllm.agreement import acquire_together, is_last, raise_together
 from asyncckpt.weights import Weights, WeightSubscriber
@@ -169,8 +170,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
             with disable_mtp_completeness_check():
                 self.model.load_weights(weights.items())
             finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # the copies that are queued read from what is leased
+            wait_for(self.device)  # the copies that are queued read from what is leased
         except Exception as error:
             logger.exception("version %d of the weights at %r is not loaded", weights.version, address)
             _leave_half_loaded(self.model, self.model_config)
