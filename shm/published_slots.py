@@ -14,6 +14,10 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import Claims, Readers, lease
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
 
+LASTING = 2
+"""The first slots of weights keep their memory: one has the newest version, one is to publish in. Others are there for
+as long as readers keep older versions, and may be given back."""
+
 
 class PublishedSlots:
     """The trainer's part, for checkpoints and for weights. ``count`` slots are used; the owner may change that."""

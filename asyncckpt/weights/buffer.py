@@ -11,7 +11,7 @@ from asyncckpt.devices.captures import check_not_capturing
 from asyncckpt.devices.kinds import first_device, kind_of, ready_events
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import OutOfMemoryError
-from asyncckpt.shm.published_slots import PublishedSlots
+from asyncckpt.shm.published_slots import LASTING, PublishedSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
 from asyncckpt.staging.copy_threads import CopyThreads
@@ -24,8 +24,6 @@ from asyncckpt.worker.segment_layout import WeightsLayout
 
 logger = logging.getLogger(__name__)
 
-# One to publish in, while the other has the newest version.
-_ALWAYS = 2
 # After so many publications in which a slot beyond these was not needed, its memory is given back: not at once, for
 # readers that keep a version do so again and again, and fresh memory takes as long as to copy into it.
 _UNUSED = 8
@@ -91,15 +89,15 @@ class WeightBuffer:
         published = list(self.published().values())
         slot = self._claim_first(slot for slot in self._taken() if slot not in published)
         if slot is None:
-            slot = self._grow(plan, _ALWAYS)
+            slot = self._grow(plan, LASTING)
         if slot is None:
             # The oldest of the first two: so the others have none but old versions once nobody needs them.
-            slot = self._claim_first(sorted(published[:-1] or published, key=lambda slot: max(slot, _ALWAYS - 1)))
+            slot = self._claim_first(sorted(published[:-1] or published, key=lambda slot: max(slot, LASTING - 1)))
         return self._grow(plan, most) if slot is None else slot
 
     def fill(self, plan: WeightPlan) -> None:
         """Take the memory now that is taken in any case, see ``claim``."""
-        while (slot := self._grow(plan, _ALWAYS)) is not None:
+        while (slot := self._grow(plan, LASTING)) is not None:
             self._published.offer(slot)
 
     def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> None:
@@ -136,7 +134,7 @@ class WeightBuffer:
         self._published.publish(slot, version)
         for number, each in enumerate(self._slots):
             each.unused = 0 if number == slot else each.unused + 1
-        for number in self._taken()[_ALWAYS:]:
+        for number in self._taken()[LASTING:]:
             if self._slots[number].unused >= _UNUSED and self._published.claim(number):
                 self._slots[number].give_back()
                 self._published.offer(number)

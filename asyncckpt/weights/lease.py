@@ -18,7 +18,7 @@ from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.memcpy import memcmp
-from asyncckpt.shm.published_slots import ReadableSlots
+from asyncckpt.shm.published_slots import LASTING, ReadableSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import reopen
 from asyncckpt.shm.slots import PublishedVersion
@@ -176,7 +176,9 @@ class _MappedSegment:
             image, files = self._image(slot, version.folder)
             views = None
             if isinstance(how, torch.device):
-                image = self._pinned_image(image, how)
+                # A driver would not notice that memory was given back, and taken again.
+                if slot < LASTING or not isinstance(self._layout, WeightsLayout):
+                    image = self._pinned_image(image, how)
             elif how == "private":
                 views = self._views.setdefault(image, PrivateViews(image))
             for entries, span in files:

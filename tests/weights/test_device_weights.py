@@ -81,6 +81,21 @@ def test_a_reader_copies_from_pinned_memory(
     assert same(kept, weights["large"] * 0)  # it is mapped still
 
 
+def test_memory_that_may_be_given_back_is_not_pinned(
+    device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber
+) -> None:
+    """A driver knows pages, and the third slot may have others by the time that it is used again: nobody would see."""
+    before = accelerators.registrations()
+    held = []
+    for version in (1, 2, 3):  # the third one in the slot that is there for readers of older versions
+        publisher.publish({"at": torch.full((300, 300), float(version))}, version)
+        held.append(subscriber.acquire(version, pin=device_type))
+        assert torch.equal(held[-1]["at"].to(device_type).cpu(), torch.full((300, 300), float(version)))
+    assert accelerators.registrations() - before == 2 or device_type == "cuda"
+    for each in held:
+        each.release()
+
+
 class _Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dtypes of all copies from a device to the host: of what is copied, and of where it goes."""
 

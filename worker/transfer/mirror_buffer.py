@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from asyncckpt.errors import OutOfMemoryError
-from asyncckpt.shm.published_slots import PublishedSlots
+from asyncckpt.shm.published_slots import LASTING, PublishedSlots
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
 from asyncckpt.worker.segment_layout import WeightsLayout
 from asyncckpt.worker.segment_store import SegmentStore
@@ -14,8 +14,8 @@ from asyncckpt.worker.transfer.versions import ServedVersions, VersionImage, lay
 
 logger = logging.getLogger(__name__)
 
-# One has the newest version, one is to fetch into; a third where readers keep an older one.
-_ALWAYS, _MOST = 2, 3
+# A third one where readers keep an older version.
+_MOST = LASTING + 1
 
 
 class _Slots:
@@ -34,7 +34,7 @@ class _Slots:
         """A slot that nobody reads; None: all are being read. That of the newest version stays where it is."""
         published = list(self.published.publications().values())
         slot = self._claim_first(slot for slot in range(len(self._numbers)) if slot not in published)
-        slot = self._grow(_ALWAYS) if slot is None else slot
+        slot = self._grow(LASTING) if slot is None else slot
         slot = self._claim_first(published[:-1] or published) if slot is None else slot
         return self._grow(_MOST) if slot is None else slot
 
