@@ -51,6 +51,15 @@ class Config:
     keep: Callable[[int], bool] | None = None
     """The same for any choice: called on the first rank with the step of each save, whether to keep it for good."""
 
+    link_unchanged: bool = True
+    """What has not changed since the last durable save is not written again: the new checkpoint has the same file, by a
+    hard link (on an object store, by a copy that the store makes). What tensors do not change is learned, and they get
+    a file of their own. Each checkpoint is whole all the same, and can be removed by itself; a damaged file is damaged
+    in all that share it."""
+
+    rewrite_unchanged_every: int = 100
+    """After so many saves in a row that took a file by link it is written again, changed or not."""
+
     local_root: str | None = None
     """A folder on fast disks: a ``Checkpointer`` saves there, in a folder of its own, and uploads steps to its root in
     the background. All ranks have to see it: this is for jobs of one host, or for fast disks that hosts share."""
@@ -163,6 +172,7 @@ class Config:
             "local_root": self.local_root is None or ("://" not in self.local_root and self.local_root != ""),
             "replicas": self.replicas >= 0,
             "replica_rate": self.replica_rate is None or self.replica_rate > 0,
+            "rewrite_unchanged_every": self.rewrite_unchanged_every >= 1,
             "local_keep_last": self.local_keep_last >= 1,
             "upload_every": self.upload_every is None or (self.upload_every >= 1 and self.local_root is not None),
             "failure": self.failure in get_args(Failure),
@@ -301,11 +311,15 @@ _SWITCH = _Option(
 # What has a variable and no option.
 _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(
-        ("replicas", "keep_every", "local_keep_last", "upload_every", "worker_restarts", "io_threads"), int
+        (
+            *("replicas", "keep_every", "local_keep_last", "upload_every", "worker_restarts", "io_threads"),
+            "rewrite_unchanged_every",
+        ),
+        int,
     ),
     **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause", "replica_rate"), float),
     **dict.fromkeys(("job_id", "host", "address", "transport", "domain", "local_root", "metrics_folder"), str),
-    **dict.fromkeys(("progress", "direct_io"), _truth),
+    **dict.fromkeys(("progress", "direct_io", "link_unchanged"), _truth),
     "on_event": lambda names: tuple(names.split(",")),
 }
 

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import starmap
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import xxhash
@@ -35,6 +35,7 @@ SPAN_BYTES = 8 << 20
 _DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
 _LONGEST_S = 1e12  # also of moments, in seconds since the epoch
+_SHORT_BYTES = 240
 _MOST_BYTES, _MOST_RANKS = 1 << 63, 10_000_000
 # What a text raises that is no manifest, or no index, in one of many ways.
 _NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -76,6 +77,27 @@ def is_index(name: str) -> bool:
 def checksum(data: bytes | memoryview) -> int:
     """XXH3, 64 bits."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def digest_of(data: memoryview) -> bytes:
+    """XXH3, 128 bits, 16 bytes of it."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def checksums_in(digests: bytes, bounds: Sequence[int], data: memoryview) -> array[int]:
+    """The checksums of the spans of ``data`` between the ``bounds``, out of their ``digests``, one after the other.
+
+    Of more than 240 bytes XXH3 makes both of one state: the low half of the longer is the shorter (its specification,
+    and ``xxhash.h``).
+    """
+    halves = array("Q", digests)
+    if sys.byteorder == "little":  # the digests are big-endian, the high half first
+        halves.byteswap()
+    found = halves[1::2]
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        if end - begin <= _SHORT_BYTES:
+            found[number] = checksum(data[begin:end])
+    return found
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,13 @@ class SpannedFile(LargeFile):
 @dataclass(frozen=True)
 class DataFile(SpannedFile):
     """A data file of DCP's, in ``folder`` of the checkpoint ("": at its top). Its name has its ``number`` among those
-    that a rank has there, and a ``prefix``.
+    that a rank has there, and a ``prefix``. ``is_settled``: it is for what is not expected to change any more.
     """
 
     number: int
     prefix: str
     folder: str = ""
+    is_settled: bool = False
 
     def name(self, rank: int) -> str:
         return os.path.join(self.folder, data_name(rank, self.number, self.prefix))

@@ -182,6 +182,7 @@ class Server:
                     self._replicator.expect(staged)
             case messages.Release(number):
                 self._segment_store.release(number)
+                self._writer.forget(number)
 
     def _answer(self, asked: messages.Question) -> None:
         answer: Any

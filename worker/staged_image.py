@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import threading
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from asyncckpt.shm.huge import only_private, own_buffer
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import State
-from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.manifest import digest_of
 from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.storage.storage import OutputFile
 from asyncckpt.worker.write_request import WriteRequest
@@ -107,6 +106,36 @@ class StagedImage:
                 self.changed.wait(_POLL_S)
 
 
+class UnwrittenFile:
+    """Takes the place of an ``ImageFile`` while all of the image is waited for, and nothing is written yet."""
+
+    def __init__(self, image: memoryview) -> None:
+        self._image = image
+
+    def advance(self, end: int) -> None:
+        """The image is final up to ``end``, in bytes."""
+
+    def follow(self, wait_beyond: Callable[[int, int], int]) -> None:
+        """As that of an ``ImageFile``."""
+        there = 0
+        while there < len(self._image):
+            there = wait_beyond(there, len(self._image))
+
+
+def span_digests(image: memoryview, bounds: Sequence[int], pool: ThreadPoolExecutor) -> bytes:
+    """Those of the spans of an ``image`` between the ``bounds``, one after the other, made on the threads of a pool."""
+    groups = [[bounds[0]]]
+    for bound in bounds[1:]:
+        groups[-1].append(bound)
+        if bound - groups[-1][0] >= PIECE_BYTES:
+            groups.append([bound])
+
+    def digest(its: Sequence[int]) -> bytes:
+        return b"".join(digest_of(image[begin:end]) for begin, end in pairwise(its))
+
+    return b"".join(pool.map(digest, groups))
+
+
 class ImageFile:
     """A new file that an image is written to as far as it is final.
 
@@ -149,10 +178,6 @@ class ImageFile:
         while there < len(self._image):
             there = wait_beyond(there, len(self._image))
             self.advance(there)
-
-    def checksums(self, bounds: Sequence[int]) -> array[int]:
-        """Those of the spans between the ``bounds``, in bytes; meanwhile the threads go on writing."""
-        return array("Q", (checksum(self._image[begin:end]) for begin, end in pairwise(bounds)))
 
     def write_rest(self, nbytes: int) -> None:
         """Have the threads write what is left of the first ``nbytes`` of the image. Raises as ``advance``."""

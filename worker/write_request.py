@@ -26,6 +26,7 @@ class WriteRequest:
     archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
     all created up to then. ``upload``, on the first rank: what follows when it is committed.
     ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``: other hosts are to have copies.
+    ``most_links``: how many saves in a row may take a file that has not changed from the one before.
     """
 
     save_id: int
@@ -48,3 +49,4 @@ class WriteRequest:
     upload: Upload | None = None
     called_at: float = 0.0
     is_copied: bool = False
+    most_links: int = 0

@@ -26,8 +26,10 @@ from concurrent.futures import ThreadPoolExecutor
 from asyncckpt.errors import CheckpointError, RankFailedError
 from asyncckpt.shm.slots import State
 from asyncckpt.worker import messages
-from asyncckpt.worker.attempt import Attempt, CheckpointAttempt, FileAttempt, FileSetAttempt
+from asyncckpt.worker.attempt import Attempt, FileAttempt
 from asyncckpt.worker.committer import Committer, located_in
+from asyncckpt.worker.durable_files import DurableFiles
+from asyncckpt.worker.folder_attempt import CheckpointAttempt, FileSetAttempt
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, TorchFileLayout
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.staged_image import ImageState, StagedImage
@@ -42,10 +44,11 @@ _ORPHAN_S = 60.0
 _STUCK_S = 30.0
 
 
-def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
+def begin_attempt(storage: Storage, staged_image: StagedImage, durable: DurableFiles) -> Attempt:
     """Open on ``storage`` what a write request asks for, whether all of the image is there or not.
 
-    Raises ``StorageError`` where storage refuses, ``CheckpointError`` when the segment is no checkpoint's or file's.
+    ``durable``: what may be linked. Raises ``StorageError`` where storage refuses, ``CheckpointError`` when the segment
+    is no checkpoint's or file's.
     """
     request, layout = staged_image.request, staged_image.hosted.layout
     match layout:
@@ -60,10 +63,11 @@ def begin_attempt(storage: Storage, staged_image: StagedImage) -> Attempt:
             orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
             if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):
                 raise exists_error(request.path, request.existing, request.step)  # the trainer has not asked
-            folder = storage.begin_checkpoint(request.path, request.attempt, layout.own_bytes + beside, orphan_s)
+            nbytes = layout.own_bytes + beside - durable.expected_bytes(request.segment, request.most_links)
+            folder = storage.begin_checkpoint(request.path, request.attempt, nbytes, orphan_s)
             if isinstance(layout, FileSetLayout):
-                return FileSetAttempt(folder, staged_image, layout)
-            return CheckpointAttempt(folder, staged_image, layout)
+                return FileSetAttempt(folder, staged_image, layout, durable)
+            return CheckpointAttempt(folder, staged_image, layout, durable)
         case _:
             raise CheckpointError("the trainer never described this segment as a checkpoint's")
 
@@ -93,6 +97,7 @@ class Writer:
         self._committer = committer
         self._send = send
         self._io_threads = io_threads
+        self._durable = DurableFiles()
         # Guards all that follows, and the images.
         self._changed = threading.Condition()
         self._begun: dict[int, StagedImage] = {}  # those of which the trainer has not said that they are staged
@@ -140,6 +145,10 @@ class Writer:
         self._send(messages.Answer(asked, answer))
         if image is not None and not is_followed:
             self._committer.failed(image.request, reason)
+
+    def forget(self, segment: int) -> None:
+        """That segment is released: what was saved from it is the same as no other."""
+        self._durable.forget(segment)
 
     def finish(self) -> None:
         """The trainer is gone: write what is staged, also where it could not say so any more, and end."""
@@ -207,7 +216,7 @@ class Writer:
         attempt: Attempt | None = None
         try:
             try:
-                attempt = begin_attempt(self._storage_for(request.path), image)
+                attempt = begin_attempt(self._storage_for(request.path), image, self._durable)
                 self._segment_store.image_written(request, attempt.write(pool))
             finally:
                 self._let_go(image)

@@ -180,6 +180,7 @@ class SaveOperation(SaveState):
             plan=self.buffer.plan.number,
             upload=retention.upload() if group.rank == 0 and retention.upload is not None else None,
             called_at=self.called_at,
+            most_links=self._config.rewrite_unchanged_every if self._config.link_unchanged else 0,
             is_copied=self._config.replicas > 0 and isinstance(self.buffer.layout, CheckpointLayout),
         )
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import store_connection
+from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.manifest import data_name, index_name
 from asyncckpt.worker.messages import Rendezvous
 from asyncckpt.worker.rounds import Rounds, round_name
@@ -79,7 +80,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
             staged_image = StagedImage(order, hosted, changed := threading.Condition(), lambda: True)
             with changed:
                 staged_image.stage({})
-            attempt = begin_attempt(storage_for(path), staged_image)
+            attempt = begin_attempt(storage_for(path), staged_image, DurableFiles())
             attempt.write(pool)
             report = attempt.seal()
             for rank in range(1, world_size):  # what the others have written

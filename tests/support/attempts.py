@@ -8,6 +8,7 @@ from pathlib import Path
 
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.attempt import Attempt
+from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.manifest import spans
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.segment_store import HostedSegment
@@ -34,4 +35,4 @@ def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "r
     staged_image = StagedImage(request, hosted, changed := threading.Condition(), lambda: True)
     with changed:
         staged_image.stage({})
-    return begin_attempt(storage_for(request.path), staged_image)
+    return begin_attempt(storage_for(request.path), staged_image, DurableFiles())

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from asyncckpt.worker.storage.storage import FileStamp, InputFile, OpenAttempt, OutputFile, Resolution, Storage
+from asyncckpt.worker.storage.storage import (
+    FileStamp,
+    InputFile,
+    OpenAttempt,
+    OutputFile,
+    Resolution,
+    Storage,
+    StoredFile,
+)
 from asyncckpt.worker.write_request import Existing
 
 POINTS = ("begin", "create", "write", "sync", "finalize", "finalized")
-"""Where it may fail: before a step, or, at ``finalized``, after it."""
+"""Where it may fail: before a step, or, at ``finalized``, after it. At ``link``, too, where there is one."""
 
 Reach = Callable[[str, str], None]
 """Called with a point and a path; what it raises, the step raises."""
@@ -95,6 +103,13 @@ class _FaultyAttempt(OpenAttempt):
     def create_joint(self, name: str, nbytes: int, *, large: bool) -> OutputFile:
         self._reach("create", self.path)
         return _FaultyFile(self._inner.create_joint(name, nbytes, large=large), self._reach)
+
+    def stored(self, name: str) -> StoredFile | None:
+        return self._inner.stored(name)
+
+    def link(self, name: str, stored: StoredFile) -> bool:
+        self._reach("link", self.path)
+        return self._inner.link(name, stored)
 
     def names(self) -> set[str]:
         return self._inner.names()

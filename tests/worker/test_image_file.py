@@ -6,8 +6,10 @@ import contextlib
 import errno
 import fcntl
 import os
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,8 @@ def _write(
     """The checksums, and whether the page cache was bypassed."""
     with ImageFile(file, pool, image) as output:
         output.follow(wait_beyond)
-        checksums = output.checksums(bounds)
         output.finish(bounds[-1])
-        return checksums, output.sync()
+        return array("Q", (checksum(image[begin:end]) for begin, end in pairwise(bounds))), output.sync()
 
 
 def _whole(nbytes: int, whole: int) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from asyncckpt.worker.storage.listing import Listing, list_below
-from asyncckpt.worker.storage.objects import PART_BYTES, Objects, part_bytes_of
+from asyncckpt.worker.storage.objects import PART_BYTES, Found, Objects, part_bytes_of
 from asyncckpt.worker.storage.record import (
     PARTS,
     PlaceRecord,
@@ -23,7 +23,7 @@ from asyncckpt.worker.storage.record import (
     record_key,
 )
 from asyncckpt.worker.storage.stock_names import hide, in_the_way, show, shown
-from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, exists_error
+from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, StoredFile, exists_error
 from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,21 @@ class ObjectAttempt(OpenAttempt):
             self._objects.put(key, b"".join(parts()))
         else:
             send_parts(self._objects, key, lambda: nbytes, parts, part_bytes_of(nbytes))
+
+    def stored(self, name: str) -> StoredFile | None:
+        key = part_key(self._parts, name)
+        found = self._objects.head(key)
+        return None if found is None else StoredFile(key, _facts(found))
+
+    def link(self, name: str, stored: StoredFile) -> bool:
+        """By a copy that the store makes."""
+        found = self._objects.head(stored.place)
+        if found is None or _facts(found) != stored.facts:
+            return False
+        key = part_key(self._parts, name)
+        self._objects.copy(stored.place, key, found.nbytes)
+        copied = self._objects.head(key)
+        return copied is not None and copied.nbytes == found.nbytes
 
     def names(self) -> set[str]:
         self._listing = list_below(self._objects, self._place)
@@ -239,6 +254,11 @@ class ObjectFile(OutputFile):
         """Whether the piece that begins there is followed by another, or nothing is to come any more."""
         piece = self._pieces.get(at)
         return self._is_closed or self._is_whole or (piece is not None and at + len(piece) in self._pieces)
+
+
+def _facts(found: Found) -> tuple[int | str, ...]:
+    """What tells whether an object is the one that was written."""
+    return found.e_tag, found.nbytes, found.modified.isoformat()
 
 
 def send_parts(

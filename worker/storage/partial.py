@@ -28,9 +28,10 @@ from asyncckpt.worker.storage.file_system import (
     sync_folder,
     translated,
 )
+from asyncckpt.worker.storage.links import facts_of, link_file
 from asyncckpt.worker.storage.local_file import LocalFile
 from asyncckpt.worker.storage.renames import exchange, rename, rename_new, set_aside
-from asyncckpt.worker.storage.storage import OpenAttempt, exists_error
+from asyncckpt.worker.storage.storage import OpenAttempt, StoredFile, exists_error
 from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
@@ -120,22 +121,28 @@ class PartialFolder(_Partial):
 
     def _create(self, name: str, large: bool, joint_bytes: int | None = None) -> LocalFile:
         path = os.path.join(self.path, name)
-        with translated("making a folder", path):
-            for at, character in enumerate(name):
-                if character == "/":
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(name[:at], 0o755, dir_fd=self._fd)
+        self._make_folders(name)
         file = LocalFile(path, large and self._direct, (self._fd, name), joint_bytes)
         try:
             with translated("creating a file", path):
-                if not self._is_in_place():
-                    if joint_bytes is None:  # else it may be another's
-                        os.unlink(name, dir_fd=self._fd)
-                    raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
+                # A joint one may be another's.
+                self._check_in_place(name if joint_bytes is None else None)
         except BaseException:
             file.close()
             raise
         return file
+
+    def stored(self, name: str) -> StoredFile:
+        with translated("looking at a file", os.path.join(self.path, name)):
+            facts = facts_of(os.stat(name, dir_fd=self._fd, follow_symlinks=False))
+        return StoredFile(os.path.join(self._final, name), facts)
+
+    def link(self, name: str, stored: StoredFile) -> bool:
+        self._make_folders(name)
+        with translated("linking a file", os.path.join(self.path, name)):
+            is_linked = link_file(stored.place, stored.facts, self._fd, name)
+            self._check_in_place(name if is_linked else None)
+        return is_linked
 
     def names(self) -> set[str]:
         with translated("listing", self.path):
@@ -145,8 +152,7 @@ class PartialFolder(_Partial):
         """An empty folder at the final place is replaced, whatever ``existing`` says."""
         final = self._final
         with translated("flushing a folder", self.path):
-            if not self._is_in_place():
-                raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
+            self._check_in_place(None)
             for folder in {str(above) for name in files_under(self._fd) for above in PurePath(name).parents}:
                 sync_folder(os.path.join(self.path, folder))
         is_taken = existing == "join" and os.path.isdir(final)
@@ -190,6 +196,21 @@ class PartialFolder(_Partial):
                     with contextlib.suppress(OSError):  # others have files there
                         os.rmdir(folder)
         self.release()
+
+    def _make_folders(self, name: str) -> None:
+        """Those that the file ``name`` is in."""
+        with translated("making a folder", os.path.join(self.path, name)):
+            for at, character in enumerate(name):
+                if character == "/":
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name[:at], 0o755, dir_fd=self._fd)
+
+    def _check_in_place(self, name: str | None) -> None:
+        """Where the attempt was revoked, remove the file ``name``, and raise ``OSError``."""
+        if not self._is_in_place():
+            if name is not None:
+                os.unlink(name, dir_fd=self._fd)
+            raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
 
     def _is_ours(self) -> bool:
         """Whether what is held has the owner that files of this process get here. Raises ``OSError``."""
@@ -340,6 +361,8 @@ def _join(folder: str, final: str) -> None:
     for names in ([name for name in present if name not in last], [name for name in last if name in present]):
         for name in names:
             rename(os.path.join(folder, name), os.path.join(final, name))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))  # a link to the file that is there stays, says rename(2)
         sync_folder(final)
     with contextlib.suppress(OSError):  # it is finalized all the same
         os.rmdir(folder)

@@ -79,6 +79,13 @@ class InputFile(ABC):
         """Give back what it holds."""
 
 
+class StoredFile(NamedTuple):
+    """A durable file of a checkpoint, that later ones may have, too: where it is, and what tells if it is as it was."""
+
+    place: str
+    facts: tuple[int | str, ...]
+
+
 class OpenAttempt(ABC):
     """An attempt at a checkpoint, or at a single file, as one rank's worker has it open.
 
@@ -116,6 +123,21 @@ class OpenAttempt(ABC):
                 file.write(part, at)
                 at += len(part)
             file.sync()
+
+    def stored(self, name: str) -> StoredFile | None:
+        """What a file that is durable is known by once this is finalized; None: no other attempt can have it.
+
+        Raises ``StorageError``.
+        """
+        return None
+
+    def link(self, name: str, stored: StoredFile) -> bool:
+        """Have a file of another checkpoint stand here, too, as ``name``, and none of its bytes written again.
+
+        False: it is gone, or not as it was, or this kind of storage cannot; then nothing has the name. Raises
+        ``StorageError`` where this attempt was revoked.
+        """
+        return False
 
     @abstractmethod
     def names(self) -> set[str]:
