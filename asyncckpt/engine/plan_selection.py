@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.replicas import warn_differing
+from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
@@ -67,12 +69,23 @@ class Captured(NamedTuple):
 class _Offer(NamedTuple):
     """By what a rank can save: the number of a ``plan`` that it keeps, the attempt that stored one, or None.
 
-    ``call``: what it does; ``digests``: of values that may be replicas.
+    ``call``: what it does; ``digests``: of values that may be replicas. ``heard``, ``has_settled``: the number of the
+    last save by that plan that it knows to be durable, and whether it would be good to plan anew for what that says.
     """
 
     plan: int | str | None
     call: Call
     digests: dict[str, int]
+    heard: int = 0
+    has_settled: bool = False
+
+
+class _Choice(IntEnum):
+    """What all ranks do: take the plan that they have, make another of the same state, or plan."""
+
+    KEPT = 0
+    SETTLED = 1
+    NEW = 2
 
 
 def _warn_untrusted(plan: CheckpointPlan | FileSetPlan) -> None:
@@ -93,6 +106,10 @@ def _warn_untrusted(plan: CheckpointPlan | FileSetPlan) -> None:
             " given weights_only=False: %s; save what they are made of (numbers, text, tensors) to do without",
             some(refused),
         )
+
+
+def _next_settling(plan: CheckpointPlan) -> Settling | None:
+    return plan.settling.next_for(plan.files)
 
 
 @dataclass
@@ -127,7 +144,8 @@ class PlanSelection:
             client = wanted.group.connect_worker(self.supervisor.running)
             found = self._found_by_all(wanted, client)
         if not isinstance(found, Captured):
-            plan = found or wanted.make_plan(None if wanted.group.alone else self.differing)
+            differing = None if wanted.group.alone else self.differing
+            plan = found if isinstance(found, CheckpointPlan) else wanted.make_plan(differing, found)
             found = self._placed_by_all(wanted, client, plan)
         if self.stored is not None and self.stored.names <= found.buffer.plan.names:
             self.stored = None  # it was taken, or never will be
@@ -160,12 +178,15 @@ class PlanSelection:
             buffer.close()
             raise
 
-    def _found_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured | CheckpointPlan | None:
-        """By a plan that all ranks have, or by that of a checkpoint, which is to be placed; None: all have to plan.
+    def _found_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured | CheckpointPlan | Settling | None:
+        """By a plan that all ranks have, or by that of a checkpoint, which is to be placed; None: all have to plan, and
+        so they have to by what has settled.
 
-        With constant structure no rank is asked.
+        With constant structure no rank is asked, but now and then, for what has settled.
         """
         is_constant = self.config.assume_constant_structure and not wanted.asks
+        if is_constant and self.config.link_unchanged and wanted.number.bit_count() <= 2:
+            is_constant = False  # more and more rarely, and by what is the same on all ranks
         asks = not (wanted.group.alone or (is_constant and self.buffers.known))
         found: Captured | CheckpointPlan | None = None
 
@@ -176,7 +197,10 @@ class PlanSelection:
             if kept is not None:
                 found = Captured(*kept)
                 plan = found.buffer.plan
-                return _Offer(plan.number, wanted.call, wanted.digests(plan))
+                offer = _Offer(plan.number, wanted.call, wanted.digests(plan))
+                if isinstance(plan, CheckpointPlan):
+                    offer = offer._replace(heard=plan.settling.heard, has_settled=_next_settling(plan) is not None)
+                return offer
             found = None
             if self.stored is not None and (asks or wanted.group.alone):  # else others may not have it
                 found = wanted.restore_plan(self.stored, None if wanted.group.alone else self.differing)
@@ -184,18 +208,27 @@ class PlanSelection:
                 return _Offer(None, wanted.call, {})
             return _Offer(self.stored.attempt, wanted.call, wanted.digests(found))
 
-        def decide(offers: list[_Offer]) -> list[bool]:
-            plans, calls, digests = zip(*offers, strict=True)
+        def decide(offers: list[_Offer]) -> list[int]:
+            plans, calls, digests, heard, has_settled = zip(*offers, strict=True)
             check_same_call(calls)
             warn_differing(digests, [array("Q", each.values()) for each in digests], self.differing)
-            return [None not in plans and len({*plans} - {ANY_PLAN}) <= 1] * len(plans)
+            choice = _Choice.NEW
+            if None not in plans and len({*plans} - {ANY_PLAN}) <= 1:
+                choice = _Choice.SETTLED if any(has_settled) and len({*heard}) == 1 else _Choice.KEPT
+            return [choice.value] * len(plans)
 
         if asks:
-            return found if wanted.group.ask_all("agree", wanted.number, find, decide) else None
-        find()
-        if found is None and not wanted.group.alone:
-            self._check_new(wanted)
-        return found
+            choice = wanted.group.ask_all("agree", wanted.number, find, decide)
+        elif wanted.group.alone:
+            (choice,) = decide([find()])
+        else:
+            choice = _Choice.NEW if find().plan is None else _Choice.KEPT
+            if choice is _Choice.NEW:
+                self._check_new(wanted)
+        if choice == _Choice.SETTLED and isinstance(found, Captured) and isinstance(found.buffer.plan, CheckpointPlan):
+            plan = found.buffer.plan
+            return _next_settling(plan) or plan.settling
+        return found if choice == _Choice.KEPT else None
 
     def _check_new(self, wanted: SaveInput) -> None:
         """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""

@@ -16,6 +16,7 @@ from asyncckpt.planning.draft import Draft, DraftInput, flat_names, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet, ShardedSafetensors
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
+from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.stored_plan import StoredPlan, restored_plan
 from asyncckpt.planning.structure import stateful_to_dict
 from asyncckpt.ranks.group import Group
@@ -71,7 +72,7 @@ class SaveInput(ABC):
         """Its tensors, by a plan that has the same key. Raises ``StructureChanged`` where that is not for it."""
 
     @abstractmethod
-    def make_plan(self, differing: set[str] | None) -> CheckpointPlan | FileSetPlan:
+    def make_plan(self, differing: set[str] | None, settling: Settling | None) -> CheckpointPlan | FileSetPlan:
         """A new plan. Args: as of ``Draft``. Raises as ``make_plans``."""
 
     def restore_plan(self, stored: StoredPlan, differing: set[str] | None) -> CheckpointPlan | None:
@@ -129,8 +130,8 @@ class StateToSave(SaveInput):
         tensors: Sequence[torch.Tensor] = plan.capture(self.state, self.planner)
         return tensors
 
-    def make_plan(self, differing: set[str] | None) -> CheckpointPlan:
-        draft = self._draft(differing)
+    def make_plan(self, differing: set[str] | None, settling: Settling | None) -> CheckpointPlan:
+        draft = self._draft(differing, settling)
         make_plans([draft], self.group, self.number)
         plan: CheckpointPlan = draft.plan
         return plan
@@ -138,9 +139,9 @@ class StateToSave(SaveInput):
     def restore_plan(self, stored: StoredPlan, differing: set[str] | None) -> CheckpointPlan | None:
         return restored_plan(self._draft(differing), stored, self.number)
 
-    def _draft(self, differing: set[str] | None) -> Draft:
+    def _draft(self, differing: set[str] | None, settling: Settling | None = None) -> Draft:
         given = DraftInput(self.state, self.planner, self.separate)
-        return Draft(given, self.group.rank, self.group.world_size, differing)
+        return Draft(given, self.group.rank, self.group.world_size, differing, settling)
 
     def digests(self, plan: Any) -> dict[str, int]:
         found: dict[str, int] = {} if self.group.alone else plan.replicas.digests(self.state)
@@ -180,7 +181,8 @@ class FilesToSave(SaveInput):
         tensors: Sequence[torch.Tensor] = plan.capture(self.contents)
         return tensors
 
-    def make_plan(self, differing: set[str] | None) -> FileSetPlan:
+    def make_plan(self, differing: set[str] | None, settling: Settling | None) -> FileSetPlan:
+        """Its files are those that the caller wants: nothing in them settles by itself."""
         return make_file_set_plan(self.contents, self.group, self.number, differing)
 
     @property

@@ -24,6 +24,7 @@ from asyncckpt.engine.save_events import EventsOfSave
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.events import Event
 from asyncckpt.flag import Flag
+from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import SaveState
 from asyncckpt.shm.slots import State
@@ -268,6 +269,8 @@ class SaveOperation(SaveState):
         handle, on which somebody may be waiting.
         """
         self.is_durable = isinstance(outcome, Committed)
+        if isinstance(outcome, Committed) and isinstance(self.buffer.plan, CheckpointPlan):
+            self.buffer.plan.settling.note(self.number, outcome.unchanged)
         self.has_ended = True
         with self._beginning:
             if not self.is_begun:  # the worker died while it was told of the save

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from array import array
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout, TensorSpec
-from asyncckpt.planning.metadata import pickle_metadata
+from asyncckpt.planning.metadata import StoredPlaces, pickle_metadata
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import (
     CheckpointPlan,
@@ -35,6 +35,7 @@ from asyncckpt.planning.plan import (
     split_items,
 )
 from asyncckpt.planning.replicas import Replicas, digests, warn_differing
+from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key, has_shards
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.manifest import Index, Item, data_name, spans
@@ -126,33 +127,17 @@ def _fresh(planner: SavePlanner | None) -> SavePlanner:
     )
 
 
-class StoredPlaces(NamedTuple):
-    """Where a rank's items stand in its image: their offsets and sizes in bytes, in the order of its final plan.
-
-    ``indices``: of them, where those are not the ones that the first rank knows. ``files``: the prefix and the first
-    byte of each data file.
-    """
-
-    at: array[int]
-    nbytes: array[int]
-    indices: Sequence[MetadataIndex] | None
-    files: Sequence[tuple[str, int]]
-
-    def storage(self, rank: int, plan: SavePlan) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
-        """As DCP's metadata has it, of ``rank`` with the final ``plan``."""
-        names = [data_name(rank, number, prefix) for number, (prefix, _) in enumerate(self.files)]
-        begins = [begin for _, begin in self.files]
-        for index, at, nbytes in zip(
-            self.indices or [item.index for item in plan.items], self.at, self.nbytes, strict=True
-        ):
-            file = bisect_right(begins, at) - 1
-            yield index, _StorageInfo(names[file], at - begins[file], nbytes)
-
-
 class Draft:
     """A plan being made, step by step, as all ranks take the steps together."""
 
-    def __init__(self, given: DraftInput, rank: int, world_size: int, differing: set[str] | None) -> None:
+    def __init__(
+        self,
+        given: DraftInput,
+        rank: int,
+        world_size: int,
+        differing: set[str] | None,
+        settling: Settling | None = None,
+    ) -> None:
         """Plan nothing yet.
 
         Args:
@@ -160,10 +145,12 @@ class Draft:
             rank, world_size: The number of this rank, and how many there are.
             differing: Under which names ranks are known, by the first, to have different values; it adds others. None:
                 this rank is alone.
+            settling: What is known of what does not change; None: nothing.
         """
         self.plan: Any  # a ``CheckpointPlan``, from ``lay_out`` on; complete with the metadata
         self._state_dict, planner, self._separate, self._folder = given
         self._planner, self._rank, self._world_size, self._differing = _fresh(planner), rank, world_size, differing
+        self.settling = settling or Settling()
         self._flat: dict[str, Any] | None = None
         self.local = SavePlan([])
         self.asked = ""
@@ -242,8 +229,9 @@ class Draft:
         ]
         tensor_items, object_items = split_items(items)
         stored = StoredObjects([item.index.fqn for item in object_items], objects, self.reserved)
-        layout = DataLayout.lay_out(specs, stored.reserved, self._counts(tensor_items, object_items))
-        files = self._planned_files(layout, tensor_items, object_items)
+        counts = self._counts(tensor_items, object_items)
+        layout = DataLayout.lay_out(specs, stored.reserved, [*counts.values()])
+        files = self._planned_files([*counts], layout, tensor_items, object_items)
         names = dict.fromkeys(item.index.fqn for item in self.local.items)
         self.plan = CheckpointPlan(
             number=number,
@@ -254,6 +242,7 @@ class Draft:
             names=frozenset(names),
             files=files,
             replicas=Replicas(self._state_dict, () if self._differing is None else names),
+            settling=self.settling,
         )
         tensor_places, object_places = iter(layout.tensors), iter(layout.objects)
         places = [next(object_places if item.type == WriteItemType.BYTE_IO else tensor_places) for item in items]
@@ -304,31 +293,37 @@ class Draft:
         time.
         """
         its = iter(tensors)
-        keys = [
-            (bool(self._separate) and self._is_separate(item), item.type == WriteItemType.BYTE_IO or next(its).is_cpu)
-            for item in items
-        ]
+        keys = [(self._file_of(item), item.type == WriteItemType.BYTE_IO or next(its).is_cpu) for item in items]
         order = sorted(range(len(items)), key=keys.__getitem__)
         return None if order == list(range(len(items))) else [items[number] for number in order]
 
-    def _is_separate(self, item: WriteItem) -> bool:
-        return item.index.fqn.startswith(self._separate)
+    def _file_of(self, item: WriteItem) -> tuple[bool, bool]:
+        """Which data file an item goes to: the one with the prefix, or not; of what has settled, or not."""
+        is_separate = bool(self._separate) and item.index.fqn.startswith(self._separate)
+        if item.tensor_data is None:
+            return is_separate, False
+        return is_separate, (item.index.fqn, tuple(item.tensor_data.chunk.offsets)) in self.settling.parts
 
     def _name(self, item: WriteItem) -> str:
         """What the index calls it."""
         return f"{self._folder}/{item.index.fqn}" if self._folder else item.index.fqn
 
-    def _counts(self, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]) -> list[tuple[int, int]]:
-        """How many of them each data file has."""
-        if not self._separate:
-            return []
-        apart = sum(map(self._is_separate, tensors)), sum(map(self._is_separate, objects))
-        return [(len(tensors) - apart[0], len(objects) - apart[1]), apart]
+    def _counts(
+        self, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]
+    ) -> dict[tuple[bool, bool], tuple[int, int]]:
+        """For each data file how many of them it has."""
+        of_tensors, of_objects = Counter(map(self._file_of, tensors)), Counter(map(self._file_of, objects))
+        files = {(False, False), (bool(self._separate), False), *of_tensors, *of_objects}
+        return {file: (of_tensors[file], of_objects[file]) for file in sorted(files)}
 
     def _planned_files(
-        self, layout: DataLayout, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]
+        self,
+        which: Sequence[tuple[bool, bool]],
+        layout: DataLayout,
+        tensors: Sequence[WriteItem],
+        objects: Sequence[WriteItem],
     ) -> list[PlannedFile]:
-        """The data files with what stands in each, in its order."""
+        """The data files (see ``_file_of``) with what stands in each, in its order."""
         indexed: list[list[Item]] = [[] for _ in layout.begins]
         for item, spec, place in zip(tensors, layout.specs, layout.tensors, strict=True):
             offsets = list(item.index.offset or [0] * len(spec.shape))
@@ -343,11 +338,12 @@ class Draft:
         files = []
         for number, items in enumerate(indexed):
             begin, end = [*layout.begins, layout.nbytes][number : number + 2]
-            prefix = self._separate if number else ""
+            is_separate, is_settled = which[number]
+            prefix = self._separate if is_separate else ""
             data = os.path.join(self._folder, data_name(self._rank, number, prefix))
             head = Index.head(data, items, asked=self.asked)
             bounds = spans((item.at for item in items), end - begin)
-            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds))
+            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds, is_settled))
         return files
 
 

@@ -5,12 +5,42 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from typing import Any
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan
+
+from asyncckpt.worker.manifest import data_name
 
 # How many properties of a tensor torch 2.6 knows.
 _PROPERTIES = 5
+
+
+class StoredPlaces(NamedTuple):
+    """Where a rank's items stand in its image: their offsets and sizes in bytes, in the order of its final plan.
+
+    ``indices``: of them, where those are not the ones that the first rank knows. ``files``: the prefix and the first
+    byte of each data file.
+    """
+
+    at: array[int]
+    nbytes: array[int]
+    indices: Sequence[MetadataIndex] | None
+    files: Sequence[tuple[str, int]]
+
+    def storage(self, rank: int, plan: SavePlan) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+        """As DCP's metadata has it, of ``rank`` with the final ``plan``."""
+        names = [data_name(rank, number, prefix) for number, (prefix, _) in enumerate(self.files)]
+        begins = [begin for _, begin in self.files]
+        for index, at, nbytes in zip(
+            self.indices or [item.index for item in plan.items], self.at, self.nbytes, strict=True
+        ):
+            file = bisect_right(begins, at) - 1
+            yield index, _StorageInfo(names[file], at - begins[file], nbytes)
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:

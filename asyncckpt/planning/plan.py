@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +21,7 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.objects import Raw, StoredObjects
 from asyncckpt.planning.replicas import Replicas
+from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.structure import (
     PLAIN,
     Fingerprint,
@@ -49,6 +50,7 @@ class PlannedFile:
     nbytes: int
     index_head: bytes
     spans: array[int]
+    is_settled: bool = False
 
 
 @dataclass
@@ -70,6 +72,8 @@ class CheckpointPlan:
     metadata: bytes = b""
     copied_ranks: tuple[CopiedRank, ...] = ()
     """The ranks of other hosts that this rank's worker keeps copies of."""
+    settling: Settling = field(default_factory=Settling)
+    """What is known by now of what does not change."""
 
     def capture(self, state_dict: StateDict, planner: SavePlanner | None = None) -> Sequence[torch.Tensor]:
         """The caller's own tensors, in the order of the layout; the objects are taken into ``objects``.
@@ -105,6 +109,7 @@ class CheckpointPlan:
                 number=number,
                 prefix=file.prefix,
                 folder=file.folder,
+                is_settled=file.is_settled,
             )
             for number, file in enumerate(self.files)
         )

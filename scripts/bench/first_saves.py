@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncckpt.config import Config
 from asyncckpt.engine import save_input
 from asyncckpt.engine.engine import Engine
-from asyncckpt.planning.draft import StoredPlaces, make_plans
+from asyncckpt.planning.draft import make_plans
+from asyncckpt.planning.metadata import StoredPlaces
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.ranks.group import pack

@@ -1,0 +1,82 @@
+"""What of a state has settled: tensors that have stayed the same over two durable saves get a data file of their own.
+
+A file is linked, and not written again, if no byte of it has changed (``worker/durable_files.py``). So what changes and
+what does not have to stand in different files. This is learned, for each rank by itself, of what its worker says. No
+promise rests on it: of what changes again, that file is written again, and then it stands elsewhere for good.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import starmap
+from typing import TYPE_CHECKING, TypeAlias
+
+from asyncckpt.worker.manifest import Item
+
+if TYPE_CHECKING:
+    from asyncckpt.planning.plan import PlannedFile
+
+PartKey: TypeAlias = tuple[str, tuple[int, ...]]
+"""A stored tensor, or a shard of it: by its name, and its offsets in the whole."""
+
+# To plan anew costs about one full save, and is worth it if from then on a sixteenth less is written.
+_LEAST_GAIN = 1 / 16
+_LEAST_BYTES = 1 << 20
+
+
+@dataclass
+class Settling:
+    """What this rank knows of one structure; its next plan goes on with it.
+
+    Attributes:
+        parts: What stands in data files of its own.
+        restless: What stood there, and has changed.
+        pause: How many saves have to be durable before there is another plan.
+        durable: How many are.
+        heard: The number of the last save that is; the same on all ranks that have heard of the same saves.
+    """
+
+    parts: frozenset[PartKey] = frozenset()
+    restless: frozenset[PartKey] = frozenset()
+    pause: int = 2
+    durable: int = 0
+    heard: int = 0
+    _unchanged: tuple[bytes, ...] = field(default=(), repr=False)
+    _next: Settling | None = field(default=None, repr=False)
+
+    def note(self, number: int, unchanged: tuple[bytes, ...]) -> None:
+        """A save is durable. ``unchanged``: as of ``Committed``. Any thread may call this."""
+        if unchanged != self._unchanged:
+            self._unchanged, self._next = unchanged, None
+        self.durable, self.heard = self.durable + 1, number
+
+    def next_for(self, files: Sequence[PlannedFile]) -> Settling | None:
+        """What a new plan should go by, if it is worth it; ``files``: those of the plan that there is."""
+        unchanged = self._unchanged
+        if self.durable < self.pause or len(unchanged) != len(files):
+            return None
+        if self._next is None:
+            self._next = self._learned(files, unchanged)
+        return self._next if self._next.parts != self.parts else None
+
+    def _learned(self, files: Sequence[PlannedFile], unchanged: Sequence[bytes]) -> Settling:
+        sizes: dict[PartKey, int] = {}
+        same: set[PartKey] = set()
+        for file, its in zip(files, unchanged, strict=True):
+            for item in starmap(Item, json.loads(file.index_head + b"}")["items"]):
+                if item.kind == "tensor":
+                    key = item.name.removeprefix(file.folder and f"{file.folder}/"), tuple(item.offsets)
+                    sizes[key] = item.nbytes
+                    first, last = bisect_right(file.spans, item.at) - 1, bisect_left(file.spans, item.at + item.nbytes)
+                    if all(its[first:last]):
+                        same.add(key)
+        restless = self.restless | (self.parts - same)
+        parts = frozenset(same - restless)
+        linked_now = sum(map(sizes.__getitem__, self.parts)) if self.parts <= same else 0
+        gain = sum(map(sizes.__getitem__, parts)) - linked_now
+        if gain < max(_LEAST_BYTES, _LEAST_GAIN * sum(file.nbytes for file in files)):
+            return Settling(self.parts)
+        return Settling(parts, restless, 2 * self.pause)
