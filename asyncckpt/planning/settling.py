@@ -75,7 +75,7 @@ class Settling:
                         same.add(key)
         restless = self.restless | (self.parts - same)
         parts = frozenset(same - restless)
-        linked_now = sum(map(sizes.__getitem__, self.parts)) if self.parts <= same else 0
+        linked_now = sum(file.nbytes for file, its in zip(files, unchanged, strict=True) if all(its))
         gain = sum(map(sizes.__getitem__, parts)) - linked_now
         if gain < max(_LEAST_BYTES, _LEAST_GAIN * sum(file.nbytes for file in files)):
             return Settling(self.parts)

@@ -1,15 +1,16 @@
 """A worker that fails at a named point: ``faulty_worker.py POINT:ACTION[:NTH] JSON``.
 
-Points: ``start``, those of ``faulty_storage.py`` (``begin``, ``create``, ``write``, ``sync``, ``finalize``, and, after
-that, ``finalized``; where another rank finalizes, ``finalize`` is when this one has reported), ``report`` (to the other
-ranks), ``prune`` (old checkpoints are about to be removed).
+Points: ``start``, those of ``faulty_storage.py`` (``begin``, ``create``, ``link``, ``write``, ``sync``, ``finalize``,
+and, after that, ``finalized``; where another rank finalizes, ``finalize`` is when this one has reported), ``report``
+(to the other ranks), ``prune`` (old checkpoints are about to be removed).
 
 Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
 other ranks), ``kill`` (SIGKILL), ``orphan`` (a warning, and SIGKILL for the trainer), ``warn``, ``stop`` (SIGSTOP).
 From the NTH time on:
 ``hold`` (wait until the file ``$ASYNCCKPT_TEST_GATE`` exists). Another, of that name with ``.reached``, says that it
 stops or waits.
-At ``start``: ``nobody`` (give up root), ``poor`` (too little memory, at the first look).
+At ``start``: ``nobody`` (give up root), ``poor`` (too little memory, at the first look), ``unlinked`` (nothing can be
+linked).
 """
 
 from __future__ import annotations
@@ -111,6 +112,12 @@ if __name__ == "__main__":
             raise errors.OutOfMemoryError(f"no memory for {purpose} (as the test wants); {hint}")
 
         setattr(budget, "require", refuse)  # noqa: B010
+    if action == "unlinked":
+
+        def refuse_link(*_: Any, **__: Any) -> None:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+        setattr(os, "link", refuse_link)  # noqa: B010
     faulty = lambda path, **options: FaultyStorage(storage_for(path, **options), reach)  # noqa: E731
     setattr(worker, "storage_for", faulty)  # noqa: B010
     setattr(committer, "Rounds", FaultyRounds)  # noqa: B010

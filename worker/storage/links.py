@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import logging
 import os
 import stat
@@ -17,6 +16,8 @@ logger = logging.getLogger(__name__)
 _FICLONE = 0x40049409  # from linux/fs.h
 # There is no such file any more, or what has its path now is something else.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_said: set[tuple[int, int | None]] = set()
+"""The devices where nothing can be linked, and why: what the log says once."""
 
 
 def facts_of(facts: os.stat_result) -> tuple[int, ...]:
@@ -62,7 +63,9 @@ def _clone(path: str, facts: tuple[int | str, ...], folder: int, name: str, why_
             is_same = facts_of(os.fstat(source)) == facts
         except OSError:
             is_same = False
-            _say_once(os.path.dirname(path), why_not.strerror)
+            if (what := (os.fstat(source).st_dev, why_not.errno)) not in _said:
+                _said.add(what)
+                logger.warning("%s is written again, as no files can be linked here: %s", path, why_not.strerror)
         finally:
             os.close(made)
     finally:
@@ -70,8 +73,3 @@ def _clone(path: str, facts: tuple[int | str, ...], folder: int, name: str, why_
     if not is_same:
         os.unlink(name, dir_fd=folder)
     return is_same
-
-
-@functools.lru_cache(maxsize=64)
-def _say_once(folder: str, why: str) -> None:
-    logger.warning("what has not changed is written again, as no files can be linked in %s: %s", folder, why)
