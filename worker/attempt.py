@@ -42,11 +42,11 @@ class Attempt(ABC):
 
     def __post_init__(self) -> None:
         self.request = self.staged_image.request
-        self._region = self.staged_image.hosted.region
+        self.region = self.staged_image.hosted.region
         self.direct = False
         self.timings = self.staged_image.timings
         self.written_at = 0.0
-        self._begun: float | None = None  # where there is nothing to write, never
+        self.begun: float | None = None  # where there is nothing to write, never
 
     @abstractmethod
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
@@ -79,17 +79,17 @@ class Attempt(ABC):
         """Remove what the attempt has written, and stop holding it."""
         self.opened.discard()
 
-    def _image(self, begin: int, nbytes: int) -> memoryview:
+    def image(self, begin: int, nbytes: int) -> memoryview:
         """Some of what stands in the slot."""
-        return self._region(Region(self.layout.slots[self.request.slot] + begin, nbytes))
+        return self.region(Region(self.layout.slots[self.request.slot] + begin, nbytes))
 
-    def _wait_beyond(self, nbytes: int) -> int:
+    def wait_beyond(self, nbytes: int) -> int:
         """As ``StagedImage.wait_beyond``; when something has arrived, writing begins."""
         arrived = self.staged_image.wait_beyond(nbytes, self.layout.data_bytes)
-        self._begun = self._begun or time.perf_counter()
+        self.begun = self.begun or time.perf_counter()
         return arrived
 
-    def _complete(
+    def complete_archive(
         self, image: memoryview, begin: int, sizes: Region, pickle_bytes: int, file: ImageFile | UnwrittenFile
     ) -> tuple[int, list[int]]:
         """Complete an archive in the slot as it arrives, and write it as far as it goes.
@@ -109,9 +109,9 @@ class Attempt(ABC):
         def wait_for(end: int) -> None:
             nonlocal arrived
             while arrived < begin + end:
-                arrived = self._wait_beyond(arrived)
+                arrived = self.wait_beyond(arrived)
 
-        alignment, room, *each = self._region(sizes).cast("Q")
+        alignment, room, *each = self.region(sizes).cast("Q")
         end = archive.complete(image, alignment, room, each, pickle_bytes, wait_for, file.advance)
         return end, [record.at for record in archive.lay_out(alignment, room, *each)]
 
@@ -124,15 +124,15 @@ class FileAttempt(Attempt):
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The archive is completed in the slot. Returns no checksums: nobody loads it from memory."""
-        image = self._image(0, self.layout.data_bytes)
+        image = self.image(0, self.layout.data_bytes)
         with ImageFile(self.opened.create("", large=True), pool, image) as file:
             self.staged_image.inode = self.opened.inode
-            end, _ = self._complete(image, 0, self.layout.sizes, self.request.pickle_bytes[0], file)
+            end, _ = self.complete_archive(image, 0, self.layout.sizes, self.request.pickle_bytes[0], file)
             file.finish(end)
             begun = time.perf_counter()
             self.direct = file.sync()
             note(self.timings, "sync", begun, self.request.called_at)
-        note(self.timings, "write", self._begun or time.perf_counter(), self.request.called_at)
+        note(self.timings, "write", self.begun or time.perf_counter(), self.request.called_at)
         return array("Q")
 
     def seal(self) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from operator import and_, eq, sub
 
-from asyncckpt.worker.storage.storage import StoredFile
+from asyncckpt.worker.storage.storage import LinkSource
 
 _DIGEST_BYTES = 16
 # Where less than that could be linked, nobody is told.
@@ -27,14 +27,14 @@ class DurableFile:
     Attributes:
         bounds: Those of its spans.
         digests: Those of its spans, of 128 bits each.
-        stored: What another attempt can link; None: none can.
+        source: What another attempt can link; None: none can.
         links: How many saves in a row have taken it by link.
         is_expected: Whether the next save is expected to have the same.
     """
 
     bounds: array[int]
     digests: bytes
-    stored: StoredFile | None
+    source: LinkSource | None
     links: int = 0
     is_expected: bool = False
 
@@ -64,7 +64,7 @@ class DurableFiles:
         """
         with self._lock:
             file = self._files.get(segment, {}).get(name)
-        may_be = file is not None and file.stored is not None and file.is_expected and file.links < most_links
+        may_be = file is not None and file.source is not None and file.is_expected and file.links < most_links
         return file if may_be else None
 
     def expected_bytes(self, segment: int, most_links: int) -> int:

@@ -99,7 +99,7 @@ class FolderAttempt(Attempt):
         with contextlib.ExitStack() as opened:
             written: list[tuple[_LargeFile, ImageFile | None]] = []
             for each in self._large:
-                its = _LargeFile(each, each.name(self.request.rank), self._image(each.begin, each.nbytes))
+                its = _LargeFile(each, each.name(self.request.rank), self.image(each.begin, each.nbytes))
                 output = None
                 if not self._link(its, pool):
                     output = opened.enter_context(ImageFile(self._open(each, its.name), pool, its.image))
@@ -118,7 +118,7 @@ class FolderAttempt(Attempt):
             is_direct = [output.sync() for _, output in written if output is not None]
             note(self.timings, "sync", begun, self.request.called_at)
         self.direct = bool(is_direct) and all(is_direct)
-        note(self.timings, "write", self._begun or time.perf_counter(), self.request.called_at)
+        note(self.timings, "write", self.begun or time.perf_counter(), self.request.called_at)
         self._remember([its for its, _ in written])
         return checksums
 
@@ -126,11 +126,11 @@ class FolderAttempt(Attempt):
         """Have a file that has not changed since the last durable save, as is expected, from there."""
         request = self.request
         known = self.durable.expected(request.segment, file.name, request.most_links)
-        if known is None or known.stored is None:
+        if known is None or known.source is None:
             return False
         file.bounds = self._follow(file.large, UnwrittenFile(file.image))
         file.digests = span_digests(file.image, file.bounds, pool)
-        if file.digests == known.digests and self.opened.link(file.name, known.stored):
+        if file.digests == known.digests and self.opened.link(file.name, known.source):
             file.links = known.links + 1
         return file.links > 0
 
@@ -151,9 +151,9 @@ class FolderAttempt(Attempt):
         """What is durable now can be linked by the next save, once this one is committed."""
         for each in files if self.request.most_links else ():
             if not isinstance(each.large, JointData):
-                stored = self.opened.stored(each.name)
+                source = self.opened.link_source(each.name)
                 bounds = array("Q", each.bounds)
-                self._linkable[each.name] = DurableFile(bounds, each.digests, stored, each.links)
+                self._linkable[each.name] = DurableFile(bounds, each.digests, source, each.links)
 
     def release(self) -> None:
         if self._linkable:
@@ -164,8 +164,8 @@ class FolderAttempt(Attempt):
         """Write a file as it arrives, until all of it has. Returns the boundaries of its spans, the last its length."""
         if not isinstance(file, SpannedFile):
             raise NotImplementedError(type(file))
-        output.follow(lambda nbytes, whole: min(self._wait_beyond(file.begin + nbytes) - file.begin, whole))
-        return self._region(file.spans).cast("Q")
+        output.follow(lambda nbytes, whole: min(self.wait_beyond(file.begin + nbytes) - file.begin, whole))
+        return self.region(file.spans).cast("Q")
 
     def _open(self, file: LargeFile, name: str) -> OutputFile:
         return self.opened.create(name, large=True)
@@ -179,10 +179,10 @@ class FolderAttempt(Attempt):
 
     def seal(self) -> bytes:
         for number, (each, tail) in enumerate(zip(self._large, self._tails, strict=True)):
-            self._write_small(self._index_name(number), self._region(each.index_head), tail)
+            self._write_small(self._index_name(number), self.region(each.index_head), tail)
         for folder, region in self._metadata if self.request.rank == 0 else ():
             tail = storage_meta(os.path.join(self.request.path, folder).rstrip("/"), self.request.attempt)
-            self._write_small(os.path.join(folder, METADATA_NAME), self._region(region)[:-1], tail)
+            self._write_small(os.path.join(folder, METADATA_NAME), self.region(region)[:-1], tail)
         call = Call.of_save(self.request.step, self.request.path)
         timings = {CALLED_AT: self.request.called_at, **self.timings}
         report = {"files": self._files, "timings": timings, "plan": self.request.plan, "call": call}
@@ -315,28 +315,28 @@ class FileSetAttempt(FolderAttempt):
         if not isinstance(file, JointData):
             return super()._open(file, name)
         opened, nbytes = self.opened, file.file_bytes
-        extents = unpacked(self._region(file.extents).cast("Q"))
+        extents = unpacked(self.region(file.extents).cast("Q"))
         return JointOutput(lambda is_direct: opened.create_joint(name, nbytes, large=is_direct), extents)
 
     def _facts(self, file: LargeFile, nbytes: int, index: str) -> dict[str, Any]:
         if not isinstance(file, JointData):
             return super()._facts(file, nbytes, index)
-        written = sum(extent.nbytes for extent in unpacked(self._region(file.extents).cast("Q")))
+        written = sum(extent.nbytes for extent in unpacked(self.region(file.extents).cast("Q")))
         return {"bytes": file.file_bytes, "parts": [index], "written": written}
 
     def _follow(self, file: LargeFile, output: ImageFile | UnwrittenFile) -> Sequence[int]:
         """An archive is completed in the slot."""
         if not isinstance(file, ArchiveData):
             return super()._follow(file, output)
-        image = self._image(file.begin, file.nbytes)
-        end, starts = self._complete(image, file.begin, file.sizes, next(self._pickle_bytes), output)
+        image = self.image(file.begin, file.nbytes)
+        end, starts = self.complete_archive(image, file.begin, file.sizes, next(self._pickle_bytes), output)
         return spans(starts, end)
 
     def seal(self) -> bytes:
         for name, data in self.request.small_files:
             self._write_small(name, data)
         for name, region in self.layout.constant_files:
-            self._write_small(name, self._region(region))
+            self._write_small(name, self.region(region))
         return super().seal()
 
     def discard(self) -> None:

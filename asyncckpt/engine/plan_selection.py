@@ -184,10 +184,7 @@ class PlanSelection:
 
         With constant structure no rank is asked, but now and then, for what has settled.
         """
-        is_constant = self.config.assume_constant_structure and not wanted.asks
-        if is_constant and self.config.link_unchanged and wanted.number.bit_count() <= 2:
-            is_constant = False  # more and more rarely, and by what is the same on all ranks
-        asks = not (wanted.group.alone or (is_constant and self.buffers.known))
+        asks = not wanted.group.alone and self._asks(wanted)
         found: Captured | CheckpointPlan | None = None
 
         def find() -> _Offer:
@@ -229,6 +226,12 @@ class PlanSelection:
             plan = found.buffer.plan
             return _next_settling(plan) or plan.settling
         return found if choice == _Choice.KEPT else None
+
+    def _asks(self, wanted: SaveInput) -> bool:
+        """Whether the ranks ask each other by which plan they save: the answer is the same on all ranks."""
+        if wanted.asks or not self.config.assume_constant_structure or not self.buffers.known:
+            return True
+        return self.config.link_unchanged and wanted.number.bit_count() <= 2  # 3, 4, 5, 6, 8, ..., 96, 128, ...
 
     def _check_new(self, wanted: SaveInput) -> None:
         """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""

@@ -21,14 +21,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.layout import DataLayout, TensorSpec
+from asyncckpt.planning.layout import DataLayout, PlannedFile, TensorSpec
 from asyncckpt.planning.metadata import StoredPlaces, pickle_metadata
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import (
     CheckpointPlan,
     FlatCapture,
     Opaque,
-    PlannedFile,
     PlannerCapture,
     StateDict,
     is_opaque,

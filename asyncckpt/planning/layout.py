@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import zipfile
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,3 +184,16 @@ class DataLayout:
     def file_of(self, place: Place) -> int:
         """The number of the data file that has the item at ``place``."""
         return bisect_right(self.begins, place.at) - 1
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A data file of a plan, as ``DataFile`` is one of a segment, with the bytes that it has regions for."""
+
+    folder: str
+    prefix: str
+    begin: int
+    nbytes: int
+    index_head: bytes
+    spans: array[int]
+    is_settled: bool = False

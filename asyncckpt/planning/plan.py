@@ -6,7 +6,6 @@ order of the layout. For DCP's default planner they are picked by position; a pl
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.layout import DataLayout
+from asyncckpt.planning.layout import DataLayout, PlannedFile
 from asyncckpt.planning.objects import Raw, StoredObjects
 from asyncckpt.planning.replicas import Replicas
 from asyncckpt.planning.settling import Settling
@@ -38,19 +37,6 @@ from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 StateDict = Mapping[str, Any]
 
 _spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """A data file of a plan, as ``DataFile`` is one of a segment, with the bytes that it has regions for."""
-
-    folder: str
-    prefix: str
-    begin: int
-    nbytes: int
-    index_head: bytes
-    spans: array[int]
-    is_settled: bool = False
 
 
 @dataclass

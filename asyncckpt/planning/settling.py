@@ -12,12 +12,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from asyncckpt.planning.layout import PlannedFile
 from asyncckpt.worker.manifest import Item
-
-if TYPE_CHECKING:
-    from asyncckpt.planning.plan import PlannedFile
 
 PartKey: TypeAlias = tuple[str, tuple[int, ...]]
 """A stored tensor, or a shard of it: by its name, and its offsets in the whole."""

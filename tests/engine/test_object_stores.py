@@ -203,7 +203,7 @@ def test_many_ranks(s3_root: str, tmp_path: Path) -> None:
 def test_uploads(s3_root: str, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a local folder, where all is saved, each byte once; what is there is as if it had been saved there."""
     states = {step: {"weight": torch.ones(3), "large": torch.ones(5 * MiB), "step": step} for step in range(1, 5)}
-    config = Config(local_root=str(tmp_path), upload_every=2, keep_last=1)
+    config = Config(local_root=str(tmp_path), upload_every=2, keep_last=1, link_unchanged=False)
     with StoreProxy(s3_server) as proxy, monkeypatch.context() as patch:
         set_environment(patch, proxy.endpoint)
         with Checkpointer(s3_root, config) as checkpointer:

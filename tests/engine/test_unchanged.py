@@ -298,5 +298,5 @@ def test_whatever_changes_each_checkpoint_is_whole(tmp_path: Path, seed: int) ->
                     shutil.rmtree(gone)
                     del known[gone]
         engine.wait(60)
-    for path, its in known.items():
-        _check(path, its)
+    for folder, its in known.items():
+        _check(folder, its)

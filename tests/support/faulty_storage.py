@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from asyncckpt.worker.storage.storage import (
     FileStamp,
     InputFile,
+    LinkSource,
     OpenAttempt,
     OutputFile,
     Resolution,
     Storage,
-    StoredFile,
 )
 from asyncckpt.worker.write_request import Existing
 
@@ -29,9 +29,12 @@ class FaultyStorage(Storage):
     def __init__(self, inner: Storage, reach: Reach) -> None:
         self._inner, self._reach = inner, reach
 
-    def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> OpenAttempt:
+    def begin_checkpoint(
+        self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None, *, linked_bytes: int = 0
+    ) -> OpenAttempt:
         self._reach("begin", final)
-        return _FaultyAttempt(self._inner.begin_checkpoint(final, attempt, nbytes, orphan_s), final, self._reach)
+        its = self._inner.begin_checkpoint(final, attempt, nbytes, orphan_s, linked_bytes=linked_bytes)
+        return _FaultyAttempt(its, final, self._reach)
 
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> OpenAttempt:
         self._reach("begin", final)
@@ -104,12 +107,12 @@ class _FaultyAttempt(OpenAttempt):
         self._reach("create", self.path)
         return _FaultyFile(self._inner.create_joint(name, nbytes, large=large), self._reach)
 
-    def stored(self, name: str) -> StoredFile | None:
-        return self._inner.stored(name)
+    def link_source(self, name: str) -> LinkSource | None:
+        return self._inner.link_source(name)
 
-    def link(self, name: str, stored: StoredFile) -> bool:
+    def link(self, name: str, source: LinkSource) -> bool:
         self._reach("link", self.path)
-        return self._inner.link(name, stored)
+        return self._inner.link(name, source)
 
     def names(self) -> set[str]:
         return self._inner.names()

@@ -59,7 +59,9 @@ class SlowStorage(LocalStorage):
         self.begun = threading.Event()
         self._allowed = allowed
 
-    def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> PartialFolder:
+    def begin_checkpoint(
+        self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None, **options: int
+    ) -> PartialFolder:
         self.begun.set()
         assert self._allowed.wait(60)
         return super().begin_checkpoint(final, attempt, nbytes, orphan_s)

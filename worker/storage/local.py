@@ -67,7 +67,9 @@ class LocalStorage(Storage):
     def __init__(self, direct_io: bool = True) -> None:
         self._direct = direct_io
 
-    def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> PartialFolder:
+    def begin_checkpoint(
+        self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None, *, linked_bytes: int = 0
+    ) -> PartialFolder:
         parent = os.path.dirname(final)
         with translated("making a folder", parent):
             make_folder(parent)
@@ -77,7 +79,7 @@ class LocalStorage(Storage):
                 partial.make()
                 if orphan_s is not None:
                     _sweep_checkpoints(parent, os.stat(partial.path).st_mtime - orphan_s)
-                require_space(partial.path, final, "checkpoint", nbytes)
+                require_space(partial.path, final, "checkpoint", nbytes - linked_bytes)
         except StorageError:
             partial.discard(())
             raise

@@ -12,7 +12,7 @@ from functools import partial
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from asyncckpt.worker.storage.listing import Listing, list_below
-from asyncckpt.worker.storage.objects import PART_BYTES, Found, Objects, part_bytes_of
+from asyncckpt.worker.storage.objects import PART_BYTES, Objects, part_bytes_of
 from asyncckpt.worker.storage.record import (
     PARTS,
     PlaceRecord,
@@ -23,7 +23,7 @@ from asyncckpt.worker.storage.record import (
     record_key,
 )
 from asyncckpt.worker.storage.stock_names import hide, in_the_way, show, shown
-from asyncckpt.worker.storage.storage import OpenAttempt, OutputFile, StoredFile, exists_error
+from asyncckpt.worker.storage.storage import LinkSource, OpenAttempt, OutputFile, exists_error
 from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class ObjectAttempt(OpenAttempt):
         self.path = f"{objects.base}/{self._parts}"
         self._part_bytes = part_bytes_of(nbytes)
         self._created: dict[str, ObjectFile] = {}
+        self._linked: dict[str, tuple[str, int]] = {}  # the e-tag and the size of each
 
     def create(self, name: str, *, large: bool) -> ObjectFile:
         """The manifest is not sent: ``finalize`` makes the record of it."""
@@ -65,20 +66,26 @@ class ObjectAttempt(OpenAttempt):
         else:
             send_parts(self._objects, key, lambda: nbytes, parts, part_bytes_of(nbytes))
 
-    def stored(self, name: str) -> StoredFile | None:
-        key = part_key(self._parts, name)
-        found = self._objects.head(key)
-        return None if found is None else StoredFile(key, _facts(found))
+    def link_source(self, name: str) -> LinkSource | None:
+        e_tag, nbytes = self._linked.get(name) or (self._created[name].e_tag, self._created[name].nbytes)
+        return LinkSource(part_key(self._parts, name), (e_tag, nbytes)) if e_tag else None
 
-    def link(self, name: str, stored: StoredFile) -> bool:
+    def link(self, name: str, source: LinkSource) -> bool:
         """By a copy that the store makes."""
-        found = self._objects.head(stored.place)
-        if found is None or _facts(found) != stored.facts:
-            return False
         key = part_key(self._parts, name)
-        self._objects.copy(stored.place, key, found.nbytes)
-        copied = self._objects.head(key)
-        return copied is not None and copied.nbytes == found.nbytes
+        try:
+            found = self._objects.head(source.place)
+            if found is None or (found.e_tag, found.nbytes) != source.facts:
+                return False
+            self._objects.copy(source.place, key, found.nbytes)
+            copied = self._objects.head(key)
+        except StorageError as error:
+            logger.warning("%s is written again, though it has not changed: %s", self.path, error)
+            return False
+        if copied is None or copied.nbytes != found.nbytes:
+            return False
+        self._linked[name] = copied.e_tag, copied.nbytes
+        return True
 
     def names(self) -> set[str]:
         self._listing = list_below(self._objects, self._place)
@@ -169,6 +176,8 @@ class ObjectFile(OutputFile):
         """
         self.path = path
         self.kept = b""
+        self.e_tag, self.nbytes = "", 0
+        """Of the object; empty: the store has not said it."""
         self._is_kept = is_kept
         self._objects, self._key, self._part_bytes = objects, key, part_bytes
         self._changed = threading.Condition()
@@ -203,6 +212,7 @@ class ObjectFile(OutputFile):
             self._is_whole = True
             self._changed.notify_all()
         pieces = [self._pieces[offset] for offset in sorted(self._pieces)]
+        self.nbytes = sum(map(len, pieces))
         if self._is_kept:
             self.kept = b"".join(pieces)
         if self._thread is not None:
@@ -210,7 +220,7 @@ class ObjectFile(OutputFile):
             if self._failure is not None:
                 raise self._failure
         elif self._key is not None:
-            self._objects.put(self._key, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            self.e_tag = self._objects.put(self._key, pieces[0] if len(pieces) == 1 else b"".join(pieces))
         self._pieces.clear()  # their memory may be needed elsewhere
 
     def close(self) -> None:
@@ -224,7 +234,7 @@ class ObjectFile(OutputFile):
 
     def _send(self, key: str) -> None:
         try:
-            send_parts(self._objects, key, self._length, self._in_order, self._part_bytes)
+            self.e_tag = send_parts(self._objects, key, self._length, self._in_order, self._part_bytes)
         except BaseException as error:
             with self._changed:
                 self._failure = error
@@ -256,27 +266,22 @@ class ObjectFile(OutputFile):
         return self._is_closed or self._is_whole or (piece is not None and at + len(piece) in self._pieces)
 
 
-def _facts(found: Found) -> tuple[int | str, ...]:
-    """What tells whether an object is the one that was written."""
-    return found.e_tag, found.nbytes, found.modified.isoformat()
-
-
 def send_parts(
     objects: Objects,
     key: str,
     length: Callable[[], int | None],
     parts: Callable[[], Iterator[memoryview]],
     part_bytes: int,
-) -> None:
+) -> str:
     """``Objects.put_parts``, but where only the answer is lost all is well: an object of parts is there when it is
     whole. ``length``: says how many bytes it is to have, once that is known.
     """
     try:
-        objects.put_parts(key, parts, part_bytes)
+        return objects.put_parts(key, parts, part_bytes)
     except StorageError:
         with contextlib.suppress(StorageError):
             if (nbytes := length()) is not None and (found := objects.head(key)) is not None and found.nbytes == nbytes:
-                return
+                return found.e_tag
         raise
 
 

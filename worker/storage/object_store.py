@@ -58,7 +58,9 @@ class ObjectStorage(Storage):
         self._parts: dict[str, str] = {}
         """Where the files of the checkpoint at a key are, as its record said when its manifest was read last."""
 
-    def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> ObjectAttempt:
+    def begin_checkpoint(
+        self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None, *, linked_bytes: int = 0
+    ) -> ObjectAttempt:
         place = self._key(final)
         if not place:
             raise StorageError("a checkpoint goes below a bucket, not in its place", path=final)

@@ -104,9 +104,10 @@ class Objects:
         found = self._ask("listing", prefix, lambda: self._store.list_with_delimiter(prefix=below))
         return [] if found is None else found["common_prefixes"]
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Make an object, or replace it, by one request."""
-        self._ask("writing", key, lambda: self._store.put(key, data, use_multipart=False))
+    def put(self, key: str, data: bytes | memoryview) -> str:
+        """Make an object, or replace it, by one request. Returns its e-tag, as far as the store says it."""
+        put = self._ask("writing", key, lambda: self._store.put(key, data, use_multipart=False))
+        return (put or {}).get("e_tag") or ""
 
     def put_if(self, key: str, data: bytes, version: Version | None) -> bool:
         """Replace an object if it still has that ``version``; None: make it if there is none.
@@ -125,14 +126,16 @@ class Objects:
 
         return bool(self._ask("deciding by a condition", key, put))
 
-    def put_parts(self, key: str, parts: Callable[[], Iterator[memoryview]], part_bytes: int) -> None:
+    def put_parts(self, key: str, parts: Callable[[], Iterator[memoryview]], part_bytes: int) -> str:
         """Make an object of ``parts`` while they come. Their memory is sent as it is, and may not change meanwhile.
+        Returns as ``put``.
 
         ``parts`` is called again where all has to be sent once more. What they raise is raised, and what was sent is
         thrown away.
         """
         options = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": _PARTS_AT_ONCE}
-        self._ask("writing", key, lambda: self._store.put(key, parts(), **options))
+        put = self._ask("writing", key, lambda: self._store.put(key, parts(), **options))
+        return (put or {}).get("e_tag") or ""
 
     def copy(self, key: str, to: str, nbytes: int) -> None:
         """Have an object of ``nbytes`` stand ``to`` another key, too, if it is there. The store does it, or, where it

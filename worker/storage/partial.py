@@ -31,7 +31,7 @@ from asyncckpt.worker.storage.file_system import (
 from asyncckpt.worker.storage.links import facts_of, link_file
 from asyncckpt.worker.storage.local_file import LocalFile
 from asyncckpt.worker.storage.renames import exchange, rename, rename_new, set_aside
-from asyncckpt.worker.storage.storage import OpenAttempt, StoredFile, exists_error
+from asyncckpt.worker.storage.storage import LinkSource, OpenAttempt, exists_error
 from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
@@ -132,15 +132,15 @@ class PartialFolder(_Partial):
             raise
         return file
 
-    def stored(self, name: str) -> StoredFile:
+    def link_source(self, name: str) -> LinkSource:
         with translated("looking at a file", os.path.join(self.path, name)):
             facts = facts_of(os.stat(name, dir_fd=self._fd, follow_symlinks=False))
-        return StoredFile(os.path.join(self._final, name), facts)
+        return LinkSource(os.path.join(self._final, name), facts)
 
-    def link(self, name: str, stored: StoredFile) -> bool:
+    def link(self, name: str, source: LinkSource) -> bool:
         self._make_folders(name)
         with translated("linking a file", os.path.join(self.path, name)):
-            is_linked = link_file(stored.place, stored.facts, self._fd, name)
+            is_linked = link_file(source.place, source.facts, self._fd, name)
             self._check_in_place(name if is_linked else None)
         return is_linked
 

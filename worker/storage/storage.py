@@ -79,7 +79,7 @@ class InputFile(ABC):
         """Give back what it holds."""
 
 
-class StoredFile(NamedTuple):
+class LinkSource(NamedTuple):
     """A durable file of a checkpoint, that later ones may have, too: where it is, and what tells if it is as it was."""
 
     place: str
@@ -124,14 +124,14 @@ class OpenAttempt(ABC):
                 at += len(part)
             file.sync()
 
-    def stored(self, name: str) -> StoredFile | None:
+    def link_source(self, name: str) -> LinkSource | None:
         """What a file that is durable is known by once this is finalized; None: no other attempt can have it.
 
         Raises ``StorageError``.
         """
         return None
 
-    def link(self, name: str, stored: StoredFile) -> bool:
+    def link(self, name: str, source: LinkSource) -> bool:
         """Have a file of another checkpoint stand here, too, as ``name``, and none of its bytes written again.
 
         False: it is gone, or not as it was, or this kind of storage cannot; then nothing has the name. Raises
@@ -208,14 +208,17 @@ class Storage(ABC):
     """Whether it is seen who is writing, and what is being read."""
 
     @abstractmethod
-    def begin_checkpoint(self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None) -> OpenAttempt:
+    def begin_checkpoint(
+        self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None, *, linked_bytes: int = 0
+    ) -> OpenAttempt:
         """Begin an attempt at the checkpoint ``final``, or join the one that another rank has begun.
 
         Args:
             final: The path it will have. Missing folders above it are made.
             attempt: The name of the attempt, which no other save uses.
-            nbytes: How many bytes this rank is going to write; there must be space for them.
+            nbytes: How many bytes this rank's part has; there must be space for them.
             orphan_s: Remove first what dead workers left beside it that many seconds ago, or earlier; None: nothing.
+            linked_bytes: How many of them are expected to be linked, and to take no space.
 
         Returns:
             The attempt, to be released or discarded.

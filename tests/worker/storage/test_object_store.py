@@ -163,7 +163,7 @@ def test_a_store_that_does_not_heed_conditions(
 ) -> None:
     monkeypatch.setattr(object_sweep, "_swept", {})
     storage = memory()
-    monkeypatch.setattr(Objects, "put_if", lambda self, key, data, version: self.put(key, data) is None)
+    monkeypatch.setattr(Objects, "put_if", lambda self, key, data, version: self.put(key, data) is not None)
     object_sweep.sweep(storage._objects, "run", 0.0)
     assert "whatever the condition" in caplog.text
 

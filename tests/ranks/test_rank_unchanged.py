@@ -1,0 +1,98 @@
+"""Many ranks: what does not change on a rank is its own affair, and each checkpoint is whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.plans import counting_plans
+from support.ranks import CONSTANT, QUICK, run
+from support.states import same, stock_load, zeros_like
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.loading.source import verify
+from asyncckpt.worker.storage import step_folder
+
+pytestmark = pytest.mark.usefixtures("forkserver")
+
+_SAVES = 8
+_ELEMENTS = 1 << 18  # a mebibyte
+_LATE = 6  # the step in which the second rank changes its part of what had not changed
+
+
+def _state(step: int) -> dict[str, Any]:
+    """A base of which each rank has a part, replicas of an adapter, and experts, of which the second rank trains its
+    own.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    base = torch.arange(float(_ELEMENTS)) * (rank + 1)
+    if step >= _LATE and rank == 1:
+        base += 1
+    sharded = DTensor.from_local(base, mesh, [Shard(0)], run_check=False)
+    expert = torch.full((_ELEMENTS,), float(rank + (step if rank == 1 else 0)))
+    return {"base": sharded, "adapter": torch.full((100,), float(step)), f"expert.{rank}": expert, "step": step}
+
+
+def _local(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def _train(root: str, config: Config, begin: int, end: int) -> tuple[list[float], list[bool]]:
+    """Save some steps. Returns, for each, the mebibytes of this rank that no other has, and whether it was planned."""
+    planned = []
+    with Checkpointer(root, config) as checkpointer:
+        if begin > 1:
+            checkpointer.load(zeros_like(_state(0)), memory=False)
+        for step in range(begin, end):
+            with counting_plans() as counted:
+                checkpointer.save(step, _state(step)).result(60)
+            planned.append(counted.called)
+            dist.barrier()  # else one rank may not have heard yet
+    return [_written(step_folder(root, step)) for step in range(begin, end)], planned
+
+
+def _written(path: str) -> float:
+    files = [each.stat() for each in Path(path).glob(f"__{dist.get_rank()}_*.distcp")]
+    return round(sum(facts.st_size for facts in files if facts.st_nlink == 1) / 4 / _ELEMENTS, 1)
+
+
+def _check(root: str, step: int) -> None:
+    assert verify(step_folder(root, step)).damages == []
+    stock_load(loaded := zeros_like(_state(step)), step_folder(root, step))
+    assert same(_local(loaded), _local(_state(step)))
+
+
+@pytest.mark.parametrize("config", [QUICK, CONSTANT])
+def test_each_rank_has_its_own(tmp_path: Path, config: Config) -> None:
+    root = str(tmp_path / "root")
+    (first, planned), (second, also_planned) = run(2, _train, root, config, 1, _SAVES + 1, folder=tmp_path)
+    assert planned == also_planned
+    assert [index + 1 for index, was in enumerate(planned) if was][:2] == [1, 3]
+    # The first rank has a base and an expert that do not change, the second a base alone, until that changes.
+    assert first[0] == second[0] == 2
+    assert first[3:] == [0] * (_SAVES - 3)
+    assert second[3 : _LATE - 1] == [1] * (_LATE - 4)
+    assert second[_LATE - 1] == 2
+    for step in range(1, _SAVES + 1):
+        run(2, _check, root, step, folder=tmp_path)
+    for step in range(1, _SAVES):
+        shutil.rmtree(step_folder(root, step))
+    run(2, _check, root, _SAVES, folder=tmp_path)
+
+
+def test_a_restarted_job_knows_what_had_settled(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    run(2, _train, root, QUICK, 1, 4, folder=tmp_path)
+    (first, planned), (second, _) = run(2, _train, root, QUICK, 4, 7, folder=tmp_path)
+    assert planned == [False, False, False]
+    assert first == [2, 0, 0]  # its only file, of which nobody knew
+    assert second == [1, 1, 2]  # what had settled was written once more, and linked, until it changed
+    run(2, _check, root, 6, folder=tmp_path)
