@@ -60,6 +60,15 @@ class Config:
     rewrite_unchanged_every: int = 100
     """After so many saves in a row that took a file by link it is written again, changed or not."""
 
+    assume_unchanged: Sequence[str] = ()
+    """Patterns of names (``fnmatch``: "base_model.*", say), in the environment with commas between them, of tensors
+    that are promised never to change: they are copied once, and then neither copied nor looked at, but in every
+    ``check_unchanged_every``-th save. If one of them is found to have changed, that save fails. With ``replicas`` they
+    are copied all the same."""
+
+    check_unchanged_every: int = 10
+    """In which saves that is checked: the cost is that of reading those tensors once."""
+
     local_root: str | None = None
     """A folder on fast disks: a ``Checkpointer`` saves there, in a folder of its own, and uploads steps to its root in
     the background. All ranks have to see it: this is for jobs of one host, or for fast disks that hosts share."""
@@ -173,6 +182,10 @@ class Config:
             "replicas": self.replicas >= 0,
             "replica_rate": self.replica_rate is None or self.replica_rate > 0,
             "rewrite_unchanged_every": self.rewrite_unchanged_every >= 1,
+            "check_unchanged_every": self.check_unchanged_every >= 1,
+            "assume_unchanged": not isinstance(self.assume_unchanged, str)
+            and all(isinstance(each, str) for each in self.assume_unchanged)
+            and (self.link_unchanged or not self.assume_unchanged),
             "local_keep_last": self.local_keep_last >= 1,
             "upload_every": self.upload_every is None or (self.upload_every >= 1 and self.local_root is not None),
             "failure": self.failure in get_args(Failure),
@@ -313,14 +326,14 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(
         (
             *("replicas", "keep_every", "local_keep_last", "upload_every", "worker_restarts", "io_threads"),
-            "rewrite_unchanged_every",
+            *("rewrite_unchanged_every", "check_unchanged_every"),
         ),
         int,
     ),
     **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause", "replica_rate"), float),
     **dict.fromkeys(("job_id", "host", "address", "transport", "domain", "local_root", "metrics_folder"), str),
     **dict.fromkeys(("progress", "direct_io", "link_unchanged"), _truth),
-    "on_event": lambda names: tuple(names.split(",")),
+    **dict.fromkeys(("on_event", "assume_unchanged"), lambda names: tuple(names.split(","))),
 }
 
 # What fields of a type take, what is kept of that, and in words.

@@ -130,8 +130,8 @@ class Segment:
         """
         return _mapped(self.fileno(), self.nbytes, writable=True, shared=False)
 
-    def touch(self) -> None:
-        """Take the memory now, so that no later write to it has to wait for the kernel or can fail.
+    def touch(self, end: int | None = None) -> None:
+        """Take the memory now, up to ``end`` (None: all): no later write has to wait for the kernel, or can fail.
 
         Raises ``OutOfMemoryError`` when the kernel cannot give it.
         """
@@ -140,8 +140,9 @@ class Segment:
         address = self.address
         # Fewer, larger pages where the host gives them to shared memory (shmem_enabled: advise); a hint, else nothing.
         _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self.nbytes), MADV_HUGEPAGE)
-        for offset in range(0, self.nbytes, _TOUCH_BYTES):
-            nbytes = min(_TOUCH_BYTES, self.nbytes - offset)
+        whole = self.nbytes if end is None else end
+        for offset in range(0, whole, _TOUCH_BYTES):
+            nbytes = min(_TOUCH_BYTES, whole - offset)
             if _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
                 continue
             code = ctypes.get_errno()
@@ -161,12 +162,14 @@ class Segment:
         """Whether all of the memory is taken, by whatever process."""
         return os.fstat(self.fileno()).st_blocks * _BLOCK_BYTES >= self.nbytes
 
-    def give_back(self) -> None:
-        """Give the memory back to the system: what was in it is gone, for all who have it mapped, and reads as zeros.
+    def give_back(self, begin: int = 0) -> None:
+        """Give the memory from ``begin`` on back to the system: what was in it is gone, for all who have it mapped, and
+        reads as zeros.
 
         It may be taken again by ``touch``.
         """
-        if _libc.fallocate(self.fileno(), _PUNCH_HOLE | _KEEP_SIZE, 0, round_up(self.nbytes)) != 0:
+        nbytes = round_up(self.nbytes) - begin
+        if nbytes and _libc.fallocate(self.fileno(), _PUNCH_HOLE | _KEEP_SIZE, begin, nbytes) != 0:
             raise OSError(code := ctypes.get_errno(), os.strerror(code))
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.segment_layout import (
     ArchiveData,
     CheckpointLayout,
+    DataFile,
     FileSetLayout,
     JointData,
     LargeFile,
@@ -99,7 +100,7 @@ class FolderAttempt(Attempt):
         with contextlib.ExitStack() as opened:
             written: list[tuple[_LargeFile, ImageFile | None]] = []
             for each in self._large:
-                its = _LargeFile(each, each.name(self.request.rank), self.image(each.begin, each.nbytes))
+                its = _LargeFile(each, each.name(self.request.rank), self._bytes_of(each))
                 output = None
                 if not self._link(its, pool):
                     output = opened.enter_context(ImageFile(self._open(each, its.name), pool, its.image))
@@ -129,7 +130,8 @@ class FolderAttempt(Attempt):
         if known is None or known.source is None:
             return False
         file.bounds = self._follow(file.large, UnwrittenFile(file.image))
-        file.digests = span_digests(file.image, file.bounds, pool)
+        is_shared = isinstance(file.large, DataFile) and file.large.is_shared  # and has not changed since
+        file.digests = known.digests if is_shared else span_digests(file.image, file.bounds, pool)
         if file.digests == known.digests and self.opened.link(file.name, known.source):
             file.links = known.links + 1
         return file.links > 0
@@ -166,6 +168,10 @@ class FolderAttempt(Attempt):
             raise NotImplementedError(type(file))
         output.follow(lambda nbytes, whole: min(self.wait_beyond(file.begin + nbytes) - file.begin, whole))
         return self.region(file.spans).cast("Q")
+
+    def _bytes_of(self, file: LargeFile) -> memoryview:
+        """Where a file is staged."""
+        return self.image(file.begin, file.nbytes)
 
     def _open(self, file: LargeFile, name: str) -> OutputFile:
         return self.opened.create(name, large=True)
@@ -271,6 +277,11 @@ class CheckpointAttempt(FolderAttempt):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._settled = {each.name(self.request.rank) for each in self.layout.data_files if each.is_settled}
+
+    def _bytes_of(self, file: LargeFile) -> memoryview:
+        if isinstance(file, DataFile):
+            return self.region(self.layout.data(self.request.slot, file))
+        return super()._bytes_of(file)
 
     @property
     def unchanged(self) -> tuple[bytes, ...]:

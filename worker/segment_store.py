@@ -179,6 +179,16 @@ class SegmentStore:
                 )
         return number
 
+    def describe(self, number: int, layout: SegmentLayout) -> bool:
+        """Set the layout of a segment. Returns whether it had another one, and what was in it is gone."""
+        hosted = self._hosted[number]
+        with self._lock:
+            is_another = hosted.layout is not None and hosted.layout != layout
+            for place in [place for place in self._images if is_another and place[0] == number]:
+                del self._images[place]
+        hosted.describe(layout)
+        return is_another
+
     def hosted(self, number: int) -> HostedSegment:
         """The segment of that number."""
         return self._hosted[number]

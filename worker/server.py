@@ -215,7 +215,8 @@ class Server:
             case messages.KeepCopies():
                 answer = self._keep_copies(asked.question)
             case messages.Describe(number, layout):
-                self._segment_store.hosted(number).describe(layout)
+                if self._segment_store.describe(number, layout):
+                    self._writer.forget(number)
                 answer = messages.Described()
         self._send(messages.Answer(asked.number, answer))
 

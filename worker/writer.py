@@ -147,7 +147,7 @@ class Writer:
             self._committer.failed(image.request, reason)
 
     def forget(self, segment: int) -> None:
-        """That segment is released: what was saved from it is the same as no other."""
+        """That segment is released, or has another layout: what was saved from it is the same as no other."""
         self._durable.forget(segment)
 
     def finish(self) -> None:

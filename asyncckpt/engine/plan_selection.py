@@ -6,7 +6,7 @@ import io
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import islice
@@ -38,6 +38,7 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.ranks.ring import RankPlace, copied_ranks
 from asyncckpt.staging.buffer import StagingBuffer, copy_bytes
 from asyncckpt.staging.buffer_pool import BufferPool
+from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.rounds import Call, check_same_call
@@ -119,6 +120,7 @@ class PlanSelection:
     config: Config
     buffers: BufferPool
     supervisor: Supervisor
+    threads: CopyThreads
     differing: set[str] = field(default_factory=set)
     """First rank: the names under which ranks are known to have different values."""
     stored: StoredPlan | None = None
@@ -145,7 +147,7 @@ class PlanSelection:
             found = self._found_by_all(wanted, client)
         if not isinstance(found, Captured):
             differing = None if wanted.group.alone else self.differing
-            plan = found if isinstance(found, CheckpointPlan) else wanted.make_plan(differing, found)
+            plan = found or wanted.make_plan(differing, self._settling(wanted))
             found = self._placed_by_all(wanted, client, plan)
         if self.stored is not None and self.stored.names <= found.buffer.plan.names:
             self.stored = None  # it was taken, or never will be
@@ -178,9 +180,8 @@ class PlanSelection:
             buffer.close()
             raise
 
-    def _found_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured | CheckpointPlan | Settling | None:
-        """By a plan that all ranks have, or by that of a checkpoint, which is to be placed; None: all have to plan, and
-        so they have to by what has settled.
+    def _found_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured | CheckpointPlan | None:
+        """By a plan that all ranks have, or by that of a checkpoint, which is to be placed; None: all have to plan.
 
         With constant structure no rank is asked, but now and then, for what has settled.
         """
@@ -194,13 +195,17 @@ class PlanSelection:
             if kept is not None:
                 found = Captured(*kept)
                 plan = found.buffer.plan
+                if self._has_changed(wanted, found):
+                    found = None
+                    return _Offer(None, wanted.call, {})
                 offer = _Offer(plan.number, wanted.call, wanted.digests(plan))
                 if isinstance(plan, CheckpointPlan):
                     offer = offer._replace(heard=plan.settling.heard, has_settled=_next_settling(plan) is not None)
                 return offer
             found = None
             if self.stored is not None and (asks or wanted.group.alone):  # else others may not have it
-                found = wanted.restore_plan(self.stored, None if wanted.group.alone else self.differing)
+                differing = None if wanted.group.alone else self.differing
+                found = wanted.restore_plan(self.stored, differing, self._settling(wanted))
             if self.stored is None or found is None:
                 return _Offer(None, wanted.call, {})
             return _Offer(self.stored.attempt, wanted.call, wanted.digests(found))
@@ -224,8 +229,39 @@ class PlanSelection:
                 self._check_new(wanted)
         if choice == _Choice.SETTLED and isinstance(found, Captured) and isinstance(found.buffer.plan, CheckpointPlan):
             plan = found.buffer.plan
-            return _next_settling(plan) or plan.settling
+            plan.settling = _next_settling(plan) or plan.settling
         return found if choice == _Choice.KEPT else None
+
+    def _settling(self, wanted: SaveInput) -> Settling:
+        """What is known of what does not change in the state, whatever its structure was so far."""
+        plans = (known.plan for known in self.buffers.known if known.key == wanted.key)
+        names = wanted.names
+        known = next((plan for plan in plans if isinstance(plan, CheckpointPlan) and plan.names == names), None)
+        # Who finds out that something has changed after all has to be able to say so to all ranks, and before the copy.
+        may_say = not self.config.overlap and (wanted.group.alone or not self.config.assume_constant_structure)
+        return replace(
+            Settling() if known is None else known.settling,
+            shares=may_say and not self.config.replicas,
+            assumed=() if self.config.replicas else tuple(self.config.assume_unchanged),
+        )
+
+    def _has_changed(self, wanted: SaveInput, found: Captured) -> bool:
+        """Whether anything has that slots share; what was promised not to raises ``UnsavableStateError``."""
+        plan = found.buffer.plan
+        if not isinstance(plan, CheckpointPlan) or not plan.layout.shared_bytes:
+            return False
+        settling, is_checked = plan.settling, wanted.number % self.config.check_unchanged_every == 0
+        names = found.buffer.changed(
+            found.tensors, self.threads, lambda name: is_checked or not settling.is_assumed(name)
+        )
+        if broken := [name for name in names if settling.is_assumed(name)]:
+            plan.broken_promise = (
+                f"changed, and Config.assume_unchanged promises that they do not: {some(broken)}; take out what names"
+                " them there, as checkpoints since the last check may have older values of them"
+            )
+            raise UnsavableStateError(plan.broken_promise)
+        plan.settling = settling.without(names) if names else settling
+        return bool(names)
 
     def _asks(self, wanted: SaveInput) -> bool:
         """Whether the ranks ask each other by which plan they save: the answer is the same on all ranks."""
@@ -236,6 +272,9 @@ class PlanSelection:
     def _check_new(self, wanted: SaveInput) -> None:
         """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""
         names = wanted.names
+        for known in self.buffers.known:
+            if isinstance(known.plan, CheckpointPlan) and known.plan.broken_promise and names & known.plan.names:
+                raise UnsavableStateError(known.plan.broken_promise)
         if any(names & known.plan.names for known in self.buffers.known):
             raise StructureChangedError(
                 "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"

@@ -72,15 +72,15 @@ class SaveInput(ABC):
         """Its tensors, by a plan that has the same key. Raises ``StructureChanged`` where that is not for it."""
 
     @abstractmethod
-    def make_plan(self, differing: set[str] | None, settling: Settling | None) -> CheckpointPlan | FileSetPlan:
+    def make_plan(self, differing: set[str] | None, settling: Settling) -> CheckpointPlan | FileSetPlan:
         """A new plan. Args: as of ``Draft``. Raises as ``make_plans``."""
 
-    def restore_plan(self, stored: StoredPlan, differing: set[str] | None) -> CheckpointPlan | None:
+    def restore_plan(self, stored: StoredPlan, differing: set[str] | None, settling: Settling) -> CheckpointPlan | None:
         """The plan of a checkpoint, if it is for this; None: this has to be planned.
 
         Args:
             stored: What is known of that plan.
-            differing: As of ``Draft``.
+            differing, settling: As of ``Draft``.
 
         Raises:
             UnsavableStateError: A value cannot be saved.
@@ -130,16 +130,16 @@ class StateToSave(SaveInput):
         tensors: Sequence[torch.Tensor] = plan.capture(self.state, self.planner)
         return tensors
 
-    def make_plan(self, differing: set[str] | None, settling: Settling | None) -> CheckpointPlan:
+    def make_plan(self, differing: set[str] | None, settling: Settling) -> CheckpointPlan:
         draft = self._draft(differing, settling)
         make_plans([draft], self.group, self.number)
         plan: CheckpointPlan = draft.plan
         return plan
 
-    def restore_plan(self, stored: StoredPlan, differing: set[str] | None) -> CheckpointPlan | None:
-        return restored_plan(self._draft(differing), stored, self.number)
+    def restore_plan(self, stored: StoredPlan, differing: set[str] | None, settling: Settling) -> CheckpointPlan | None:
+        return restored_plan(self._draft(differing, settling), stored, self.number)
 
-    def _draft(self, differing: set[str] | None, settling: Settling | None = None) -> Draft:
+    def _draft(self, differing: set[str] | None, settling: Settling) -> Draft:
         given = DraftInput(self.state, self.planner, self.separate)
         return Draft(given, self.group.rank, self.group.world_size, differing, settling)
 
@@ -181,7 +181,7 @@ class FilesToSave(SaveInput):
         tensors: Sequence[torch.Tensor] = plan.capture(self.contents)
         return tensors
 
-    def make_plan(self, differing: set[str] | None, settling: Settling | None) -> FileSetPlan:
+    def make_plan(self, differing: set[str] | None, settling: Settling) -> FileSetPlan:
         """Its files are those that the caller wants: nothing in them settles by itself."""
         return make_file_set_plan(self.contents, self.group, self.number, differing)
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.layout import DataLayout, PlannedFile, TensorSpec
+from asyncckpt.planning.layout import DataLayout, PlannedFile, Settled, TensorSpec
 from asyncckpt.planning.metadata import StoredPlaces, pickle_metadata
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import (
@@ -217,9 +217,11 @@ class Draft:
         items = self.finished(final)
         values = self.capture_of(items)
         tensors, objects = self.taken(values)
-        ordered = self._ordered(items, tensors)
-        if ordered is not None:
-            items, values = ordered, self.capture_of(ordered)
+        kinds = self._kinds(items, tensors)
+        order = sorted(range(len(items)), key=kinds.__getitem__)
+        if order != list(range(len(items))):
+            items = [items[number] for number in order]
+            values = self.capture_of(items)
             tensors, objects = self.taken(values)
         aliases = _aliases(tensors)
         specs = [
@@ -228,8 +230,9 @@ class Draft:
         ]
         tensor_items, object_items = split_items(items)
         stored = StoredObjects([item.index.fqn for item in object_items], objects, self.reserved)
-        counts = self._counts(tensor_items, object_items)
-        layout = DataLayout.lay_out(specs, stored.reserved, [*counts.values()])
+        counts = self._counts([kinds[number] for number in order], items)
+        shared = sum(settled is Settled.SHARED for settled, _ in counts)
+        layout = DataLayout.lay_out(specs, stored.reserved, [*counts.values()], shared)
         files = self._planned_files([*counts], layout, tensor_items, object_items)
         names = dict.fromkeys(item.index.fqn for item in self.local.items)
         self.plan = CheckpointPlan(
@@ -285,44 +288,46 @@ class Draft:
             return FlatCapture(self._state_dict, self._flat, self._planner.flatten_state_dict, items)
         return PlannerCapture(self._planner, self.local, items, self._rank == 0)
 
-    def _ordered(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[WriteItem] | None:
-        """The items of each file after those of another, in each with those on devices first; None: they are so.
+    def _kinds(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[tuple[Settled, bool, bool]]:
+        """For each item what it has in common with others that it stands beside, in their order: what is expected of
+        it, whether it goes to the file with the prefix, whether it is on the host.
 
         AdamW has its steps on the host, between its moments on the device: these could not be brought over many at a
         time.
         """
         its = iter(tensors)
-        keys = [(self._file_of(item), item.type == WriteItemType.BYTE_IO or next(its).is_cpu) for item in items]
-        order = sorted(range(len(items)), key=keys.__getitem__)
-        return None if order == list(range(len(items))) else [items[number] for number in order]
-
-    def _file_of(self, item: WriteItem) -> tuple[bool, bool]:
-        """Which data file an item goes to: the one with the prefix, or not; of what has settled, or not."""
-        is_separate = bool(self._separate) and item.index.fqn.startswith(self._separate)
-        if item.tensor_data is None:
-            return is_separate, False
-        return is_separate, (item.index.fqn, tuple(item.tensor_data.chunk.offsets)) in self.settling.parts
+        kinds = []
+        for item in items:
+            is_separate = bool(self._separate) and item.index.fqn.startswith(self._separate)
+            is_on_host, settled = True, Settled.NOT
+            if item.type != WriteItemType.BYTE_IO:
+                is_on_host = next(its).is_cpu
+                if item.tensor_data is not None:
+                    part = item.index.fqn, tuple(item.tensor_data.chunk.offsets)
+                    settled = self.settling.level_of(part, is_on_host=is_on_host)
+            kinds.append((settled, is_separate, is_on_host))
+        return kinds
 
     def _name(self, item: WriteItem) -> str:
         """What the index calls it."""
         return f"{self._folder}/{item.index.fqn}" if self._folder else item.index.fqn
 
     def _counts(
-        self, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]
-    ) -> dict[tuple[bool, bool], tuple[int, int]]:
-        """For each data file how many of them it has."""
-        of_tensors, of_objects = Counter(map(self._file_of, tensors)), Counter(map(self._file_of, objects))
-        files = {(False, False), (bool(self._separate), False), *of_tensors, *of_objects}
-        return {file: (of_tensors[file], of_objects[file]) for file in sorted(files)}
+        self, kinds: Sequence[tuple[Settled, bool, bool]], items: Sequence[WriteItem]
+    ) -> dict[tuple[Settled, bool], tuple[int, int]]:
+        """For each data file how many tensors and objects it has."""
+        of = Counter((kind[:2], item.type == WriteItemType.BYTE_IO) for kind, item in zip(kinds, items, strict=True))
+        files = {(Settled.NOT, False), (Settled.NOT, bool(self._separate)), *(file for file, _ in of)}
+        return {file: (of[file, False], of[file, True]) for file in sorted(files)}
 
     def _planned_files(
         self,
-        which: Sequence[tuple[bool, bool]],
+        which: Sequence[tuple[Settled, bool]],
         layout: DataLayout,
         tensors: Sequence[WriteItem],
         objects: Sequence[WriteItem],
     ) -> list[PlannedFile]:
-        """The data files (see ``_file_of``) with what stands in each, in its order."""
+        """The data files (see ``_kinds``) with what stands in each, in its order."""
         indexed: list[list[Item]] = [[] for _ in layout.begins]
         for item, spec, place in zip(tensors, layout.specs, layout.tensors, strict=True):
             offsets = list(item.index.offset or [0] * len(spec.shape))
@@ -337,12 +342,12 @@ class Draft:
         files = []
         for number, items in enumerate(indexed):
             begin, end = [*layout.begins, layout.nbytes][number : number + 2]
-            is_separate, is_settled = which[number]
+            settled, is_separate = which[number]
             prefix = self._separate if is_separate else ""
             data = os.path.join(self._folder, data_name(self._rank, number, prefix))
             head = Index.head(data, items, asked=self.asked)
             bounds = spans((item.at for item in items), end - begin)
-            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds, is_settled))
+            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds, settled))
         return files
 
 

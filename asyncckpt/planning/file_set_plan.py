@@ -145,7 +145,7 @@ class FileSetPlan:
             for name, data in _constants(file, plan).items()
         }
 
-    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> FileSetLayout:
+    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region], shared_at: int) -> FileSetLayout:
         """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
         files: list[LargeFile] = []
         metadata: list[tuple[str, Region]] = []

@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import IO, NamedTuple
 
 import torch
@@ -106,13 +107,24 @@ class Place(NamedTuple):
         return Place(self.at - begin, self.nbytes, self.payload_at - begin, self.payload_bytes)
 
 
+class Settled(IntEnum):
+    """What is to be expected of what stands in a data file, and what is made of that."""
+
+    NOT = 0
+    """It changes from save to save."""
+    COPIED = 1
+    """It does not, as far as is known; it is copied into each slot all the same."""
+    SHARED = 2
+    """Nor does this, and all slots share it: it is looked at in each save, or somebody has promised it."""
+
+
 @dataclass(frozen=True)
 class DataLayout:
     """Where all items of an image stand: those of a data file after those of another, in each tensors, then objects.
 
     The files begin at ``begins``. They are whole pages, and so are the ``nbytes`` of all. ``constants`` are the bytes
     around the items, each with its offset. ``converted``: which tensors come in another dtype than they are stored in;
-    empty: none.
+    empty: none. The last ``shared_bytes`` all images have in common: whole files.
     """
 
     specs: Sequence[TensorSpec]
@@ -122,10 +134,20 @@ class DataLayout:
     constants: Sequence[tuple[int, bytes]] = ()
     begins: Sequence[int] = (0,)
     converted: Sequence[bool] = ()
+    shared_bytes: int = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """What each slot has for itself."""
+        return self.nbytes - self.shared_bytes
 
     @classmethod
     def lay_out(
-        cls, specs: Sequence[TensorSpec], reserved: Sequence[int], counts: Sequence[tuple[int, int]] = ()
+        cls,
+        specs: Sequence[TensorSpec],
+        reserved: Sequence[int],
+        counts: Sequence[tuple[int, int]] = (),
+        shared: int = 0,
     ) -> DataLayout:
         """Place tensors and objects, in the order given.
 
@@ -133,6 +155,7 @@ class DataLayout:
             specs: The tensors.
             reserved: For each object, how many bytes there are to be for it.
             counts: How many of the tensors, and of the objects, each data file has; empty: there is one file.
+            shared: How many of the data files, the last ones, all images have in common.
         """
         tensors: list[Place] = []
         objects: list[Place] = []
@@ -158,7 +181,8 @@ class DataLayout:
                 objects.append(Place(at, nbytes, at, nbytes))
                 end = at + nbytes
             end = round_up(end)
-        return cls(specs, tensors, objects, end, constants, begins)
+        shared_bytes = end - begins[-shared] if shared else 0
+        return cls(specs, tensors, objects, end, constants, begins, shared_bytes=shared_bytes)
 
     @classmethod
     def joined(cls, layouts: Sequence[DataLayout]) -> DataLayout:
@@ -196,4 +220,4 @@ class PlannedFile:
     nbytes: int
     index_head: bytes
     spans: array[int]
-    is_settled: bool = False
+    settled: Settled = Settled.NOT

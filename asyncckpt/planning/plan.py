@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.layout import DataLayout, PlannedFile
+from asyncckpt.planning.layout import DataLayout, PlannedFile, Settled
 from asyncckpt.planning.objects import Raw, StoredObjects
 from asyncckpt.planning.replicas import Replicas
 from asyncckpt.planning.settling import Settling
@@ -60,6 +60,8 @@ class CheckpointPlan:
     """The ranks of other hosts that this rank's worker keeps copies of."""
     settling: Settling = field(default_factory=Settling)
     """What is known by now of what does not change."""
+    broken_promise: str = ""
+    """What to say where something has changed that was promised not to: this plan is for no state any more."""
 
     def capture(self, state_dict: StateDict, planner: SavePlanner | None = None) -> Sequence[torch.Tensor]:
         """The caller's own tensors, in the order of the layout; the objects are taken into ``objects``.
@@ -67,6 +69,8 @@ class CheckpointPlan:
         ``planner``: the user's for this save, of the kind this was planned with. Raises ``StructureChanged`` if this
         plan is not for this state dict, ``UnsavableStateError`` if a value cannot be saved.
         """
+        if self.broken_promise:
+            raise StructureChanged(self.broken_promise)
         tensors, objects = self.values.take(state_dict, planner)
         self.fingerprint.check(tensors)
         self.objects.refresh(objects)
@@ -79,9 +83,12 @@ class CheckpointPlan:
             constants |= {f"index_head {number}": file.index_head, f"spans {number}": memoryview(file.spans).cast("B")}
         return constants
 
-    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> CheckpointLayout:
-        """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
-        return CheckpointLayout(self.large_files(0, regions), self.layout.nbytes, slots, regions["metadata"])
+    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region], shared_at: int) -> CheckpointLayout:
+        """What the worker is told of a segment with images at ``slots``, which share what is ``shared_at``, offsets in
+        bytes.
+        """
+        layout, files = self.layout, self.large_files(0, regions)
+        return CheckpointLayout(files, layout.nbytes, slots, regions["metadata"], layout.shared_bytes, shared_at)
 
     def large_files(self, begin: int, regions: Mapping[str, Region]) -> tuple[DataFile, ...]:
         """The data files, of which the first begins at ``begin`` of the image, in bytes."""
@@ -95,7 +102,8 @@ class CheckpointPlan:
                 number=number,
                 prefix=file.prefix,
                 folder=file.folder,
-                is_settled=file.is_settled,
+                is_settled=file.settled > Settled.NOT,
+                is_shared=file.settled is Settled.SHARED,
             )
             for number, file in enumerate(self.files)
         )

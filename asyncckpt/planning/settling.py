@@ -3,18 +3,21 @@
 A file is linked, and not written again, if no byte of it has changed (``worker/durable_files.py``). So what changes and
 what does not have to stand in different files. This is learned, for each rank by itself, of what its worker says. No
 promise rests on it: of what changes again, that file is written again, and then it stands elsewhere for good.
+
+What has settled need not stand in each slot, either (``Settled.SHARED``): see ``staging/shared_part.py``.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from itertools import starmap
 from typing import TypeAlias
 
-from asyncckpt.planning.layout import PlannedFile
+from asyncckpt.planning.layout import PlannedFile, Settled
 from asyncckpt.worker.manifest import Item
 
 PartKey: TypeAlias = tuple[str, tuple[int, ...]]
@@ -31,6 +34,9 @@ class Settling:
 
     Attributes:
         parts: What stands in data files of its own.
+        shares: Whether slots may share that, where it is on the host.
+        assumed: Patterns of names that are promised not to change: those have files of their own from the beginning,
+            which slots share (``Config.assume_unchanged``).
         restless: What stood there, and has changed.
         pause: How many saves have to be durable before there is another plan.
         durable: How many are.
@@ -38,12 +44,31 @@ class Settling:
     """
 
     parts: frozenset[PartKey] = frozenset()
+    shares: bool = False
+    assumed: tuple[str, ...] = ()
     restless: frozenset[PartKey] = frozenset()
     pause: int = 2
     durable: int = 0
     heard: int = 0
     _unchanged: tuple[bytes, ...] = field(default=(), repr=False)
     _next: Settling | None = field(default=None, repr=False)
+
+    def level_of(self, part: PartKey, *, is_on_host: bool) -> Settled:
+        """What is expected of a stored tensor."""
+        if self.is_assumed(part[0]):
+            return Settled.SHARED
+        if part not in self.parts:
+            return Settled.NOT
+        return Settled.SHARED if self.shares and is_on_host else Settled.COPIED
+
+    def is_assumed(self, name: str) -> bool:
+        """Whether it is promised that the tensor of that name does not change."""
+        return any(fnmatchcase(name, pattern) for pattern in self.assumed)
+
+    def without(self, names: Collection[str]) -> Settling:
+        """The same, when the tensors of these ``names`` have changed."""
+        changed = frozenset(part for part in self.parts if part[0] in names)
+        return replace(self, parts=self.parts - changed, restless=self.restless | changed)
 
     def note(self, number: int, unchanged: tuple[bytes, ...]) -> None:
         """A save is durable. ``unchanged``: as of ``Committed``. Any thread may call this."""
@@ -65,7 +90,7 @@ class Settling:
         same: set[PartKey] = set()
         for file, its in zip(files, unchanged, strict=True):
             for item in starmap(Item, json.loads(file.index_head + b"}")["items"]):
-                if item.kind == "tensor":
+                if item.kind == "tensor" and not self.is_assumed(item.name):
                     key = item.name.removeprefix(file.folder and f"{file.folder}/"), tuple(item.offsets)
                     sizes[key] = item.nbytes
                     first, last = bisect_right(file.spans, item.at) - 1, bisect_left(file.spans, item.at + item.nbytes)
@@ -74,7 +99,7 @@ class Settling:
         restless = self.restless | (self.parts - same)
         parts = frozenset(same - restless)
         linked_now = sum(file.nbytes for file, its in zip(files, unchanged, strict=True) if all(its))
-        gain = sum(map(sizes.__getitem__, parts)) - linked_now
+        gain = sum(sizes[part] for part in parts if part in sizes) - linked_now
         if gain < max(_LEAST_BYTES, _LEAST_GAIN * sum(file.nbytes for file in files)):
-            return Settling(self.parts)
-        return Settling(parts, restless, 2 * self.pause)
+            return self
+        return replace(self, parts=parts, restless=restless, pause=2 * self.pause, durable=0, _unchanged=(), _next=None)

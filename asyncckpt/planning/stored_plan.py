@@ -8,13 +8,13 @@ plan is that of this job: no plan of a rank has to travel, and nothing is decide
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.planner import SavePlan
 
 from asyncckpt.planning.draft import Draft
 from asyncckpt.planning.plan import CheckpointPlan
-from asyncckpt.planning.settling import PartKey, Settling
+from asyncckpt.planning.settling import PartKey
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.worker.manifest import Index
 
@@ -58,7 +58,7 @@ def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPl
     final = [local.get((item.name, tuple(item.offsets))) for item in items]
     if None in final:
         return None
-    draft.settling = Settling(frozenset(_settled(stored.indexes)))
+    draft.settling = replace(draft.settling, parts=frozenset(_settled(stored.indexes)))
     draft.reserved = [item.nbytes for item in items if item.kind == "object"]
     try:
         draft.lay_out(SavePlan([item for item in final if item is not None]), number)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -21,6 +22,7 @@ from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
+from asyncckpt.staging.shared_part import SharedPart
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.held_image import COPY_SLOTS, HeldImage
@@ -38,7 +40,7 @@ class DetachedBuffer:
     """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
 
     ``number`` is that of the segment in the worker that has adopted it; 0: none has. It stays ``pinned``: to tell a
-    driver of it again takes 0.1 s a GB.
+    driver of it again takes 0.1 s a GB. ``is_free``: nobody needs what is in it.
     """
 
     segment: Segment
@@ -46,6 +48,7 @@ class DetachedBuffer:
     held: tuple[HeldImage, ...] = ()
     number: int = 0
     pinned: PinnedMemory | None = None
+    is_free: bool = False
 
     def close(self) -> None:
         """Let go of the memory. Safe to call twice."""
@@ -86,19 +89,25 @@ class StagingBuffer:
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
         regions, fixed, end = _laid_out(plan)
-        self._offsets = tuple(end + number * plan.layout.nbytes for number in range(slots))
-        self.layout = plan.segment_layout(self._offsets, regions)
+        self._offsets = tuple(end + number * plan.layout.slot_bytes for number in range(slots))
+        self._shared_at = end + slots * plan.layout.slot_bytes
+        self.layout = plan.segment_layout(self._offsets, regions, self._shared_at)
+        nbytes = self._shared_at + plan.layout.shared_bytes
         adopted = None
         try:
-            adopted = self._fitting(detached, fixed)
+            adopted = self._fitting(detached, fixed, nbytes)
             if adopted is not None:
                 self.number, self.segment, self._pinned = adopted.number, adopted.segment, adopted.pinned
+                self.segment.give_back(round_up(nbytes))
             else:
                 self._give_back(detached)
-                self.number, self.segment = client.allocate(end + slots * plan.layout.nbytes, timeout)
-            self.segment.touch()
+                self.number, self.segment = client.allocate(nbytes, timeout)
+            self.segment.touch(nbytes)
             self._published = PublishedSlots(self.segment, slots)
-            self._set_up(adopted.held if adopted is not None else (), fixed)
+            held = adopted.held if adopted is not None else ()
+            self._set_up(held, fixed)
+            self._is_filled = bool(held)
+            self._was_published = bool(self._published.publications())
             client.describe(self.number, self.layout, timeout)
             detached[:] = [each for each in detached if each is not adopted]
         except BaseException:
@@ -108,13 +117,16 @@ class StagingBuffer:
                 self._release()
             raise
 
-    def _fitting(self, detached: list[DetachedBuffer], fixed: _Constants) -> DetachedBuffer | None:
-        """What was for the same plan, down to the last constant byte."""
+    def _fitting(self, detached: list[DetachedBuffer], fixed: _Constants, nbytes: int) -> DetachedBuffer | None:
+        """What was for the same plan, down to the last constant byte; or of which nothing is needed any more."""
         for each in detached:
-            if each.number == 0 or each.layout != self.layout or each.segment.closed:
+            if each.number == 0 or each.segment.closed:
                 continue
+            if each.is_free and each.segment.nbytes >= nbytes:
+                return each
             view = each.segment.view
-            if all(view[region.offset : region.offset + region.nbytes] == data for region, data in fixed):
+            same = each.layout == self.layout
+            if same and all(view[region.offset : region.offset + region.nbytes] == data for region, data in fixed):
                 return each
         return None
 
@@ -139,11 +151,12 @@ class StagingBuffer:
             self.slots.set(slot, State.FREE)
         for region, data in fixed:
             view[region.offset : region.offset + region.nbytes] = data
-        for place, data in plan.layout.constants:
-            for offset in self._offsets:
+        layout, shared_from = plan.layout, self._shared_at - plan.layout.slot_bytes
+        for place, data in layout.constants:
+            for offset in self._offsets if place < layout.slot_bytes else (shared_from,):
                 view[offset + place : offset + place + len(data)] = data
-        layout = plan.layout
         self._stagers = [SlotStager(layout, self.segment, offset, layout.converted) for offset in self._offsets]
+        self._shared = SharedPart(layout, self.segment, self._shared_at) if layout.shared_bytes else None
 
     def limit(self, slots: int) -> None:
         """Use no more than ``slots`` slots: another rank has no more."""
@@ -172,6 +185,7 @@ class StagingBuffer:
 
     def publish(self, slot: int, published: PublishedVersion) -> bool:
         """As ``PublishedSlots.publish_unless_last``."""
+        self._was_published = True
         return self._published.publish_unless_last(slot, published)
 
     def begin(self, slot: int, save: TrackedSave) -> None:
@@ -187,6 +201,16 @@ class StagingBuffer:
     def idle(self) -> bool:
         """Whether the worker has written all slots, and nobody copies into them: the memory can be given back."""
         return all(save is None or (save.is_written and save.copied.is_set()) for save in self.saves)
+
+    def changed(
+        self, tensors: Sequence[torch.Tensor], threads: CopyThreads, which: Callable[[str], bool]
+    ) -> Sequence[str]:
+        """The names of the tensors that do not change, as was thought, and have. Args: as of ``SharedPart.changed``."""
+        if self._shared is None:
+            return ()
+        if self._is_filled and not self._shared.is_filled:  # by a trainer before this one
+            self._shared.recognize(threads)
+        return self._shared.changed(tensors, threads, which) if self._shared.is_filled else ()
 
     def copy(
         self,
@@ -207,16 +231,32 @@ class StagingBuffer:
         """
         if self._pinned is None and (device := first_device(tensors, ready)) is not None:
             # Only large tensors: small ones are brought over many at a time, and no copy may cross a cut.
-            large = [each.payload_at for each in self.plan.layout.tensors if _is_on_pages(each)]
-            cuts = [offset + place for offset in self._offsets for place in (0, *large)]
+            large = sorted(each.payload_at for each in self.plan.layout.tensors if _is_on_pages(each))
+            own = bisect_left(large, self.plan.layout.slot_bytes)
+            cuts = [offset + place for offset in self._offsets for place in (0, *large[:own])]
+            cuts += [self._shared_at - self.plan.layout.slot_bytes + place for place in large[own:]]
             self._pinned = PinnedMemory(self.segment, cuts, device)
+        if self._shared is not None and not self._is_filled:
+            self._shared.fill(tensors, ready, threads)
+            self._is_filled = True
         self._stagers[slot].copy(tensors, ready, threads, partial(self.slots.set_arrived, slot), queued)
 
     def write_objects(self, slot: int) -> None:
         """Bring the objects in ``slot`` up to what the plan last captured."""
         begin = self._offsets[slot]
-        image = self.segment.view[begin : begin + self.plan.layout.nbytes]
+        image = self.segment.view[begin : begin + self.plan.layout.slot_bytes]
         self.plan.objects.write(slot, image, self.plan.layout.objects)
+
+    def free(self) -> DetachedBuffer | None:
+        """Let go of the memory, for another plan of the same worker; None, and nothing is done, where somebody reads
+        there, or may know it as it is. Nothing in it may be under way.
+        """
+        if self._was_published or not all(map(self._published.claim, range(len(self.saves)))):
+            return None
+        self.is_closed = True
+        if self._pinned is not None:
+            self._pinned.close()  # it is cut where copies of this plan end
+        return replace(self.leave(), number=self.number, pinned=None, is_free=True)
 
     def close(self) -> None:
         """Give the memory back; nothing in it may be under way, or the worker is gone. Safe to call twice."""
@@ -235,6 +275,8 @@ class StagingBuffer:
         """Let go of the memory, but keep it for another worker: this one is gone."""
         for stager in self._stagers:
             stager.close()
+        if self._shared is not None:
+            self._shared.close()
         self._published.close()
         self.slots.close()
         return DetachedBuffer(self.segment, self.layout, pinned=self._pinned)

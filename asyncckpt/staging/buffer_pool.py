@@ -89,7 +89,7 @@ class BufferPool:
         """
         outdated = [known for known in self.known if known.key == key and known.plan.names == plan.names]
         for known in outdated or self.known[_MAX_PLANS - 1 :]:
-            self._give_back(known, client, "writing the save before the structure changed")
+            self._give_back(known, client, "writing the save before the structure changed", for_next=bool(outdated))
             self.known.remove(known)
         return self._allocate(plan, client)
 
@@ -169,9 +169,14 @@ class BufferPool:
         wanted = KeepCopies(plan.number, plan.copied_ranks, plans, *how)
         client.ask(wanted, CopiesKept, self._config.timeout, "taking memory for copies of other hosts' images")
 
-    def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str) -> None:
-        """Give back the memory of a plan, once nothing in it is under way."""
+    def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str, *, for_next: bool = False) -> None:
+        """Give back the memory of a plan, once nothing in it is under way; or keep it ``for_next``, which is to be
+        made: memory that is new to a process takes several times as long as a copy.
+        """
         if known.buffer is not None:
             client.wait_for(known.buffer.idle, self._config.timeout, doing)
-            known.buffer.close()
+            if for_next and (free := known.buffer.free()) is not None:
+                self.detached.append(free)
+            else:
+                known.buffer.close()
             known.buffer = None

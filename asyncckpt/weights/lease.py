@@ -25,7 +25,7 @@ from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, read_entries, read_indexes
 from asyncckpt.weights.private_views import PrivateViews
 from asyncckpt.worker.endpoint_messages import PublishedSegment
-from asyncckpt.worker.segment_layout import Region, WeightsLayout
+from asyncckpt.worker.segment_layout import CheckpointLayout, Region, WeightsLayout
 from asyncckpt.worker.takeover import ReaderClient
 
 
@@ -222,10 +222,19 @@ class _MappedSegment:
             self._files[folder] = files
             return image, files
         if files is None:
-            entries = read_indexes(self._segment.view, layout.published_files(folder))
-            files = self._files[folder] = [(entries, range(layout.data_bytes))]
-        begin = layout.slots[slot]
-        return self._segment, [(entries, range(begin, begin + len(span))) for entries, span in files]
+            its = layout.published_files(folder)
+            own = [file for file in its if not file.is_shared]
+            files = [(read_indexes(self._segment.view, own), range(layout.data_bytes))]
+            if shared := [file for file in its if file.is_shared]:
+                files.append((read_indexes(self._segment.view, shared), range(layout.data_bytes)))
+            self._files[folder] = files
+        begins = [layout.slots[slot]]
+        if isinstance(layout, CheckpointLayout):
+            begins.append(layout.shared_begin)
+        return self._segment, [
+            (entries, range(begin, min(begin + len(span), self._segment.nbytes)))
+            for (entries, span), begin in zip(files, begins, strict=False)
+        ]
 
 
 class RankPublications:

@@ -112,7 +112,7 @@ def _die(instant: str) -> None:
     last = publish(publisher, versions, buffer._UNUSED + 1)
     if instant != "given back":
         if instant == "taking":
-            Segment.touch = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+            Segment.touch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         else:
             WeightPublisher._show = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         with subscriber.acquire(version=last - 1):
