@@ -30,6 +30,7 @@ class DurableFile:
         source: What another attempt can link; None: none can.
         links: How many saves in a row have taken it by link.
         is_expected: Whether the next save is expected to have the same.
+        is_proven: Whether that is sure of a file that slots share: its memory has not been laid out anew since.
     """
 
     bounds: array[int]
@@ -37,6 +38,7 @@ class DurableFile:
     source: LinkSource | None
     links: int = 0
     is_expected: bool = False
+    is_proven: bool = True
 
     def unchanged_since(self, before: DurableFile) -> bytes:
         """For each span 1 if it is as it was ``before``, in the same structure, else 0."""
@@ -107,6 +109,12 @@ class DurableFiles:
                 gain += nbytes
         return found if gain >= _LEAST_BYTES else {}
 
+    def doubt(self, segment: int) -> None:
+        """That memory is laid out anew."""
+        with self._lock:
+            its = self._files.get(segment, {})
+            self._files[segment] = {name: replace(file, is_proven=False) for name, file in its.items()}
+
     def forget(self, segment: int) -> None:
         """That memory is for something else now."""
         with self._lock:
@@ -114,4 +122,6 @@ class DurableFiles:
 
 
 def _is_expected(file: DurableFile, last: DurableFile | None, *, is_settled: bool) -> bool:
-    return is_settled if last is None else last.digests == file.digests
+    is_same = last is not None and last.digests == file.digests
+    is_new = last is None or not last.is_proven
+    return is_same or (is_new and is_settled)

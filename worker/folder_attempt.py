@@ -130,8 +130,9 @@ class FolderAttempt(Attempt):
         if known is None or known.source is None:
             return False
         file.bounds = self._follow(file.large, UnwrittenFile(file.image))
-        is_shared = isinstance(file.large, DataFile) and file.large.is_shared  # and has not changed since
-        file.digests = known.digests if is_shared else span_digests(file.image, file.bounds, pool)
+        is_shared = isinstance(file.large, DataFile) and file.large.is_shared
+        is_known = is_shared and known.is_proven  # nobody has written there since
+        file.digests = known.digests if is_known else span_digests(file.image, file.bounds, pool)
         if file.digests == known.digests and self.opened.link(file.name, known.source):
             file.links = known.links + 1
         return file.links > 0

@@ -216,7 +216,7 @@ class Server:
                 answer = self._keep_copies(asked.question)
             case messages.Describe(number, layout):
                 if self._segment_store.describe(number, layout):
-                    self._writer.forget(number)
+                    self._writer.doubt(number)
                 answer = messages.Described()
         self._send(messages.Answer(asked.number, answer))
 

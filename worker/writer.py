@@ -147,8 +147,12 @@ class Writer:
             self._committer.failed(image.request, reason)
 
     def forget(self, segment: int) -> None:
-        """That segment is released, or has another layout: what was saved from it is the same as no other."""
+        """That segment is released."""
         self._durable.forget(segment)
+
+    def doubt(self, segment: int) -> None:
+        """That segment has another layout."""
+        self._durable.doubt(segment)
 
     def finish(self) -> None:
         """The trainer is gone: write what is staged, also where it could not say so any more, and end."""

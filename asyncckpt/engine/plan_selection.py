@@ -191,18 +191,12 @@ class PlanSelection:
         def find() -> _Offer:
             nonlocal found
             wanted.check()
-            kept = self.buffers.find(wanted.key, wanted.capture, client)
-            if kept is not None:
-                found = Captured(*kept)
+            if (found := self._kept(wanted, client)) is not None:
                 plan = found.buffer.plan
-                if self._has_changed(wanted, found):
-                    found = None
-                    return _Offer(None, wanted.call, {})
                 offer = _Offer(plan.number, wanted.call, wanted.digests(plan))
                 if isinstance(plan, CheckpointPlan):
                     offer = offer._replace(heard=plan.settling.heard, has_settled=_next_settling(plan) is not None)
                 return offer
-            found = None
             if self.stored is not None and (asks or wanted.group.alone):  # else others may not have it
                 differing = None if wanted.group.alone else self.differing
                 found = wanted.restore_plan(self.stored, differing, self._settling(wanted))
@@ -235,8 +229,7 @@ class PlanSelection:
     def _settling(self, wanted: SaveInput) -> Settling:
         """What is known of what does not change in the state, whatever its structure was so far."""
         plans = (known.plan for known in self.buffers.known if known.key == wanted.key)
-        names = wanted.names
-        known = next((plan for plan in plans if isinstance(plan, CheckpointPlan) and plan.names == names), None)
+        known = next((plan for plan in plans if isinstance(plan, CheckpointPlan) and plan.names == wanted.names), None)
         # Who finds out that something has changed after all has to be able to say so to all ranks, and before the copy.
         may_say = not self.config.overlap and (wanted.group.alone or not self.config.assume_constant_structure)
         return replace(
@@ -262,6 +255,13 @@ class PlanSelection:
             raise UnsavableStateError(plan.broken_promise)
         plan.settling = settling.without(names) if names else settling
         return bool(names)
+
+    def _kept(self, wanted: SaveInput, client: WorkerClient) -> Captured | None:
+        """By a plan that this rank has, and that is still good."""
+        kept = self.buffers.find(wanted.key, wanted.capture, client)
+        if kept is None or self._has_changed(wanted, found := Captured(*kept)):
+            return None
+        return found
 
     def _asks(self, wanted: SaveInput) -> bool:
         """Whether the ranks ask each other by which plan they save: the answer is the same on all ranks."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.attempts import checkpoint_attempt
-from support.storage_contract import put_checkpoint
+from support.link_contract import put_checkpoint
 
 from asyncckpt.errors import DamagedCheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from support.attempts import checkpoint_attempt
 from support.faulty_storage import FaultyStorage
-from support.storage_contract import FileSystemContract, put
+from support.link_contract import put
+from support.storage_contract import FileSystemContract
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment

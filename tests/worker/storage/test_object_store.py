@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from obstore.store import MemoryStore
+from support.link_contract import put, put_checkpoint
 from support.object_stores import s3_root, s3_server
-from support.storage_contract import StorageContract, put, put_checkpoint
+from support.storage_contract import StorageContract
 
 from asyncckpt.errors import CheckpointExistsError, SaveTimeoutError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest

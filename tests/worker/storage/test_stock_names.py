@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 from s3.proxy import Asked, StoreProxy
+from support.link_contract import put
 from support.object_stores import s3_root, s3_server, set_environment
-from support.storage_contract import put
 
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest

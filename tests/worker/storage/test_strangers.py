@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.storage_contract import DATA, put, put_checkpoint
+from support.link_contract import DATA, put, put_checkpoint
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
