@@ -198,6 +198,10 @@ class StagingBuffer:
         """Others may read what is staged in ``slot``: it is whole."""
         self._published.offer_image(slot)
 
+    def ended(self) -> bool:
+        """Whether all saves have ended: until then the worker reads what is constant."""
+        return all(save is None or save.has_ended for save in self.saves)
+
     def idle(self) -> bool:
         """Whether the worker has written all slots, and nobody copies into them: the memory can be given back."""
         return all(save is None or (save.is_written and save.copied.is_set()) for save in self.saves)
@@ -249,9 +253,9 @@ class StagingBuffer:
 
     def free(self) -> DetachedBuffer | None:
         """Let go of the memory, for another plan of the same worker; None, and nothing is done, where somebody reads
-        there, or may know it as it is. Nothing in it may be under way.
+        there, or may know it as it is, or a save has not ended. Nothing in it may be under way.
         """
-        if self._was_published or not all(map(self._published.claim, range(len(self.saves)))):
+        if self._was_published or not self.ended() or not all(map(self._published.claim, range(len(self.saves)))):
             return None
         self.is_closed = True
         if self._pinned is not None:

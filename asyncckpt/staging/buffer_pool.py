@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from asyncckpt.config import Config
-from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.errors import OutOfMemoryError, SaveTimeoutError
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.save_handle import Save
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_SLOTS = 2
 # Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
 _MAX_PLANS = 4
+# How long to wait for a commit, when all is written.
+_COMMIT_S = 20.0
 
 
 @dataclass
@@ -175,6 +178,9 @@ class BufferPool:
         """
         if known.buffer is not None:
             client.wait_for(known.buffer.idle, self._config.timeout, doing)
+            if for_next:
+                with contextlib.suppress(SaveTimeoutError):
+                    client.wait_for(known.buffer.ended, min(_COMMIT_S, self._config.timeout), doing)
             if for_next and (free := known.buffer.free()) is not None:
                 self.detached.append(free)
             else:
