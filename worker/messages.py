@@ -33,6 +33,7 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   UploadsUnderWay              this, and why it is not there yet
     worker   Uploaded                     an attempt to copy one has ended, at any time
     worker   Logged                       what it has to say, for the trainer's log, at any time
+    trainer  Clear                        what is in a segment is gone: it will be laid out anew
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
 
@@ -150,6 +151,11 @@ class Staged:
 class Cancel:
     save_id: int
     reason: CheckpointError
+
+
+@dataclass(frozen=True)
+class Clear:
+    segment: int
 
 
 @dataclass(frozen=True)
@@ -275,7 +281,7 @@ class Answer:
     )
 
 
-FromTrainer = Question | Join | Begin | Staged | Release | Close
+FromTrainer = Question | Join | Begin | Staged | Clear | Release | Close
 FromWorker = Ready | Answer | Written | Replicated | Committed | Failed | Uploaded | Logged
 
 

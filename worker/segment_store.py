@@ -179,15 +179,11 @@ class SegmentStore:
                 )
         return number
 
-    def describe(self, number: int, layout: SegmentLayout) -> bool:
-        """Set the layout of a segment. Returns whether it had another one, and what was in it is gone."""
-        hosted = self._hosted[number]
+    def clear(self, number: int) -> None:
+        """What is in a segment is gone, and it has no layout until it gets another one."""
         with self._lock:
-            is_another = hosted.layout is not None and hosted.layout != layout
-            for place in [place for place in self._images if is_another and place[0] == number]:
-                del self._images[place]
-        hosted.describe(layout)
-        return is_another
+            self._forget_images(number)
+            self._hosted[number].layout = None
 
     def hosted(self, number: int) -> HostedSegment:
         """The segment of that number."""
@@ -196,8 +192,7 @@ class SegmentStore:
     def release(self, number: int) -> None:
         """Give a segment back; again, where the trainer was interrupted as it said so."""
         with self._lock:
-            for place in [place for place in self._images if place[0] == number]:
-                del self._images[place]
+            self._forget_images(number)
             if (hosted := self._hosted.pop(number, None)) is None:
                 return
             hosted.close()
@@ -347,6 +342,10 @@ class SegmentStore:
             for hosted in self._hosted.values():
                 hosted.close()
             self._hosted.clear()
+
+    def _forget_images(self, number: int) -> None:
+        for place in [place for place in self._images if place[0] == number]:
+            del self._images[place]
 
     def _add(self, segment: Segment) -> int:
         with self._lock:

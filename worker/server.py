@@ -180,6 +180,9 @@ class Server:
                 staged = self._writer.staged(save_id, timings)
                 if staged is not None and staged.is_copied and self._replicator is not None:
                     self._replicator.expect(staged)
+            case messages.Clear(number):
+                self._segment_store.clear(number)
+                self._writer.doubt(number)
             case messages.Release(number):
                 self._segment_store.release(number)
                 self._writer.forget(number)
@@ -215,8 +218,7 @@ class Server:
             case messages.KeepCopies():
                 answer = self._keep_copies(asked.question)
             case messages.Describe(number, layout):
-                if self._segment_store.describe(number, layout):
-                    self._writer.doubt(number)
+                self._segment_store.hosted(number).describe(layout)
                 answer = messages.Described()
         self._send(messages.Answer(asked.number, answer))
 

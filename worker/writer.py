@@ -151,7 +151,7 @@ class Writer:
         self._durable.forget(segment)
 
     def doubt(self, segment: int) -> None:
-        """That segment has another layout."""
+        """That segment gets another layout."""
         self._durable.doubt(segment)
 
     def finish(self) -> None:

@@ -258,6 +258,9 @@ class StagingBuffer:
         if self._was_published or not self.ended() or not all(map(self._published.claim, range(len(self.saves)))):
             return None
         self.is_closed = True
+        self.client.release(
+            self.number, is_kept=True
+        )  # before anything is written there, after which nobody may find it
         if self._pinned is not None:
             self._pinned.close()  # it is cut where copies of this plan end
         return replace(self.leave(), number=self.number, pinned=None, is_free=True)
