@@ -15,6 +15,7 @@ from typing import Any
 import asyncckpt
 from asyncckpt.demo import run as demo
 from asyncckpt.exporting import command as exporting
+from asyncckpt.loading.shared_files import CheckedFiles
 from asyncckpt.report.advice import advise
 from asyncckpt.report.answers import UNUSABLE, Answers
 from asyncckpt.report.exports import show_export
@@ -110,7 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     command("ls", list_checkpoints, "list checkpoints")
     inspect = command("inspect", inspect_checkpoint, "show what is in a checkpoint; of a folder of them, in the newest")
     inspect.add_argument("--shards", action="store_true", help="show the shards of each tensor, and where they are")
-    command("verify", verify_checkpoints, "check every byte of checkpoints, and name what files and tensors are bad")
+    verify = command(
+        "verify", verify_checkpoints, "check every byte of checkpoints, and name what files and tensors are bad"
+    )
+    verify.set_defaults(checked=CheckedFiles())
     exporting.add_to(commands).set_defaults(run=show_export)
     _add_timeline(commands)
     advice = command("advise", advise, "say how often to save, from what the saves of a run have cost")

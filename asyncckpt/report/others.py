@@ -43,7 +43,10 @@ class _Other(NamedTuple):
 
 @dataclass
 class Verified:
-    """What a check has found: what was ``checked``, what ``unchecked``, both in words, and what is damaged."""
+    """What a check has found: what was ``checked``, what ``unchecked``, both in words, and what is damaged.
+
+    ``shared``: as of a report.
+    """
 
     path: str
     kind: Kind
@@ -51,6 +54,7 @@ class Verified:
     checked: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     damages: list[Damage] = field(default_factory=list)
+    shared: int = 0
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""
@@ -58,6 +62,7 @@ class Verified:
             "path": self.path,
             "kind": self.kind,
             "bytes": self.nbytes,
+            "bytes_shared": self.shared,
             "ok": not self.damages,
             "checked": self.checked,
             "unchecked": self.unchecked,

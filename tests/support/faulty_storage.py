@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from asyncckpt.worker.storage.storage import FileStamp, InputFile, OpenAttempt, OutputFile, Resolution, Storage
+from asyncckpt.worker.storage.storage import (
+    FileIdentity,
+    FileStamp,
+    InputFile,
+    OpenAttempt,
+    OutputFile,
+    Resolution,
+    Storage,
+)
 from asyncckpt.worker.write_request import Existing
 
 POINTS = ("begin", "create", "write", "sync", "finalize", "finalized")
@@ -61,6 +69,12 @@ class FaultyStorage(Storage):
 
     def stamp(self, path: str) -> FileStamp | None:
         return self._inner.stamp(path)
+
+    def identity(self, path: str) -> FileIdentity | None:
+        return self._inner.identity(path)
+
+    def distrust(self, path: str) -> None:
+        self._inner.distrust(path)
 
     def read(self, path: str) -> bytes:
         return self._inner.read(path)
