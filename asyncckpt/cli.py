@@ -18,6 +18,7 @@ from asyncckpt.exporting import command as exporting
 from asyncckpt.loading.shared_files import CheckedFiles
 from asyncckpt.report.advice import advise
 from asyncckpt.report.answers import UNUSABLE, Answers
+from asyncckpt.report.disk_use import DiskUse
 from asyncckpt.report.exports import show_export
 from asyncckpt.report.inspection import inspect_checkpoint
 from asyncckpt.report.listing import list_checkpoints
@@ -108,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    command("ls", list_checkpoints, "list checkpoints")
+    command("ls", list_checkpoints, "list checkpoints").set_defaults(disk_use=DiskUse())
     inspect = command("inspect", inspect_checkpoint, "show what is in a checkpoint; of a folder of them, in the newest")
     inspect.add_argument("--shards", action="store_true", help="show the shards of each tensor, and where they are")
     verify = command(
