@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -22,6 +23,8 @@ from asyncckpt.worker.storage import storage_for
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+
+    from asyncckpt.exporting.stored import StoredState
 
 _END_BYTES, _READ_BYTES = 64, 1 << 20
 
@@ -246,15 +249,23 @@ def values_in(path: str, kind: OthersKind) -> list[Value]:
     from asyncckpt.exporting.torch_file_source import open_torch_file
 
     with ExitStack() as held:
-        state = open_torch_file(SourceFiles(folder, held), file, weights_only=True)
-        values = []
-        for name in state.keys:
-            if (its := state.tensors.get(name)) is None:
-                data = state.objects[name]
-                nbytes = len(data) if isinstance(data, bytes) else data.end - data.begin
-                values.append(Value(name, "", [Shard(file, nbytes)]))
-                continue
-            size = its.numel * its.dtype.itemsize
-            shards = [Shard(box.file, size, box.offsets, box.shape) for box in its.boxes]
-            values.append(Value(name, str(its.dtype).removeprefix("torch."), shards))
-        return values
+        return values_of_state(open_torch_file(SourceFiles(folder, held), file, weights_only=True))
+
+
+def values_of_state(state: StoredState) -> list[Value]:
+    """The values of a stored state, in its order."""
+    values = []
+    for name in state.keys:
+        if (its := state.tensors.get(name)) is None:
+            data = state.objects[name]
+            if isinstance(data, bytes):
+                values.append(Value(name, "", [Shard(os.path.basename(state.path), len(data))]))
+            else:
+                values.append(Value(name, "", [Shard(data.file, data.end - data.begin)]))
+            continue
+        size = its.dtype.itemsize
+        shards = [Shard(box.file, math.prod(box.shape) * size, box.offsets, box.shape) for box in its.boxes]
+        # One without elements may be stored nowhere.
+        shards = shards or [Shard("", 0, (0,) * len(its.shape), its.shape)]
+        values.append(Value(name, str(its.dtype).removeprefix("torch."), shards))
+    return values
