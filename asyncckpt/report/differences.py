@@ -33,7 +33,7 @@ class ReadableState(Protocol):
         """By their names, in the order in which they are stored."""
 
     def data(self, name: str) -> bytes:
-        """The bytes of what is no tensor, without the zeros at their end."""
+        """The bytes of what is no tensor; behind them may be zeros, as space to grow."""
 
     def state(self, names: list[str]) -> StoredState:
         """The tensors ``names``, to be read."""
@@ -49,7 +49,7 @@ class OthersState:
         self._state = state
 
     def data(self, name: str) -> bytes:
-        return self._state.pickles([name])[name].rstrip(b"\0")
+        return self._state.pickles([name])[name]
 
     def state(self, names: list[str]) -> StoredState:
         return self._state
@@ -140,13 +140,15 @@ def _measure(found: StateComparison, a: ReadableState, b: ReadableState, progres
     if not some:
         return
     # Only here: all that is ours can be compared without torch.
-    from asyncckpt.report.value_comparison import TensorComparison
+    from asyncckpt.report.value_comparison import comparisons
 
     one, other = (side.state([each.name for each in some]) for side in (a, b))
+    by_name = {each.name: each for each in some}
+    progress.expect(sum(each.nbytes for each in some))
     with read_pool(a.path) as pool:
-        progress.expect(sum(each.nbytes for each in some))
-        for each in some:
-            each.measured = TensorComparison(one, other, each.name, pool).difference()
+        for comparison in comparisons(one, other, by_name, pool):
+            each = by_name[comparison.name]
+            each.measured = comparison.difference()
             progress.update(each.nbytes)
 
 
@@ -227,16 +229,24 @@ class _ToRead:
                     yield name, is_same
             if not self._tensors:
                 return
-            from asyncckpt.report.value_comparison import TensorComparison
+            from asyncckpt.report.value_comparison import comparisons
 
             one, other = (side.state(self._tensors) for side in (self._a, self._b))
-            for name in self._tensors:
-                is_same = TensorComparison(one, other, name, pool).is_same()
-                progress.update(self._a.values[name].nbytes)
-                yield name, is_same
+            for comparison in comparisons(one, other, self._tensors, pool):
+                is_same = comparison.is_same()
+                progress.update(self._a.values[comparison.name].nbytes)
+                yield comparison.name, is_same
 
     def _is_same_object(self, name: str) -> bool:
-        return self._a.data(name) == self._b.data(name)
+        one, other = self._a.data(name), self._b.data(name)
+        if one.rstrip(b"\0") == other.rstrip(b"\0"):
+            return True
+        if isinstance(self._a, IndexedCheckpoint) and isinstance(self._b, IndexedCheckpoint):
+            return False
+        # Others pickle in another form: what counts is what comes out.
+        from asyncckpt.report.value_comparison import pickled_anew
+
+        return pickled_anew(one, name, self._a.path) == pickled_anew(other, name, self._b.path)
 
     def _is_same_as_bytes(self, name: str) -> bool:
         return all(doubt.is_same() for doubt in self._doubts[name])

@@ -82,7 +82,7 @@ class IndexedCheckpoint:
         return data
 
     def data(self, name: str) -> bytes:
-        """The bytes of the object, the record or the small file ``name``, without the zeros that are its space to grow.
+        """The bytes of the object, the record or the small file ``name``; those of an object with its space to grow.
 
         Raises ``DamagedCheckpointError``, ``StorageError``.
         """
@@ -93,7 +93,7 @@ class IndexedCheckpoint:
         if stored.item.kind == "record" and stored.grows:
             its_records = records(os.path.join(self.path, stored.index.data))
             nbytes = next((size for each, size in its_records if each.endswith(PICKLE)), nbytes)
-        return self.read(stored, 0, nbytes).rstrip(b"\0")
+        return self.read(stored, 0, nbytes)
 
     def state(self, names: list[str]) -> StoredState:
         """The tensors ``names`` as a stored state, whose bytes are compared with their checksums when they are read.

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.file_sets import make
+from support.shards import kinds_of_values
 from support.shared_files import flip, share
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -133,6 +134,28 @@ def test_tensors_of_other_kinds_are_read(tmp_path: Path, diff: Diff) -> None:
             assert facts["is_same"] and facts["same"] == facts["read"] == 7
     changed = _save(tmp_path / "d", {**tensors, "moved": -tensors["moved"]})
     assert _changes(diff(stock, changed)) == {"moved": "value"} == _changes(diff(changed, file))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_all_kinds_of_values(tmp_path: Path, diff: Diff) -> None:
+    """Also tied ones; and objects, which we pickle in another form than DCP and ``torch.save`` do."""
+    state = kinds_of_values()
+    made = [make_one(tmp_path / name, state) for make_one, name in ((_save, "a"), (_dcp, "b"), (_torch_file, "c"))]
+    for one in made:
+        for other in made:
+            assert diff(one, other)["is_same"]
+    model = {
+        name: value + value if value.dtype != torch.bool else ~value
+        for name, value in state["model"].items()
+        if name != "fp8"
+    }
+    changed = _save(tmp_path / "d", {**state, "model": {**state["model"], **model, "tied": model["weight"]}, "step": 8})
+    facts = [diff(one, changed, "--values") for one in made]
+    expected = {f"model.{name}" for name, value in model.items() if value.numel()} | {"step"}
+    assert [{*_changes(each)} for each in facts] == [expected] * 3
+    values = [sorted((each["name"], each["values"] or {}) for each in found["differences"]) for found in facts]
+    assert values[0] == values[1] == values[2] and dict(values[0])["model.integers"]["max_abs"] == 99
+    assert dict(values[0])["model.tied"] == dict(values[0])["model.weight"]
 
 
 def test_bytes_of_two_of_ours_are_not_read(root: Path, diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
