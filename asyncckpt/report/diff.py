@@ -20,7 +20,7 @@ from asyncckpt.worker.manifest import MANIFEST_NAME
 from asyncckpt.worker.storage import absolute, storage_for
 
 _HEADERS = ("name", "change", "in A", "in B", "size")
-_MEASURED = ("greatest difference", "mean", "NaN", "infinite")
+_MEASURED = ("greatest difference", "mean difference", "NaN", "infinite")
 
 
 def show_diff(answers: Answers, _: None, args: argparse.Namespace) -> None:
@@ -72,12 +72,12 @@ def _show(
         cells = [each.name, ", ".join(each.changes), *map(_form, each.both), size_of(each.nbytes)]
         answers.row((*_HEADERS, *(_MEASURED if args.values else ())), *cells, *(_measured(each) if args.values else ()))
     answers.show_table()
-    same = f"{number(len(found.same), 'value')} are the same, {size_of(sum(value.nbytes for value in found.same))}"
+    same = f"{number(len(found.same), 'value')}, {size_of(sum(value.nbytes for value in found.same))}"
     if not found.differences:
-        answers.line(f"no difference: {same}")
+        answers.line(f"no difference in {same}")
         return
     answers.fail(DIFFERENT)
-    answers.line(f"\n{number(len(found.differences), 'difference')}; {same}")
+    answers.line(f"\n{number(len(found.differences), 'difference')}; the same: {same}")
 
 
 def _form(value: Value | None) -> str:

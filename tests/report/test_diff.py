@@ -271,7 +271,7 @@ def test_a_root_stands_for_its_newest(
     assert facts["a"] == str(root / "step-00000002") and _changes(facts) == {"w": "value"}
     assert cli.main(["diff", str(root), str(root)]) == 0
     out = capsys.readouterr().out
-    assert f"{root}: 2 checkpoints; {root / 'step-00000002'} is the newest" in out and "no difference: 1 value" in out
+    assert f"{root}: 2 checkpoints; {root / 'step-00000002'} is the newest" in out and "no difference in 1 value" in out
 
 
 def test_how_values_differ(tmp_path: Path, diff: Diff) -> None:
@@ -329,7 +329,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     headers, _, *rows = capsys.readouterr().out.splitlines()
     assert headers.split() == ["name", "change", "in", "A", "in", "B", "size"] and len(rows) == 8
     assert rows[0].split() == ["added", "added", "float32", "12345", "48.2", "KiB"]
-    assert rows[-1].startswith("6 differences; 4 values are the same, 1.8 MiB")
+    assert rows[-1].startswith("6 differences; the same: 4 values, 1.8 MiB")
     assert cli.main([*argv, "--values"]) == 1
     headers, _, *rows = capsys.readouterr().out.splitlines()
     assert "greatest difference" in headers
