@@ -183,6 +183,10 @@ class _ToRead:
         self._objects: list[str] = []  # all bytes of one at once
 
     @property
+    def _is_indexed(self) -> bool:
+        return isinstance(self._a, IndexedCheckpoint) and isinstance(self._b, IndexedCheckpoint)
+
+    @property
     def names(self) -> list[str]:
         """Of the values that are to be read."""
         return [*self._doubts, *self._tensors, *self._objects]
@@ -205,7 +209,7 @@ class _ToRead:
             return None
         doubts = []
         for one, other in zip(ones, others, strict=True):
-            if one.item[-4:] == other.item[-4:] and _is_one_file(a.identity(one), b.identity(other)):
+            if one.place == other.place is not None and _is_one_file(a.identity(one), b.identity(other)):
                 continue
             has_one_size = one.item.payload_bytes == other.item.payload_bytes
             ranges = doubtful(one, other) if has_one_size else None
@@ -223,8 +227,13 @@ class _ToRead:
     def compare(self, progress: Progress) -> Iterator[tuple[str, bool]]:
         """Read them. Yields the name of each, and whether it is the same. Raises ``CheckpointError``."""
         with read_pool(self._a.path) as pool:
-            for compare, names in ((self._is_same_as_bytes, self._doubts), (self._is_same_object, self._objects)):
-                for name, is_same in zip(names, pool.map(compare, names), strict=True):
+            # What has to be unpickled is so on one thread: what torch takes for harmless is known to all threads alike.
+            objects = (pool.map if self._is_indexed else map)(self._is_same_object, self._objects)
+            for names, found in (
+                (self._doubts, pool.map(self._is_same_as_bytes, self._doubts)),
+                (self._objects, objects),
+            ):
+                for name, is_same in zip(names, found, strict=True):
                     progress.update(self._a.values[name].nbytes)
                     yield name, is_same
             if not self._tensors:
@@ -241,7 +250,7 @@ class _ToRead:
         one, other = self._a.data(name), self._b.data(name)
         if one.rstrip(b"\0") == other.rstrip(b"\0"):
             return True
-        if isinstance(self._a, IndexedCheckpoint) and isinstance(self._b, IndexedCheckpoint):
+        if self._is_indexed:
             return False
         # Others pickle in another form: what counts is what comes out.
         from asyncckpt.report.value_comparison import pickled_anew

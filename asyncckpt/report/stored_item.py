@@ -26,6 +26,11 @@ class StoredItem:
         return tuple(self.item.offsets), tuple(self.item.shape)
 
     @property
+    def place(self) -> tuple[int, ...] | None:
+        """Where it stands in its file; None: it is of a joint file, where it stands in many places."""
+        return None if self.index.extents is not None else self.item[-4:]
+
+    @property
     def grows(self) -> bool:
         """Whether more is reserved for it than it may take: an object, or the pickle of an archive."""
         return self.item.kind == "object" or (self.item.kind == "record" and self.item.name.endswith(PICKLE))

@@ -156,7 +156,7 @@ def test_a_good_file_keeps_its_time(shared: Path) -> None:
 
 
 def test_who_may_not_change_a_file_says_what_is_damaged(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError
 
     flip(shared / ALL[0] / DATA, _item(shared / ALL[0], "w").payload_at + 50)

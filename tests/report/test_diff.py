@@ -272,6 +272,9 @@ def test_a_root_stands_for_its_newest(
     assert cli.main(["diff", str(root), str(root)]) == 0
     out = capsys.readouterr().out
     assert f"{root}: 2 checkpoints; {root / 'step-00000002'} is the newest" in out and "no difference in 1 value" in out
+    # Which is the newest is not known where one cannot be read.
+    (root / "step-00000001/asyncckpt.json").write_text("{")
+    assert cli.main(["diff", str(root), str(root)]) == 2
 
 
 def test_how_values_differ(tmp_path: Path, diff: Diff) -> None:

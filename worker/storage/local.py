@@ -207,7 +207,7 @@ class LocalStorage(Storage):
 
     def distrust(self, path: str) -> None:
         with contextlib.suppress(OSError):
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
 
     def read(self, path: str) -> bytes:
         with translated("reading", path), open(open_regular(path), "rb") as file:
