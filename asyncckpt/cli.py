@@ -15,8 +15,11 @@ from typing import Any
 import asyncckpt
 from asyncckpt.demo import run as demo
 from asyncckpt.exporting import command as exporting
+from asyncckpt.loading.shared_files import CheckedFiles
 from asyncckpt.report.advice import advise
 from asyncckpt.report.answers import UNUSABLE, Answers
+from asyncckpt.report.diff import show_diff
+from asyncckpt.report.disk_use import DiskUse
 from asyncckpt.report.exports import show_export
 from asyncckpt.report.inspection import inspect_checkpoint
 from asyncckpt.report.listing import list_checkpoints
@@ -31,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit status: 0, all is good; 1, a checkpoint is damaged; 2, something is not there, or cannot be used; 141,
-        nobody read the answer to its end.
+        The exit status: 0, all is good; 1, a checkpoint is damaged, or, of ``diff``, two differ; 2, something is not
+        there, or cannot be used; 141, nobody read the answer to its end.
     """
     argv = sys.argv[1:] if argv is None else argv
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -107,10 +110,14 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    command("ls", list_checkpoints, "list checkpoints")
+    command("ls", list_checkpoints, "list checkpoints").set_defaults(disk_use=DiskUse())
     inspect = command("inspect", inspect_checkpoint, "show what is in a checkpoint; of a folder of them, in the newest")
     inspect.add_argument("--shards", action="store_true", help="show the shards of each tensor, and where they are")
-    command("verify", verify_checkpoints, "check every byte of checkpoints, and name what files and tensors are bad")
+    verify = command(
+        "verify", verify_checkpoints, "check every byte of checkpoints, and name what files and tensors are bad"
+    )
+    verify.set_defaults(checked=CheckedFiles())
+    _add_diff(commands)
     exporting.add_to(commands).set_defaults(run=show_export)
     _add_timeline(commands)
     advice = command("advise", advise, "say how often to save, from what the saves of a run have cost")
@@ -120,6 +127,34 @@ def _parser() -> argparse.ArgumentParser:
     _add_workers(commands)
     commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")
     return parser
+
+
+def _add_diff(commands: Any) -> None:
+    text = "show what was added, removed or changed from one checkpoint to another"
+    added = commands.add_parser(
+        "diff",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}, the largest first. Two checkpoints of asyncckpt are compared by"
+        " their checksums, and little is read; of others all is. Exits with 0 if all values are the same, with 1 if"
+        " some differ, and with 2 if something is damaged, not there or cannot be used.",
+        epilog="examples: asyncckpt diff checkpoints/step-00000100 checkpoints/step-00000200 --values; asyncckpt diff"
+        " checkpoints model.safetensors",
+    )
+    for name in ("a", "b"):
+        added.add_argument(
+            name,
+            metavar=name.upper(),
+            help="a checkpoint, also stock DCP's; a folder of them, for the newest; a file of torch.save or of"
+            " safetensors, or a folder of these",
+        )
+    added.add_argument(
+        "--values",
+        action="store_true",
+        help="read what differs, and show the greatest and the mean absolute difference, and how many elements are NaN"
+        " or infinite",
+    )
+    added.add_argument("--json", action="store_true", help="print JSON")
+    added.set_defaults(run=show_diff, paths=[None])
 
 
 def _add_timeline(commands: Any) -> None:

@@ -12,13 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from asyncckpt.errors import CheckpointNotFoundError, MismatchError, StorageError, UnsavableStateError
-from asyncckpt.exporting.checkpoint_source import open_checkpoint
+from asyncckpt.errors import MismatchError, StorageError, UnsavableStateError
 from asyncckpt.exporting.copying import write
 from asyncckpt.exporting.dcp_target import CheckpointTarget
 from asyncckpt.exporting.file_plan import FilePlan
+from asyncckpt.exporting.opening import open_state
 from asyncckpt.exporting.output import output, place_for
-from asyncckpt.exporting.safetensors_source import SUFFIX, open_safetensors, open_safetensors_folder
 from asyncckpt.exporting.safetensors_target import plan_safetensors
 from asyncckpt.exporting.selection import (
     Rename,
@@ -30,18 +29,14 @@ from asyncckpt.exporting.selection import (
     select,
 )
 from asyncckpt.exporting.source_files import SourceFiles
-from asyncckpt.exporting.stock_source import open_stock
 from asyncckpt.exporting.stored import StoredState
-from asyncckpt.exporting.torch_file_source import open_torch_file
 from asyncckpt.exporting.torch_file_target import plan_torch_file
 from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.load import without_gc
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import StorageSource, find_step, is_stock
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.worker.storage import absolute, is_address, named_steps, step_folder, storage_for
+from asyncckpt.worker.manifest import MANIFEST_NAME
+from asyncckpt.worker.storage import absolute
 from asyncckpt.worker.storage.file_system import translated
-from asyncckpt.worker.storage.history import newest_step
 from asyncckpt.worker.storage.storage import OpenAttempt
 
 _COPY_BYTES = 1 << 20
@@ -166,38 +161,7 @@ class _Job:
 
     def open(self, held: contextlib.ExitStack) -> StoredState:
         """What is stored, held open, and held against removal."""
-        path, storage = self._path, storage_for(self._path)
-        above, name = os.path.split(path)
-        if is_address(path) and path.endswith(SUFFIX) and storage.size(path) is not None:
-            return open_safetensors(self._files(above, held), [name])
-        if is_address(path) and storage.size(path):
-            raise StorageError(
-                "this is a single object, and a file of torch.save is exported from a file system: copy it there first",
-                path=path,
-            )
-        if not is_address(path) and os.path.isfile(path):
-            if name.endswith(SUFFIX):
-                return open_safetensors(self._files(above, held), [name])
-            return open_torch_file(self._files(above, held), name, weights_only=self._weights_only)
-        is_checkpoint = storage.exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path)
-        if not is_checkpoint and named_steps(path):
-            if (step := newest_step(path)) is None:
-                raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)
-            find_step(step, 0.0, path)  # or this says what there is
-            path = step_folder(path, step)
-        held.enter_context(storage.reading(path))  # retention leaves it alone
-        folder = self._files(path, held)
-        if is_stock(path):
-            if (found := folder.in_set(METADATA_NAME)) is not None:
-                return open_checkpoint(folder, found[0], found[1].removesuffix(METADATA_NAME))
-            return open_stock(folder)
-        if not storage.exists(os.path.join(path, MANIFEST_NAME)) and (state := open_safetensors_folder(folder)):
-            return state
-        return open_checkpoint(folder, StorageSource(path))
-
-    def _files(self, folder: str, held: contextlib.ExitStack) -> SourceFiles:
-        self._sources.append(SourceFiles(folder, held))
-        return self._sources[-1]
+        return open_state(self._path, held, self._sources, weights_only=self._weights_only)
 
     def plan(self, state: StoredState, selection: Selection) -> _Planned:
         """Lay out what was selected."""

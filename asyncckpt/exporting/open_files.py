@@ -77,7 +77,7 @@ class OpenFiles:
 
 def changed_error(path: str) -> StorageError:
     """What to say where a file is not the one that was planned with."""
-    return StorageError("this file was changed or replaced while it was read: export again", path=path)
+    return StorageError("this file was changed or replaced while it was read: try again", path=path)
 
 
 class _Reopened(InputFile):

@@ -141,7 +141,7 @@ def check(file: ChecksummedFile, ranges: Sequence[tuple[int, int]]) -> None:
         with read_pool(file.path) as pool:
             for run in file.read(ranges, pool):
                 if run.damages:
-                    raise run.damages[0]
+                    raise file.explained(run.damages[0])
 
 
 def read_bytes(file: ChecksummedFile, begin: int, end: int) -> bytes:

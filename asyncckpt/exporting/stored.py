@@ -180,4 +180,4 @@ def fetch(file: ChecksummedFile, parts: Iterable[tuple[int, int, int]], pool: Th
     for run in file.read([part[:2] for part in some], pool, Destinations(*columns), verify=verify):
         damages += run.damages
     if damages:
-        raise damages[0]
+        raise file.explained(damages[0])

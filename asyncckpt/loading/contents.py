@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.source import StorageSource, is_stock
-from asyncckpt.worker.manifest import MANIFEST_NAME
+from asyncckpt.worker.manifest import MANIFEST_NAME, Index
 from asyncckpt.worker.storage import named_steps, step_folder, step_of, storage_for
 
 
@@ -75,12 +75,18 @@ def contents(path: str) -> list[Value]:
 
     Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``UntrustedValueError``, ``StorageError``.
     """
-    found: dict[str, Value] = {}
     if is_stock(path):
+        found: dict[str, Value] = {}
         for name, dtype, shard in _stock_shards(path):
             found.setdefault(name, Value(name, dtype)).shards.append(shard)
         return _alike(found, path)
-    for index in StorageSource(path).indexes():
+    return values_of(StorageSource(path).indexes(), path)
+
+
+def values_of(indexes: Iterable[Index], path: str) -> list[Value]:
+    """The values that the indexes of the checkpoint ``path`` have. Raises ``DamagedCheckpointError``."""
+    found: dict[str, Value] = {}
+    for index in indexes:
         for item in index.items:
             value = found.setdefault(item.name, Value(item.name, item.dtype))
             value.shards.append(Shard(index.data, item.payload_bytes, tuple(item.offsets), tuple(item.shape)))

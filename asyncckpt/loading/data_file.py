@@ -14,6 +14,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.loading.shared_files import explained
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import PAGE, round_up
@@ -116,6 +117,12 @@ class ChecksummedFile(ABC):
         """The bytes from ``begin`` to ``end``, good until this is closed; None where they have to be read."""
         return None
 
+    def explained(self, damage: DamagedCheckpointError) -> DamagedCheckpointError:
+        """What to raise of a damage that was read: it says which other checkpoints have the same file, and no later one
+        takes that over. For one that is raised, as it may look at all checkpoints of a root.
+        """
+        return damage
+
     @abstractmethod
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         """The bytes from ``begin`` to ``end``, or as many as there are, in order; each part good until the next one.
@@ -209,6 +216,9 @@ class StoredFile(ChecksummedFile):
     def close(self) -> None:
         self._file.close()
 
+    def explained(self, damage: DamagedCheckpointError) -> DamagedCheckpointError:
+        return explained(damage, self.path, self.index.data)
+
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         to = destinations.only(begin, end)
         if to is not None:
@@ -262,6 +272,9 @@ class StoredPart(ChecksummedFile):
 
     def close(self) -> None:
         self._part.file.close()
+
+    def explained(self, damage: DamagedCheckpointError) -> DamagedCheckpointError:
+        return explained(damage, self.path, self.index.data)
 
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         for at in range(begin, end, self._run_bytes):

@@ -149,7 +149,7 @@ class ReadRequests:
         with ThreadPoolExecutor(1) if destinations.tied else contextlib.nullcontext(pool) as threads:
             for run in file.read(self._ranges(rows), threads, destinations, verify=verify):
                 if run.damages:
-                    raise run.damages[0]
+                    raise file.explained(run.damages[0])
                 progress(run.nbytes)
         if buffer is not None:
             buffer.send(to_devices)

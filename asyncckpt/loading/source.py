@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, StoredPart, read_pool
+from asyncckpt.loading.shared_files import CheckedFile, CheckedFiles, distrusted
 from asyncckpt.worker.extent import check_whole
 from asyncckpt.worker.joint_file import JointInput
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum, indexes_of
@@ -217,26 +218,47 @@ class StorageSource:
         if size is None:
             raise DamagedCheckpointError("a file of this checkpoint is missing", path=path)
         if size != written:
+            more = distrusted(self.path, name)
             raise DamagedCheckpointError(
-                f"the file is damaged: it has {size:,} bytes and was written with {written:,}", path=path
+                f"the file is damaged: it has {size:,} bytes and was written with {written:,}{more}", path=path
             )
         return path
+
+    def shared(self, name: str) -> CheckedFile | None:
+        """Which file ``name`` is, and what it is to be checked against; None: it has no other name."""
+        its = self._storage.identity(os.path.join(self.path, name))
+        if its is None or its.links < 2:
+            return None
+        return CheckedFile(
+            its.device, its.inode, tuple(self._facts(each)["xxh3"] for each in indexes_of(self._facts(name)))
+        )
 
 
 @dataclass
 class Report:
-    """What ``verify`` found: ``nbytes`` checked, and an error for each damage, with its file."""
+    """What ``verify`` found: ``nbytes`` checked, and an error for each damage, with its file. ``shared``: of the bytes
+    those of files that were checked before, as files of another checkpoint, and were not read again.
+    """
 
     path: str
     nbytes: int = 0
     damages: list[DamagedCheckpointError] = field(default_factory=list)
+    shared: int = 0
 
 
-def verify(path: str, progress: Callable[[int], object] = lambda nbytes: None) -> Report:
+def verify(
+    path: str, progress: Callable[[int], object] = lambda nbytes: None, checked: CheckedFiles | None = None
+) -> Report:
     """Check every byte of the checkpoint ``path`` and report all that is damaged, each with file and tensor.
 
-    ``progress`` is called with the bytes read since the last call. Raises ``CheckpointNotFoundError`` where there is no
-    checkpoint at all, ``StorageError`` where it cannot be read.
+    Args:
+        path: The checkpoint.
+        progress: Called with the bytes checked since the last call.
+        checked: What was found in files of others that were verified; is added to. None: this is the only one.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at all.
+        StorageError: It cannot be read.
     """
     path = absolute(path)
     report = Report(path)
@@ -246,23 +268,27 @@ def verify(path: str, progress: Callable[[int], object] = lambda nbytes: None) -
         except DamagedCheckpointError as error:
             report.damages.append(error)
             return report
-        verify_files(source, source.manifest.files, report, progress)
+        verify_files(source, source.manifest.files, report, progress, checked)
     return report
 
 
 def verify_files(
-    source: StorageSource, names: Iterable[str], report: Report, progress: Callable[[int], object]
+    source: StorageSource,
+    names: Iterable[str],
+    report: Report,
+    progress: Callable[[int], object],
+    checked: CheckedFiles | None = None,
 ) -> None:
     """Check every byte of the files ``names`` of a checkpoint, and add what is found to ``report``.
 
-    ``progress``: as of ``verify``. Raises ``StorageError``.
+    ``progress``, ``checked``: as of ``verify``. Raises ``StorageError``.
     """
+    checked = checked or CheckedFiles()
     for name in names:
         facts = source.manifest.files[name]
         try:
             if indexes_of(facts):
-                for file in source.open_parts(name):
-                    _verify_data(report, file, progress)
+                _verify_large(source, name, report, progress, checked)
             else:
                 source.read(name)
                 progress(facts["bytes"])
@@ -272,8 +298,26 @@ def verify_files(
         report.nbytes += facts["bytes"]
 
 
-def _verify_data(report: Report, file: ChecksummedFile, progress: Callable[[int], object]) -> None:
-    with closing(file), read_pool(report.path) as pool:
+def _verify_large(
+    source: StorageSource, name: str, report: Report, progress: Callable[[int], object], checked: CheckedFiles
+) -> None:
+    its = source.shared(name)
+    if (found := checked.known(its)) is not None:
+        nbytes = source.manifest.files[name]["bytes"]
+        report.shared += nbytes
+        progress(nbytes)
+    else:
+        found = [damage for file in source.open_parts(name) for damage in _damages(source.path, file, progress)]
+        checked.add(its, found)
+    more = distrusted(source.path, name) if found else ""
+    path = os.path.join(source.path, name)
+    report.damages += [DamagedCheckpointError(damage + more, path=path) for damage in found]
+
+
+def _damages(path: str, file: ChecksummedFile, progress: Callable[[int], object]) -> list[str]:
+    found = []
+    with closing(file), read_pool(path) as pool:
         for run in file.read([(0, file.index.nbytes)], pool):
-            report.damages += run.damages
+            found += [damage.message for damage in run.damages]
             progress(run.nbytes)
+    return found

@@ -18,6 +18,7 @@ from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 logger = logging.getLogger(__name__)
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
+DIFFERENT = 1  # of diff, for which what is damaged is unusable
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.contents import Value, contents
-from asyncckpt.loading.source import is_stock, read_manifest
+from asyncckpt.loading.source import read_manifest
 from asyncckpt.report.answers import Answers
 from asyncckpt.report.archives import records
 from asyncckpt.report.formats import duration, number, shape_of, size_of, time_of
 from asyncckpt.report.listing import facts_of
 from asyncckpt.report.others import values_in
-from asyncckpt.report.places import OthersKind, found_at, is_legacy, kind_of_others, kind_of_ours, still_there
+from asyncckpt.report.places import OthersKind, found_at, is_legacy, kind_of_others, kind_of_ours, newest_of
 from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.storage import absolute, storage_for
 
@@ -27,7 +26,7 @@ def inspect_checkpoint(answers: Answers, given: str, args: argparse.Namespace) -
             raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
         path = given
         if paths != [given]:
-            if (newest := _newest(answers, paths)) is None:
+            if (newest := newest_of(answers, paths)) is None:
                 return
             path = newest
             answers.line(f"{given}: {number(len(paths), 'checkpoint')}; this is the newest of them")
@@ -46,16 +45,6 @@ def inspect_checkpoint(answers: Answers, given: str, args: argparse.Namespace) -
         answers.add(facts | {"values": [value.facts() for value in values]})
         _show_values(answers, values, shards=args.shards)
         _show_the_rest(answers, manifest)
-
-
-def _newest(answers: Answers, paths: list[str]) -> str | None:
-    """What was created last, which after going back is not the highest step; None: nothing can be read, as was said."""
-    found: list[tuple[float, int, str]] = []
-    for number_of, path in enumerate(paths):
-        with answers.about(path), still_there(path, ""):
-            # What stock DCP wrote does not say when: it comes before all that does.
-            found.append((-math.inf if is_stock(path) else read_manifest(path).created, number_of, path))
-    return max(found)[2] if found else None
 
 
 def _show_the_rest(answers: Answers, manifest: Manifest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -23,6 +24,8 @@ from asyncckpt.worker.storage import storage_for
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from asyncckpt.exporting.stored import StoredState
+
 _END_BYTES, _READ_BYTES = 64, 1 << 20
 
 
@@ -43,7 +46,10 @@ class _Other(NamedTuple):
 
 @dataclass
 class Verified:
-    """What a check has found: what was ``checked``, what ``unchecked``, both in words, and what is damaged."""
+    """What a check has found: what was ``checked``, what ``unchecked``, both in words, and what is damaged.
+
+    ``shared``: as of a report.
+    """
 
     path: str
     kind: Kind
@@ -51,6 +57,7 @@ class Verified:
     checked: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     damages: list[Damage] = field(default_factory=list)
+    shared: int = 0
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""
@@ -58,6 +65,7 @@ class Verified:
             "path": self.path,
             "kind": self.kind,
             "bytes": self.nbytes,
+            "bytes_shared": self.shared,
             "ok": not self.damages,
             "checked": self.checked,
             "unchecked": self.unchecked,
@@ -241,15 +249,23 @@ def values_in(path: str, kind: OthersKind) -> list[Value]:
     from asyncckpt.exporting.torch_file_source import open_torch_file
 
     with ExitStack() as held:
-        state = open_torch_file(SourceFiles(folder, held), file, weights_only=True)
-        values = []
-        for name in state.keys:
-            if (its := state.tensors.get(name)) is None:
-                data = state.objects[name]
-                nbytes = len(data) if isinstance(data, bytes) else data.end - data.begin
-                values.append(Value(name, "", [Shard(file, nbytes)]))
-                continue
-            size = its.numel * its.dtype.itemsize
-            shards = [Shard(box.file, size, box.offsets, box.shape) for box in its.boxes]
-            values.append(Value(name, str(its.dtype).removeprefix("torch."), shards))
-        return values
+        return values_of_state(open_torch_file(SourceFiles(folder, held), file, weights_only=True))
+
+
+def values_of_state(state: StoredState) -> list[Value]:
+    """The values of a stored state, in its order."""
+    values = []
+    for name in state.keys:
+        if (its := state.tensors.get(name)) is None:
+            data = state.objects[name]
+            if isinstance(data, bytes):
+                values.append(Value(name, "", [Shard(os.path.basename(state.path), len(data))]))
+            else:
+                values.append(Value(name, "", [Shard(data.file, data.end - data.begin)]))
+            continue
+        size = its.dtype.itemsize
+        shards = [Shard(box.file, math.prod(box.shape) * size, box.offsets, box.shape) for box in its.boxes]
+        # One without elements may be stored nowhere.
+        shards = shards or [Shard("", 0, (0,) * len(its.shape), its.shape)]
+        values.append(Value(name, str(its.dtype).removeprefix("torch."), shards))
+    return values

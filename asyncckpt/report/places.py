@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -43,6 +44,16 @@ def found_at(path: str) -> list[str]:
         if _kind_of_file(path) is None:
             raise
         return [path]
+
+
+def newest_of(answers: Answers, paths: list[str]) -> str | None:
+    """What was created last, which after going back is not the highest step; None: nothing can be read, as was said."""
+    found: list[tuple[float, int, str]] = []
+    for number_of, path in enumerate(paths):
+        with answers.about(path), still_there(path, ""):
+            # What stock DCP wrote does not say when: it comes before all that does.
+            found.append((-math.inf if is_stock(path) else read_manifest(path).created, number_of, path))
+    return max(found)[2] if found else None
 
 
 def kind_of_others(path: str) -> OthersKind | None:

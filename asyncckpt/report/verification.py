@@ -8,6 +8,7 @@ import os
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
 from asyncckpt.loading.progress import Progress
+from asyncckpt.loading.shared_files import CheckedFiles
 from asyncckpt.loading.source import read_manifest, verify
 from asyncckpt.report.answers import DAMAGED, GOOD, Answers
 from asyncckpt.report.formats import size_of
@@ -30,13 +31,17 @@ def verify_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -
         for path in paths:
             with answers.about(path), still_there(path, given):
                 kind = kind_of_listed(path, given)
-                found = _verify_ours(path, bar) if kind is None else verify_others(absolute(path), kind, bar.update)
+                found = (
+                    _verify_ours(path, bar, args.checked)
+                    if kind is None
+                    else verify_others(absolute(path), kind, bar.update)
+                )
                 _show(answers, found)
 
 
-def _verify_ours(path: str, bar: Progress) -> Verified:
-    report = verify(path, bar.update)
-    found = Verified(report.path, "asyncckpt", report.nbytes)
+def _verify_ours(path: str, bar: Progress, checked: CheckedFiles) -> Verified:
+    report = verify(path, bar.update, checked)
+    found = Verified(report.path, "asyncckpt", report.nbytes, shared=report.shared)
     found.damages = [Damage(error.path or path, error.message) for error in report.damages]
     with contextlib.suppress(CheckpointError):
         found.kind = kind_of_ours(read_manifest(path))
@@ -53,7 +58,8 @@ def _show(answers: Answers, found: Verified) -> None:
     answers.fail(DAMAGED if found.damages else GOOD)
     if not found.damages:
         about = "" if found.kind == "asyncckpt" else f" ({found.kind})"
-        answers.line(f"{found.path}{about}: good, {size_of(found.nbytes)}")
+        shared = f", of which {size_of(found.shared)} are shared and were read before" if found.shared else ""
+        answers.line(f"{found.path}{about}: good, {size_of(found.nbytes)}{shared}")
     if found.kind not in ("asyncckpt", "file set"):
         answers.line("".join(f"  checked: {each}\n" for each in found.checked).rstrip("\n"))
     for each in found.unchecked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,13 @@ __all__ = ["s3_root", "s3_server"]
 def test_our_checkpoints(s3_root: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Checkpointer(s3_root) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, {"w": torch.ones(1000)}).result(60)
+            checkpointer.save(step, {"w": torch.ones(1000), "b": torch.full((10,), float(step))}).result(60)
     assert main(["ls", s3_root]) == 0 and "durable after" in capsys.readouterr().out
+    (first, second) = _facts(["ls", s3_root], capsys)
+    assert first["bytes_on_disk"] == first["bytes"] and second["bytes_on_disk"] == second["bytes"]
+    for values in ([], ["--values"]):
+        (found,) = _facts(["diff", f"{s3_root}/step-00000001", s3_root, *values], capsys, status=1)
+        assert [each["name"] for each in found["differences"]] == ["b"] and found["same"] == 1
     assert main(["timeline", s3_root]) == 0
     events = json.loads(capsys.readouterr().out)["traceEvents"]
     assert {"save 1", "save 2", "write", "commit"} <= {event["name"] for event in events}
@@ -41,6 +47,12 @@ def test_files_of_others(s3_root: str, tmp_path: Path, capsys: pytest.CaptureFix
     _put(f"{s3_root}/damaged.pt", bytes(damaged))
     assert main(["verify", f"{s3_root}/damaged.pt"]) == 1
     assert "data/0" in capsys.readouterr().out
+
+
+def _facts(argv: list[str], capsys: pytest.CaptureFixture[str], status: int = 0) -> list[dict[str, Any]]:
+    assert main([*argv, "--json"]) == status
+    facts: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return facts
 
 
 def _put(address: str, data: bytes) -> None:

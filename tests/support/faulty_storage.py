@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from asyncckpt.worker.storage.storage import (
+    FileIdentity,
     FileStamp,
     InputFile,
     LinkSource,
@@ -72,6 +73,12 @@ class FaultyStorage(Storage):
 
     def stamp(self, path: str) -> FileStamp | None:
         return self._inner.stamp(path)
+
+    def identity(self, path: str) -> FileIdentity | None:
+        return self._inner.identity(path)
+
+    def distrust(self, path: str) -> None:
+        self._inner.distrust(path)
 
     def read(self, path: str) -> bytes:
         return self._inner.read(path)

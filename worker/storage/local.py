@@ -50,13 +50,15 @@ from asyncckpt.worker.storage.partial import (
     undo_join,
 )
 from asyncckpt.worker.storage.renames import rename, set_aside
-from asyncckpt.worker.storage.storage import FileStamp, Resolution, Storage
+from asyncckpt.worker.storage.storage import FileIdentity, FileStamp, Resolution, Storage
 from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 
 # What is read at once: the indexes of tens of millions of tensors are smaller.
 _SMALL_BYTES = 8 << 30
+# Of ``st_blocks``, on all file systems, see stat(2).
+_BLOCK_BYTES = 512
 # Where there are no locks, whoever is writing has a day before it counts as dead.
 _NO_LOCKS_S = 86400.0
 
@@ -196,6 +198,18 @@ class LocalStorage(Storage):
             facts = os.stat(path)
             return FileStamp(facts.st_mtime_ns, facts.st_size, facts.st_ino)
         return None
+
+    def identity(self, path: str) -> FileIdentity | None:
+        with translated("looking at a file", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            facts = os.stat(path)
+            # Some network file systems do not say how many blocks a file has.
+            allocated = facts.st_blocks * _BLOCK_BYTES or facts.st_size
+            return FileIdentity(facts.st_dev, facts.st_ino, facts.st_nlink, allocated)
+        return None
+
+    def distrust(self, path: str) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(path, follow_symlinks=False)
 
     def read(self, path: str) -> bytes:
         with translated("reading", path), open(open_regular(path), "rb") as file:

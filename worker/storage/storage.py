@@ -182,6 +182,18 @@ class FileStamp(NamedTuple):
     inode: int
 
 
+class FileIdentity(NamedTuple):
+    """Which file a path leads to: with the same ``device`` and ``inode`` it is the same one, under another name.
+
+    ``links``: how many names it has. ``allocated``: the bytes that it takes on the disk.
+    """
+
+    device: int
+    inode: int
+    links: int
+    allocated: int
+
+
 class Storage(ABC):
     """One kind of storage. It may be called from any thread and any process.
 
@@ -299,6 +311,21 @@ class Storage(ABC):
     @abstractmethod
     def stamp(self, path: str) -> FileStamp | None:
         """What tells the file ``path`` from another; None where it is missing."""
+
+    def identity(self, path: str) -> FileIdentity | None:
+        """Which file is at ``path``, so that those are told that several checkpoints share as hard links.
+
+        None where it is missing, and where storage has no links: there each path has bytes of its own.
+        """
+        return None
+
+    def distrust(self, path: str) -> None:
+        """See that no later checkpoint takes over the file ``path``, whose bytes were found to be damaged.
+
+        Who writes takes over only files whose size, owner and times are as recorded: where there are links, this
+        changes its time of modification to now. Raises nothing, also where this user may not do that.
+        """
+        return  # without links none is taken over
 
     @abstractmethod
     def read(self, path: str) -> bytes:

@@ -65,6 +65,16 @@ def memory() -> ObjectStorage:
     return ObjectStorage(Objects(MemoryStore(), "memory://bucket"))
 
 
+def test_nothing_is_shared() -> None:
+    storage = memory()
+    begun(storage, 1, "a-1").finalize("refuse")
+    path = "memory://bucket/run/step-00000001/__0_0.distcp"
+    before = storage.stamp(path)
+    assert before is not None and storage.identity(path) is None
+    storage.distrust(path)
+    assert storage.stamp(path) == before
+
+
 def begun(storage: Storage, step: int, attempt: str) -> OpenAttempt:
     opened = storage.begin_checkpoint(f"memory://bucket/run/step-{step:08d}", attempt, 0)
     put_checkpoint(opened, attempt)

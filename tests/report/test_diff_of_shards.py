@@ -1,0 +1,124 @@
+"""``asyncckpt diff`` of tensors that are stored in other parts in the one checkpoint than in the other."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.ranks import QUICK, run
+from support.shards import save_shards
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from asyncckpt import cli
+from asyncckpt.engine.engine import Engine
+from asyncckpt.planning.file_set import FileSet
+from asyncckpt.report import value_comparison
+
+Cuts = tuple[tuple[int, ...], ...]
+
+
+def _diff(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    status = cli.main(["diff", *map(str, argv), "--json"])
+    facts: dict[str, Any]
+    (facts,) = json.loads(capsys.readouterr().out)
+    assert status == int(not facts["is_same"])
+    return facts
+
+
+@st.composite
+def _shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Cuts, Cuts]:
+    """The shape of a tensor, and where it is cut in the one, and in the other."""
+    shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        shape[draw(st.integers(0, len(shape) - 1))] = draw(st.integers(10, 60))
+
+    def cut() -> Cuts:
+        return tuple(tuple(draw(st.lists(st.integers(0, n), max_size=2))) for n in shape)
+
+    return tuple(shape), cut(), cut()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(_shapes(), min_size=1, max_size=4), st.data())
+@pytest.mark.parametrize("region_bytes", [40, 400, 1 << 20])
+def test_any_shards_of_any_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    region_bytes: int,
+    forms: list[tuple[tuple[int, ...], Cuts, Cuts]],
+    data: st.DataObject,
+) -> None:
+    monkeypatch.setattr(value_comparison, "_REGION_BYTES", region_bytes)
+    monkeypatch.setattr(value_comparison, "_CONVERTED", 7)
+    tensors = {f"w{number}": torch.randn(shape, dtype=torch.float64) for number, (shape, *_) in enumerate(forms)}
+    with tempfile.TemporaryDirectory() as folder:
+        for side in (1, 2):
+            cuts = {name: forms[number][1:][side - 1] for number, name in enumerate(tensors)}
+            save_shards(tensors, Path(folder) / str(side), cuts, side)
+        assert _diff(capsys, f"{folder}/1", f"{folder}/2")["same"] == len(tensors)
+        assert _diff(capsys, f"{folder}/1", f"{folder}/2", "--values")["same"] == len(tensors)
+        filled = [name for name, tensor in tensors.items() if tensor.numel()]
+        changed = data.draw(st.sets(st.sampled_from(filled))) if filled else set()
+        other = {name: tensor.clone() for name, tensor in tensors.items()}
+        for name in changed:
+            at = data.draw(st.integers(0, other[name].numel() - 1))
+            other[name].view(-1)[at] += data.draw(st.sampled_from([1e-3, 4.0]))
+        save_shards(other, Path(folder) / "3", {name: forms[number][2] for number, name in enumerate(tensors)})
+        found = _diff(capsys, f"{folder}/1", f"{folder}/3", "--values")["differences"]
+        assert {each["name"] for each in found} == changed
+        for each in found:
+            differences = (tensors[each["name"]] - other[each["name"]]).abs()
+            assert each["values"]["max_abs"] == pytest.approx(float(differences.max()))
+            assert each["values"]["mean_abs"] == pytest.approx(float(differences.mean()))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (7, 3), (2, 3, 5), (1, 100), (0, 4), (3, 1, 2, 2)])
+@pytest.mark.parametrize("most", [1, 2, 5, 6, 1000])
+def test_regions_are_the_whole_tensor(shape: tuple[int, ...], most: int) -> None:
+    seen = torch.zeros(shape)
+    for offsets, lengths in value_comparison.regions(shape, most):
+        part = seen[tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))]
+        assert part.numel() <= max(most, 1) and tuple(part.shape) == lengths
+        part += 1
+    assert bool((seen == 1).all())
+
+
+def _save(root: str) -> None:
+    """In rows, in columns, and in columns with another value; each also in files that all ranks write together."""
+    mesh = init_device_mesh("cpu", (2,))
+    for name, dim, value in (("rows", 0, 1.0), ("columns", 1, 1.0), ("others", 1, 3.0)):
+        whole = torch.arange(600_000.0).view(600, 1000)
+        whole[599, 999] = value
+        state = {"w": distribute_tensor(whole, mesh, [Shard(dim)]), "same": torch.ones(1000)}
+        files = FileSet()
+        files.add_sharded_safetensors("model.safetensors", state, None, 10**9, None)
+        with Engine(QUICK) as engine:
+            engine.save(f"{root}/{name}", state).result(60)
+            engine.save(f"{root}/{name}-set", files).result(60)
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_ranks_that_have_other_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(2, _save, str(tmp_path), folder=tmp_path)
+    for name, its in (("{}", "w"), ("{}-set", "model.safetensors/w")):
+        rows, columns, others = (tmp_path / name.format(each) for each in ("rows", "columns", "others"))
+        facts = _diff(capsys, rows, columns)
+        assert facts["is_same"] and facts["same"] == 2 and facts["read"] == 1
+        assert _diff(capsys, columns, columns)["read"] == 0
+        # In the same parts only what holds the value is read; or it is known by a checksum of its own.
+        assert [each["name"] for each in _diff(capsys, columns, others)["differences"]] == [its]
+        for one in (rows, columns):
+            (each,) = _diff(capsys, one, others, "--values")["differences"]
+            assert each["name"] == its and each["values"]["max_abs"] == 2.0
+            assert each["values"]["mean_abs"] == pytest.approx(2 / 600_000)
+    # A file of a set that all ranks wrote is known by the manifest of that.
+    model = "model.safetensors"
+    assert _diff(capsys, tmp_path / "rows-set" / model, tmp_path / "columns-set" / model)["is_same"]
+    assert _diff(capsys, tmp_path / "rows-set" / model, tmp_path / "rows")["is_same"]
