@@ -40,7 +40,8 @@ class DetachedBuffer:
     """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
 
     ``number`` is that of the segment in the worker that has adopted it; 0: none has. It stays ``pinned``: to tell a
-    driver of it again takes 0.1 s a GB. ``is_free``: nobody needs what is in it.
+    driver of it again takes 0.1 s a GB. ``is_free``: nobody needs what is in it; else ``is_filled`` says whether what
+    slots share is in it.
     """
 
     segment: Segment
@@ -49,6 +50,7 @@ class DetachedBuffer:
     number: int = 0
     pinned: PinnedMemory | None = None
     is_free: bool = False
+    is_filled: bool = False
 
     def close(self) -> None:
         """Let go of the memory. Safe to call twice."""
@@ -104,9 +106,8 @@ class StagingBuffer:
                 self.number, self.segment = client.allocate(nbytes, timeout)
             self.segment.touch(nbytes)
             self._published = PublishedSlots(self.segment, slots)
-            held = adopted.held if adopted is not None else ()
-            self._set_up(held, fixed)
-            self._is_filled = bool(held)
+            self._set_up(adopted.held if adopted is not None else (), fixed)
+            self._is_filled = adopted is not None and (adopted.is_filled or bool(adopted.held))
             self._was_published = bool(self._published.publications())
             client.describe(self.number, self.layout, timeout)
             detached[:] = [each for each in detached if each is not adopted]
@@ -258,12 +259,11 @@ class StagingBuffer:
         if self._was_published or not self.ended() or not all(map(self._published.claim, range(len(self.saves)))):
             return None
         self.is_closed = True
-        self.client.release(
-            self.number, is_kept=True
-        )  # before anything is written there, after which nobody may find it
+        # Before anything is written there: after that nobody may find what was there before.
+        self.client.release(self.number, is_kept=True)
         if self._pinned is not None:
             self._pinned.close()  # it is cut where copies of this plan end
-        return replace(self.leave(), number=self.number, pinned=None, is_free=True)
+        return replace(self.leave(), number=self.number, pinned=None, is_free=True, is_filled=False)
 
     def close(self) -> None:
         """Give the memory back; nothing in it may be under way, or the worker is gone. Safe to call twice."""
@@ -286,7 +286,7 @@ class StagingBuffer:
             self._shared.close()
         self._published.close()
         self.slots.close()
-        return DetachedBuffer(self.segment, self.layout, pinned=self._pinned)
+        return DetachedBuffer(self.segment, self.layout, pinned=self._pinned, is_filled=self._is_filled)
 
     def _is_free(self, slot: int) -> bool:
         save = self.saves[slot]
