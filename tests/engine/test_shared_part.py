@@ -1,0 +1,171 @@
+"""What does not change stands in memory once, for all slots."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import alone
+from support.states import same, zeros_like
+from support.unchanged import ELEMENTS, check, state_of, train, written
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.engine.engine import Engine
+from asyncckpt.errors import UnsavableStateError, WorkerDiedError
+from asyncckpt.weights.subscriber import WeightSubscriber
+from asyncckpt.worker.storage import step_folder
+
+pytestmark = pytest.mark.usefixtures("forkserver")
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(Config(linger=0), alone=True) as engine:
+        yield engine
+
+
+def _resident(engine: Engine) -> float:
+    """Mebibytes of shared memory that there are."""
+    (buffer,) = (known.buffer for known in engine._buffers.known)
+    assert buffer is not None
+    return os.fstat(buffer.segment.fileno()).st_blocks * 512 / (1 << 20)
+
+
+def test_in_memory_it_is_there_once(engine: Engine, tmp_path: Path) -> None:
+    state = state_of(16)
+    resident = []
+    for number in range(5):
+        train(state)
+        engine.save(tmp_path / str(number), state).result(60)
+        resident.append(_resident(engine))
+    assert resident[1] >= 32 and resident[4] < 16.5
+    check(tmp_path / "4", state)
+
+
+def test_with_overlap_it_is_copied(tmp_path: Path) -> None:
+    """Nobody may look at it in the call."""
+    state = state_of(16)
+    with Engine(Config(linger=0, overlap=True), alone=True) as engine:
+        for number in range(6):
+            train(state)
+            engine.save(tmp_path / str(number), state).result(60)
+        assert _resident(engine) >= 32 and written(tmp_path / "5") < 1 << 20
+    check(tmp_path / "5", state)
+
+
+@pytest.mark.parametrize("form", ["transposed", "every other", "conjugate", "views of one"])
+def test_tensors_in_any_form_are_seen_to_change(engine: Engine, tmp_path: Path, form: str) -> None:
+    def formed(value: float) -> torch.Tensor:
+        whole = torch.full((2048, 2048), value)
+        whole[7, 9] = 0.5
+        return {
+            "transposed": lambda: whole.t(),
+            "every other": lambda: whole[::2, ::2],
+            "conjugate": lambda: torch.complex(whole, whole).conj(),
+            "views of one": lambda: whole[1024:],
+        }[form]()
+
+    for number in range(8):
+        state = {"base": formed(3.0 if number == 6 else 2.0), "adapter": torch.full((1000,), float(number)), "n": 1}
+        engine.save(tmp_path / str(number), state).result(60)
+        check(tmp_path / str(number), state)
+    assert os.stat(tmp_path / "5" / "__0_1.distcp").st_nlink == 4
+
+
+def test_what_is_promised_not_to_change_is_linked_at_once(tmp_path: Path) -> None:
+    state = state_of()
+    with Engine(Config(linger=0, assume_unchanged=["base.*"]), alone=True) as engine:
+        for number in range(5):
+            train(state)
+            engine.save(tmp_path / str(number), state).result(60)
+        assert _resident(engine) < 5
+    assert os.stat(tmp_path / "4" / "__0_1.distcp").st_nlink == 5
+    check(tmp_path / "4", state)
+
+
+def test_a_broken_promise_fails_a_save(tmp_path: Path) -> None:
+    state = state_of()
+    with Engine(Config(linger=0, assume_unchanged=["base.*"], check_unchanged_every=3), alone=True) as engine:
+        for number in (1, 2):
+            engine.save(tmp_path / str(number), state).result(60)
+        train(state, "base.2")
+        with pytest.raises(UnsavableStateError, match=r"'base\.2'") as raised:
+            engine.save(tmp_path / "3", state)
+        assert "assume_unchanged" in str(raised.value) and "base.1" not in str(raised.value)
+        # What follows is as it is then.
+        for number in (4, 5, 6):
+            engine.save(tmp_path / str(number), state).result(60)
+            check(tmp_path / str(number), state)
+    assert not (tmp_path / "3").exists()
+
+
+def test_a_worker_that_dies_takes_nothing_along(tmp_path: Path) -> None:
+    """What slots share is known again by the next one, and not copied anew under those who may read it."""
+    state = state_of()
+    with Engine(Config(linger=0, restart_pause=0.01), alone=True) as engine:
+        for number in range(8):
+            train(state, *(["base.0"] if number == 6 else []))
+            if number == 5:
+                assert engine.worker is not None
+                os.kill(engine.worker.pid, signal.SIGKILL)
+                with contextlib.suppress(WorkerDiedError):
+                    engine.save(tmp_path / "lost", state).result(60)
+            engine.save(tmp_path / str(number), state).result(60)
+            check(tmp_path / str(number), state)
+
+
+def test_readers_of_checkpoints_see_all_of_it(tmp_path: Path) -> None:
+    state = state_of()
+    root = str(tmp_path)
+    kept = []
+    with (
+        Checkpointer(root, config=Config(slots=4)) as ckpt,
+        WeightSubscriber.of_checkpoints(root) as subscriber,
+        contextlib.ExitStack() as until_the_end,
+    ):
+        for step in range(1, 8):
+            train(state, *(["base.3"] if step == 6 else []))
+            save = ckpt.save(step, state)
+            save.result(60)
+            ckpt.publish(save, step)
+            with contextlib.ExitStack() as now:
+                weights = (until_the_end if step in (4, 6) else now).enter_context(subscriber.acquire(min_version=step))
+                assert all(same(weights[name], value) for name, value in state.items() if "." in name)
+            if step in (4, 6):
+                kept.append((weights, copy.deepcopy(state)))
+        for weights, its in kept:
+            assert all(same(weights[name], value) for name, value in its.items() if "." in name)
+
+
+def _die(root: str, saves: int) -> None:
+    state = state_of()
+    torch.manual_seed(0)
+    for name in state:
+        if name.startswith("base"):
+            state[name] = torch.randn(ELEMENTS)
+    ckpt = Checkpointer(root)
+    for step in range(1, saves + 1):
+        train(state)
+        ckpt.save(step, state).result(60)
+    torch.save(state, f"{root}/state")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_next_trainer_finds_it_in_memory(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    alone(_die, root, 5)
+    state = torch.load(tmp_path / "state")
+    with Checkpointer(root) as ckpt:
+        assert ckpt.load(loaded := zeros_like(state)) == 5 and same(loaded, state)
+        assert ckpt.loaded is not None and ckpt.loaded.source == "memory"
+        for step in range(6, 9):
+            train(loaded, *(["base.1"] if step == 8 else []))
+            ckpt.save(step, loaded).result(60)
+            check(step_folder(root, step), loaded)
