@@ -23,6 +23,7 @@ from torture import (
     interruptions,
     kills,
     leftovers,
+    links,
     restarts,
     stores,
     system_calls,
@@ -39,6 +40,7 @@ _KINDS = {
     "forks": (300, "of the trainer"),
     "damages": (1000, "to files of a checkpoint"),
     "exchanges": (300, "of one checkpoint for another"),
+    "links": (300, "things done to checkpoints while files of theirs are linked"),
     "store": (200, "kills, of each, and faults on S3, as moto serves it"),
     "full": (50, "times that space runs out"),
     "framework-kills": (20, "of trainings of each kind in --frameworks"),
@@ -149,6 +151,8 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         damages.damage(tally, folder, args.damages, choice("damages"))
     if args.exchanges:
         damages.exchange(tally, folder, args.exchanges, choice("exchanges"))
+    if args.links:
+        links.break_links(tally, folder, args.links, choice("links"))
     if args.store:
         stores.torture_store(tally, folder, args.store, choice("store"))
     if args.full:

@@ -22,6 +22,8 @@ LIMIT_S = 30.0
 # What nobody has asked to wait for may not take longer.
 PATIENCE_S = 10.0
 SIZES = (1_000_000, 200_000, 50_000, 3_000, 70, 1)
+# What does not change from save to save has that many elements, and changes all the same in one of so many.
+FROZEN, FROZEN_STEPS = 600_000, 40
 CONFIG = Config(keep_last=3, timeout=25.0, commit_timeout=25.0, linger=60.0, worker_restarts=10**9, restart_pause=0.0)
 
 
@@ -53,13 +55,15 @@ def config_of_killed() -> Config:
 def state_of(step: int, rank: int = 0) -> dict[str, Any]:
     """A state that only this step of this rank has."""
     tensors = {f"w{rank}.{number}": torch.full((size,), float(step)) for number, size in enumerate(SIZES)}
-    return {"model": tensors, "both": torch.full((1000,), float(step)), "step": step}
+    frozen = {f"f{rank}": torch.full((FROZEN,), float(step // FROZEN_STEPS))}
+    return {"model": tensors, "frozen": frozen, "both": torch.full((1000,), float(step)), "step": step}
 
 
 def is_of(state: dict[str, Any], step: int) -> bool:
     """Whether every byte is that of ``step``."""
     values = [*state["model"].values(), state["both"]]
-    return state["step"] == step and all(bool((value == float(step)).all()) for value in values)
+    frozen = all(bool((value == float(step // FROZEN_STEPS)).all()) for value in state["frozen"].values())
+    return frozen and state["step"] == step and all(bool((value == float(step)).all()) for value in values)
 
 
 @dataclass
