@@ -21,7 +21,6 @@ from support.workers import send_away
 from asyncckpt import Checkpointer, FileSet
 from asyncckpt.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     RankFailedError,
     VersionError,
     WeightsTimeoutError,
@@ -203,27 +202,16 @@ def errors_are_of_all(workers: Crew) -> None:
     assert all(is_version(rollout.call("got"), 9) for rollout in rollouts)
 
 
-def test_bypass_cpu(hosts: list[str]) -> None:
-    play(bypass_cpu, NEWEST, hosts)
+def test_bypass_cpu_is_refused(hosts: list[str]) -> None:
+    play(bypass_cpu_is_refused, NEWEST, hosts)
 
 
-def bypass_cpu(workers: Crew) -> None:
-    master = workers.master(bypass_cpu=True)
-    rollouts = [workers.rollout(host, bypass_cpu=True) for host in (0, 0, 1)]
-    for version in (1, 2):
-        manager([master], rollouts).update_weights(global_steps=version)
-        assert all(is_version(rollout.call("got"), version) for rollout in rollouts)
-    with pytest.raises(CheckpointNotFoundError, match="bypass_cpu"):
-        rollouts[0].call("pull_weights")
-    rollouts[1].call("kill_at", "embedding")
-    begun = time.monotonic()
-    with pytest.raises((EOFError, CheckpointError)):
-        manager([master], rollouts).update_weights(global_steps=3)
-    assert time.monotonic() - begun < 40
-    assert master.call("how_many") == len(list(weights(0)))  # other actors make them with it
-    del rollouts[1]
-    manager([master], rollouts).update_weights(global_steps=4)
-    assert all(is_version(rollout.call("got"), 4) for rollout in rollouts)
+def bypass_cpu_is_refused(workers: Crew) -> None:
+    load()
+    from asyncckpt.integrations.verl import SharedMemoryCheckpointEngine
+
+    with pytest.raises(ValueError, match="take verl's backend 'nccl'"):
+        SharedMemoryCheckpointEngine(1 << 20, bypass_cpu=True)
 
 
 def test_dtype(hosts: list[str]) -> None:
@@ -260,7 +248,7 @@ def test_a_checkpoint_is_read_out_of_its_image(hosts: list[str], root: Path) -> 
 
 def a_checkpoint_is_read_out_of_its_image(workers: Crew, root: str) -> None:
     """Such as the manager of the FSDP engine publishes, see ``test_verl_fsdp.py``."""
-    rollouts = [workers.rollout(0), workers.rollout(0, bypass_cpu=True)]
+    rollouts = [workers.rollout(0), workers.rollout(0)]
     half, elsewhere = workers.rollout(0, rollout_dtype="bfloat16"), workers.rollout(1)
     with Checkpointer(root) as checkpointer:
         for step in range(1, 4):

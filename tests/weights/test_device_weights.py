@@ -1,4 +1,4 @@
-"""Weights on a device: published with conversion, offloaded, broadcast out of its memory."""
+"""Weights on a device: published with conversion, offloaded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from offload import OffloadedParameters
-from support import accelerators, ranks, simulated_device
+from support import accelerators, simulated_device
 from support.accelerators import busy, module, registrations
-from support.broadcasts import Taken, share
 from support.ranks import alone, say
 from support.states import same
 from torch import nn
@@ -23,7 +21,6 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.weights.broadcast.broadcast import close_broadcasts
 from asyncckpt.weights.buffer import WeightBuffer
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("forkserver")]
@@ -229,27 +226,3 @@ def _trains_alike() -> None:
 def test_trains_as_if_it_was_never_offloaded() -> None:
     accelerators.load()  # or skip
     assert alone(_trains_alike) == (0, True)
-
-
-def _on_device(weights: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(device) for name, tensor in weights.items()}
-
-
-def _arrives() -> bool:
-    device = accelerators.load()
-    generator = torch.Generator().manual_seed(5)
-    expected = {f"{number}": torch.randn(100 + number, 7, generator=generator) for number in range(30)}
-    right = True
-    for version in range(2):
-        given = _on_device(expected, device)
-        taken = Taken()
-        share(given, taken, version=version)
-        right = right and (dist.get_rank() == 0 or same(dict(taken), expected))
-        expected = {name: tensor + 1 for name, tensor in expected.items()}
-    close_broadcasts()
-    return right
-
-
-def test_broadcast_out_of_device_memory(tmp_path: Path) -> None:
-    accelerators.load()
-    assert ranks.run(2, _arrives, folder=tmp_path) == [True, True]
