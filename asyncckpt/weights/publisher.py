@@ -23,8 +23,9 @@ from asyncckpt.supervisor import Supervisor
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.layout import copied_as
 from asyncckpt.weights.plan import WeightPlan
+from asyncckpt.weights.publishing_ranks import PublishingRanks, ranks_of
 from asyncckpt.weights.serving import ServedPublication
-from asyncckpt.weights.shards import Sharding, local
+from asyncckpt.weights.shards import Sharding, is_here, local
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.takeover import Takeover
 
@@ -50,7 +51,7 @@ class WeightPublisher:
         *,
         slots: int = 3,
         when_busy: Literal["skip", "wait"] = "skip",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | PublishingRanks | None = None,
         config: Config | None = None,
     ) -> None:
         """Takes no memory and starts no worker yet. Raises ``ValueError`` for an argument that is out of range.
@@ -76,7 +77,7 @@ class WeightPublisher:
         self._slots = slots
         self._when_busy = when_busy
         self._config = replace(Config.given(config), metrics_folder=None)  # which is about what is written
-        self._sharding = Sharding(process_group)
+        self._sharding = Sharding(ranks_of(process_group))
         self._supervisor = Supervisor(
             self._config,
             job_of_weights(address),
@@ -158,13 +159,25 @@ class WeightPublisher:
             self._buffer_for(plan).fill(plan)
             self._sharding.gather(None)
 
-    def serve(self, address: str | None = None, *, file: str | os.PathLike[str] | None = None) -> str:
+    @property
+    def locator(self) -> str | None:
+        """What ``serve`` has returned, or another one, where a worker has died since then; None: nothing is served."""
+        return None if self._served.locator is None else str(self._served.locator)
+
+    def serve(
+        self,
+        address: str | None = None,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        key: bytes | None = None,
+    ) -> str:
         """Let readers of other hosts have what is published, see ``WeightSubscriber``; on all ranks together.
 
         Args:
             address: Name or address of this host, for the others. None: what ``Config.address`` says.
             file: Where the first rank writes the locator, too, for this user alone; and again where it changes, as a
                 worker has died, or a trainer is started anew (which then keeps the key).
+            key: 32 bytes that nobody can guess, of all who may read. None: new ones, or those in the file.
 
         Returns:
             The locator. Whoever knows it can read the weights.
@@ -173,7 +186,7 @@ class WeightPublisher:
             StorageError: Nobody can connect, or the file cannot be written. And as ``publish`` does.
         """
         with self._lock, self._sharding.together():
-            return str(self._served.begin(self._running_client(), address, file))
+            return str(self._served.begin(self._running_client(), address, file, key))
 
     def close(self) -> None:
         """End the worker, and give the memory back; readers keep what they have leased. Safe to call twice."""
@@ -300,18 +313,22 @@ class WeightPublisher:
         skipped = known and slot is None
         copied: dict[str, int] = {}
         kept: dict[str, torch.Tensor] = {}
+        seen: set[str] = set()
 
         def take(name: str, tensor: torch.Tensor) -> None:
             """Into the slot, as long as all are as planned. The first that is not, and all after it, are kept."""
-            if skipped or not self._sharding.is_streamed(tensor):
+            if skipped or not is_here(tensor):
                 return
             form = self._sharding.form(name, tensor, dtype)
+            if name in seen:
+                raise UnsavableStateError(f"{name!r} comes twice")
+            seen.add(name)
+            if not self._sharding.takes(form, tensor):
+                return
             if form.shape != form.whole:
                 raise UnsavableStateError(
                     f"{name!r} is a part of a tensor: publish such as a state dict, not one by one"
                 )
-            if name in copied or name in kept:
-                raise UnsavableStateError(f"{name!r} comes twice")
             planned = None if slot is None or kept else plan
             if planned is not None and form in planned.elsewhere:
                 return
@@ -329,7 +346,7 @@ class WeightPublisher:
         with _timed(self._timings, "stage_s"):
             self._sharding.walk(stream, take)
             as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.entries)
-            done = skipped or all(self._sharding.gather(as_planned))
+            done = skipped or self._sharding.have_walked(as_planned)
             if not done and plan is not None and slot is not None:
                 there = self._buffers[-1].views(slot, plan)
                 dtypes = [entry.dtype for entry in plan.entries]

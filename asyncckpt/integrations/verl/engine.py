@@ -8,25 +8,26 @@ In verl's configuration, below ``actor_rollout_ref.rollout.checkpoint_engine``:
 
 Workers that can share memory (those of one user on one machine) are on one *host*. In each sync verl's manager calls
 
-1. ``prepare`` on all workers, which tell their hosts; the first actor also where its publication is served;
-2. ``build_topology`` in the driver, which gives each a role: the first actor sends, the other actors iterate over the
-   weights (making them is a collective), the rollouts map them;
+1. ``prepare`` on all workers, which tell their hosts; the first actor also where its store is;
+2. ``build_topology`` in the driver, which gives each a role: the actors of the first one's host publish, each a share
+   of the weights, so that these are copied over all their links; the other actors only iterate over the weights (making
+   them is a collective); the rollouts map them;
 3. ``init_process_group`` on all;
-4. ``send_weights`` and ``receive_weights`` on all at once. The sender publishes, and posts a notice of it. The rollouts
-   map that version on their host, which a worker of ours fetches there, once, from the sender's host or another one
-   that has it (see ``worker/transfer/mirror.py``);
+4. ``send_weights`` and ``receive_weights`` on all at once. The first actor says which version comes. When all that
+   publish have, it posts a notice of it. The rollouts map that version on their host, which a worker of ours fetches
+   there, once, from the actors' host or another one that has it (see ``worker/transfer/mirror.py``);
 5. ``finalize`` on all.
 
 Between syncs, ``get_weights`` maps the newest version on its host, or one named. Nobody has to take part in that.
 
-Notices go over a store that the sender hosts, sealed with a key that verl passes on with the topology (see
-``worker/rounds.py``); they are JSON, and nothing of them is unpickled.
+What they tell each other then is in ``notices.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
 import time
@@ -38,8 +39,9 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
 from asyncckpt.errors import CheckpointError, RankFailedError, VersionError
-from asyncckpt.integrations.verl.local_publication import LocalPublication, NoticeBoard
-from asyncckpt.integrations.verl.topology import Peer, Role, roles
+from asyncckpt.integrations.verl.local_publication import LocalPublication
+from asyncckpt.integrations.verl.notices import NoticeBoard, PublishingActors
+from asyncckpt.integrations.verl.topology import Member, Peer, Role, roles
 from asyncckpt.weights.weights import Weights
 from asyncckpt.worker.endpoint import endpoint_scope
 from asyncckpt.worker.messages import Rendezvous
@@ -94,16 +96,18 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._timeout = timeout
         self._host = host
         self._device = device
+        self._member = Member(uuid.uuid4().hex, os.readlink("/proc/self/ns/pid"), os.getpid())
         self._store: Store | None = None
         self._rendezvous: Rendezvous | None = None
-        self._locator: str | None = None
+        self._key = secrets.token_bytes(32)
+        self._actors: PublishingActors | None = None
         self._syncs = 0
         self._notices: NoticeBoard | None = None  # while in a sync
         self._sent: int | None = None  # the version last sent from here
         self.version: int | None = None  # of the weights last taken here
 
     def prepare(self) -> Peer:
-        """Who this worker is. The sender opens the store, the first time."""
+        """Who this worker is. The first actor opens the store, the first time."""
         if self._is_master:
             if self._notices is not None:
                 self._notices.post_failure(RankFailedError("the trainer has begun another sync"))
@@ -111,10 +115,9 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             if self._store is None:
                 secret = secrets.token_bytes(32)
                 self._store = Store(secret)
-                self._host = self._host or _own_host()
-                self._rendezvous = Rendezvous(self._host, self._store.port, uuid.uuid4().hex, secret, 0, 0)
-                self._locator = self.local.serve(self._host)
-        return Peer(endpoint_scope(), self._rendezvous, self._syncs, self._locator)
+                host = self._host or _own_host()
+                self._rendezvous = Rendezvous(host, self._store.port, uuid.uuid4().hex, secret, 0, 0)
+        return Peer(self._member, endpoint_scope(), self._rendezvous, self._syncs, self._key)
 
     @classmethod
     def build_topology(
@@ -135,7 +138,11 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             self._notices.close()
         # Another connection for each sync: whoever still waits over the old one waits for what will not come.
         self._notices = NoticeBoard(role, self._timeout)
-        self.local.locator = role.locator
+        if self._actors is None or role.part != "publish" or self._actors.members != role.publishers:
+            self._leave()
+            self._actors = PublishingActors(self._notices, self._member) if role.part == "publish" else None
+        if self._actors is not None:
+            self._actors.notices = self._notices
 
     @torch.no_grad()
     async def send_weights(
@@ -143,26 +150,32 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     ) -> dict[str, float]:
         """Send ``weights``, taken one after the other, as version ``global_steps`` (None: the next).
 
-        Returns the sender's metrics, in seconds. A version that is not above the newest is accepted from a trainer that
-        has just started (it resumes from an older checkpoint: newer versions are withdrawn, with a warning), for a sync
-        that is repeated, and with ``roll_back``; else it raises ``VersionError``.
+        Returns the first actor's metrics, in seconds. A version that is not above the newest is accepted from a trainer
+        that has just started (it resumes from an older checkpoint: newer versions are withdrawn, with a warning), for a
+        sync that is repeated, and with ``roll_back``; else it raises ``VersionError``.
         """
         notices = self._current()
-        if notices.role.part == "iterate":
+        if (actors := self._actors) is None:
             _exhaust(weights)
             return {}
         begun = time.perf_counter()
         try:
-            version, back = self._version(global_steps)
-            notices.post(self.local.publish(weights, version, self._dtype, roll_back=back))
-            self._sent = version
+            version = self._version(global_steps) if notices.is_first else None
+            host = self._host or _own_host()
+            notice = self.local.publish(weights, version, self._dtype, actors=actors, host=host, key=notices.role.key)
+            if notices.is_first:
+                notices.post(notice)
+            self._sent = notice.version
         except BaseException as error:
-            notices.post_failure(error)
+            if notices.is_first:
+                notices.post_failure(error)
             if isinstance(error, Exception):
                 _exhaust(weights)
             raise
+        if not notices.is_first:
+            return {}
         return {
-            "checkpoint_engine/version": float(version),
+            "checkpoint_engine/version": float(notice.version),
             "checkpoint_engine/publish_s": time.perf_counter() - begun,
         }
 
@@ -220,12 +233,15 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         if notices is not None:
             if self._is_master:
                 notices.clear()
+            if notices.role.part == "iterate":
+                self.local.withdraw()
             notices.close()
 
     def close(self) -> None:
         """Give back what this worker holds and has published. verl does not call it: the end of a process does, and
         where it is killed, that lingers."""
         self.local.close()
+        self._leave()
         if self._notices is not None:
             self._notices.close()
         if self._store is not None:
@@ -237,11 +253,17 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             raise CheckpointError("not in a sync: prepare, build_topology and init_process_group come before")
         return self._notices
 
-    def _version(self, global_steps: int | None) -> tuple[int, bool]:
-        """Which version to send, and whether that goes back. Raises ``VersionError``."""
+    def _leave(self) -> None:
+        """The actors that publish together."""
+        if self._actors is not None:
+            self._actors.close()
+            self._actors = None
+
+    def _version(self, global_steps: int | None) -> int:
+        """Which version to send. Raises ``VersionError``."""
         newest = self.local.newest() if self._sent is None else self._sent
         if newest is None or global_steps is None:
-            return (0 if newest is None else newest + 1) if global_steps is None else global_steps, False
+            return (0 if newest is None else newest + 1) if global_steps is None else global_steps
         if global_steps < newest and self._sent is None:
             logger.warning(
                 "this trainer begins with version %d, and one before it had got to %d: rollouts will go back",
@@ -254,12 +276,13 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 " set roll_back in the engine_kwargs",
                 step=global_steps,
             )
-        return global_steps, global_steps <= newest
+        return global_steps
 
     def _mapped(self, notices: NoticeBoard, global_steps: int | None) -> Weights:
         """A rollout's weights of this sync."""
         notice = notices.wait()
         notice.check(global_steps)
+        self.local.locator = None if notices.role.is_here else notice.locator(notices.role.key)
         if self.version is not None and notice.version < self.version:
             self.local.forget_versions()
         weights = self.local.acquire(notice, self._device)
