@@ -26,6 +26,7 @@ from asyncckpt.weights.plan import WeightPlan
 from asyncckpt.weights.publishing_ranks import PublishingRanks, ranks_of
 from asyncckpt.weights.serving import ServedPublication
 from asyncckpt.weights.shards import Sharding, is_here, local
+from asyncckpt.weights.streamed_copies import StreamedCopies, on_device
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.takeover import Takeover
 
@@ -89,7 +90,7 @@ class WeightPublisher:
         # The last one is published in; those before it, of other structures, are left until that has a version.
         self._buffers: list[WeightBuffer] = []
         self._versions = Versions()
-        self._threads = copy_threads()
+        self._threads, self._streamed = copy_threads(), StreamedCopies()
         self._timings: dict[str, float] = {}
         self._served = ServedPublication(self._sharding, self._config)
         self._closed = self._has_left = False
@@ -337,14 +338,15 @@ class WeightPublisher:
             check_memory(part, name)
             number = None if planned is None else planned.find(form)
             if planned is None or slot is None or number is None:
-                kept[name] = _on_device(part, as_copied).to("cpu", as_copied, copy=True).view(form.dtype)
+                kept[name] = on_device(part, as_copied).to("cpu", as_copied, copy=True).view(form.dtype)
             else:
                 view = self._buffers[-1].views(slot, planned, tensor.device)[number]
-                view.copy_(_on_device(part, as_copied))
+                self._streamed.copy(part, view)
                 copied[name] = number
 
         with _timed(self._timings, "stage_s"):
-            self._sharding.walk(stream, take)
+            with self._streamed:
+                self._sharding.walk(stream, take)
             as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.entries)
             done = skipped or self._sharding.have_walked(as_planned)
             if not done and plan is not None and slot is not None:
@@ -359,14 +361,6 @@ def _timed(timings: dict[str, float], phase: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     timings[phase] += time.perf_counter() - begun
-
-
-def _on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` in ``dtype``, if it is on a device that has room: a copy that converts does that on the host."""
-    try:
-        return tensor if tensor.is_cpu else tensor.to(dtype)
-    except torch.OutOfMemoryError:
-        return tensor
 
 
 def _check(weights: object, dtype: object) -> None:

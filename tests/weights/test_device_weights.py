@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
-from asyncckpt.weights import WeightPublisher, WeightSubscriber
+from asyncckpt.weights import WeightPublisher, WeightSubscriber, streamed_copies
 from asyncckpt.weights.buffer import WeightBuffer
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("forkserver")]
@@ -115,6 +116,52 @@ def test_what_comes_one_by_one_is_converted_on_the_device(device_type: str, publ
             publisher.publish(iter(weights.items()), version, dtype=torch.bfloat16)
         assert len(crossings.dtypes) == len(weights) - 1  # but for the one of the host
         assert all(one == other for one, other in crossings.dtypes)
+
+
+@pytest.mark.parametrize("most", [0, 5_000_000, 1 << 30])
+def test_what_comes_one_by_one_may_use_the_same_memory_on_any_stream(
+    device_type: str,
+    publisher: WeightPublisher,
+    subscriber: WeightSubscriber,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+) -> None:
+    """The host has what came when it asks for the next one, or a copy of it that nobody touches."""
+    monkeypatch.setattr(streamed_copies, "_MOST_BYTES", most)
+    memory = torch.empty(1200, 900, device=device_type)
+    other = module().Stream(device_type)
+
+    def gathered(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(8):
+            with module().stream(other):
+                memory.fill_(version * 10 + number)
+            module().current_stream().wait_stream(other)
+            yield f"{number}", memory[: 1200 - number]
+            yield f"turned {number}", memory.t() if number % 2 else memory.bfloat16()
+
+    for version in range(1, 6):  # the first time, nothing is planned
+        publisher.publish(gathered(version), version)
+        with subscriber.acquire(version) as acquired:
+            for number in range(8):
+                for name in (f"{number}", f"turned {number}"):
+                    tensor = acquired[name]
+                    assert bool((tensor == torch.tensor(version * 10.0 + number).to(tensor.dtype)).all()), name
+
+
+def test_a_device_that_is_full_is_copied_from_directly(
+    device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = _weights(device_type)
+    publisher.publish(iter(weights.items()), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "resolve_conj", lambda _: _raise(torch.OutOfMemoryError("full")))
+        publisher.publish(iter({name: tensor + 1 for name, tensor in weights.items()}.items()), 2)
+    with subscriber.acquire(2) as acquired:
+        assert all(same(acquired[name].clone(), (tensor + 1).cpu()) for name, tensor in weights.items())
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_nothing_is_published_while_a_graph_is_captured(

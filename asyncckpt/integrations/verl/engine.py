@@ -99,7 +99,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._member = Member(uuid.uuid4().hex, os.readlink("/proc/self/ns/pid"), os.getpid())
         self._store: Store | None = None
         self._rendezvous: Rendezvous | None = None
-        self._key = secrets.token_bytes(32)
+        self._key = b""
         self._actors: PublishingActors | None = None
         self._syncs = 0
         self._notices: NoticeBoard | None = None  # while in a sync
@@ -114,7 +114,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             self._syncs += 1
             if self._store is None:
                 secret = secrets.token_bytes(32)
-                self._store = Store(secret)
+                self._store, self._key = Store(secret), secrets.token_bytes(32)
                 host = self._host or _own_host()
                 self._rendezvous = Rendezvous(host, self._store.port, uuid.uuid4().hex, secret, 0, 0)
         return Peer(self._member, endpoint_scope(), self._rendezvous, self._syncs, self._key)
