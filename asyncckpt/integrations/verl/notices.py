@@ -103,7 +103,10 @@ class NoticeBoard:
             if not self.role.rendezvous.rank:
                 with contextlib.suppress(CheckpointError):
                     rounds.conclude_failed(name, error)
-            raise located(error, otherwise=RankFailedError) from error
+            if isinstance(error, RankFailedError):
+                raise
+            message = f"the actors that publish together lost each other: {error.message}"
+            raise RankFailedError(message, rank=error.rank) from error
 
     def clear(self) -> None:
         """The first actor: the sync is over. What it left in the store is removed, now or in time."""
