@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,30 @@ def test_what_comes_one_by_one_may_use_the_same_memory_on_any_stream(
                 for name in (f"{number}", f"turned {number}"):
                     tensor = acquired[name]
                     assert bool((tensor == torch.tensor(version * 10.0 + number).to(tensor.dtype)).all()), name
+
+
+def test_the_next_one_is_asked_for_while_one_is_under_way(
+    device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber
+) -> None:
+    """Whoever gathers it together with this process shall not wait for the link. What is published has come."""
+    weights = {f"{number}": torch.full((300, 200), float(number), device=device_type) for number in range(4)}
+    asked: list[float] = []
+
+    def gathered(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            asked.append(time.monotonic())
+            yield name, tensor + version
+
+    for version in (1, 2):
+        publisher.publish(gathered(version), version)
+    (side_stream,) = publisher._streamed._streams.values()
+    asked.clear()
+    with module().stream(side_stream):
+        busy(1.0)
+    publisher.publish(gathered(3), 3)
+    assert asked[-1] - asked[0] < 0.5 < time.monotonic() - asked[0]
+    with subscriber.acquire(3) as acquired:
+        assert all(same(acquired[name].clone(), (tensor + 3).cpu()) for name, tensor in weights.items())
 
 
 def test_a_device_that_is_full_is_copied_from_directly(
