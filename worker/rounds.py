@@ -213,13 +213,7 @@ class Rounds:
         self._call(lambda store: store.fields(self._keys("gone")))
 
     def clear(self, kind: str, number: int, keep: int = KEPT_ROUNDS) -> None:
-        """First rank: the round ``kind`` of save ``number`` is over. Its keys, and those before it, go in time.
-
-        Args:
-            kind: The kind of round.
-            number: The number of the save.
-            keep: How many rounds are kept, for ranks that lag behind.
-        """
+        """First rank: the round ``kind`` of save ``number`` is over. Its keys go when ``keep`` more are."""
         keys = self._keys(round_name(kind, number))
         old = self._keys(round_name(kind, number - keep))
 

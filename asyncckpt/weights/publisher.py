@@ -9,24 +9,26 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError, JobTakenError, UnsavableStateError, VersionError, WeightsTimeoutError
+from asyncckpt.errors import ClosedError, JobTakenError, VersionError, WeightsTimeoutError
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.publication import Publication, Versions, job_of_weights
 from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
-from asyncckpt.staging.host_copy import check_memory, copy_threads
+from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.layout import copied_as
 from asyncckpt.weights.plan import WeightPlan
 from asyncckpt.weights.publishing_ranks import PublishingRanks, ranks_of
 from asyncckpt.weights.serving import ServedPublication
-from asyncckpt.weights.shards import Sharding, is_here, local
-from asyncckpt.weights.streamed_copies import StreamedCopies, on_device
+from asyncckpt.weights.shards import Sharding
+from asyncckpt.weights.stream_copy import StreamCopy
+from asyncckpt.weights.streamed_copies import StreamedCopies
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.takeover import Takeover
 
@@ -311,48 +313,18 @@ class WeightPublisher:
         known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
         with _timed(self._timings, "wait_s"):
             slot = self._claim(plan) if known and plan is not None else None
-        skipped = known and slot is None
-        copied: dict[str, int] = {}
-        kept: dict[str, torch.Tensor] = {}
-        seen: set[str] = set()
-
-        def take(name: str, tensor: torch.Tensor) -> None:
-            """Into the slot, as long as all are as planned. The first that is not, and all after it, are kept."""
-            if skipped or not is_here(tensor):
-                return
-            form = self._sharding.form(name, tensor, dtype)
-            if name in seen:
-                raise UnsavableStateError(f"{name!r} comes twice")
-            seen.add(name)
-            if not self._sharding.takes(form, tensor):
-                return
-            if form.shape != form.whole:
-                raise UnsavableStateError(
-                    f"{name!r} is a part of a tensor: publish such as a state dict, not one by one"
-                )
-            planned = None if slot is None or kept else plan
-            if planned is not None and form in planned.elsewhere:
-                return
-            as_copied = copied_as(form.dtype)
-            part = local(name, tensor).view(copied_as(tensor.dtype))
-            check_memory(part, name)
-            number = None if planned is None else planned.find(form)
-            if planned is None or slot is None or number is None:
-                kept[name] = on_device(part, as_copied).to("cpu", as_copied, copy=True).view(form.dtype)
-            else:
-                view = self._buffers[-1].views(slot, planned, tensor.device)[number]
-                self._streamed.copy(part, view)
-                copied[name] = number
-
+        planned = None
+        if known and slot is None:
+            self._sharding.walk(stream, lambda *_: None)  # others may wait for this one along it
+            return None
+        if plan is not None and slot is not None:
+            planned = plan, partial(self._buffers[-1].views, slot, plan)
         with _timed(self._timings, "stage_s"):
+            copy = StreamCopy(self._sharding, dtype, self._streamed, planned)
             with self._streamed:
-                self._sharding.walk(stream, take)
-            as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.entries)
-            done = skipped or self._sharding.have_walked(as_planned)
-            if not done and plan is not None and slot is not None:
-                there = self._buffers[-1].views(slot, plan)
-                dtypes = [entry.dtype for entry in plan.entries]
-                kept = {name: there[number].clone().view(dtypes[number]) for name, number in copied.items()} | kept
+                self._sharding.walk(stream, copy.take)
+            done = self._sharding.have_walked(copy.is_as_planned)
+            kept = {} if done else copy.tensors()
         return slot if done else self._copy_all(kept, dtype)
 
 
