@@ -66,7 +66,8 @@ class WeightPublisher:
             when_busy: What happens when all slots but that of the newest version are being read: the publication is
                 skipped, or waits for a reader to end, at most ``Config.timeout`` seconds.
             process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
-                readers need all of them on their host. None: this process alone.
+                readers need all of them on their host. Or what else joins ranks (``publishing_ranks.py``). None: this
+                process alone.
             config: ``timeout``, ``linger`` and what is about the worker process are taken from it. None: what the
                 environment says.
         """
@@ -313,10 +314,10 @@ class WeightPublisher:
         known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
         with _timed(self._timings, "wait_s"):
             slot = self._claim(plan) if known and plan is not None else None
-        planned = None
         if known and slot is None:
-            self._sharding.walk(stream, lambda *_: None)  # others may wait for this one along it
+            self._sharding.walk(stream, lambda *_: None)  # other ranks may wait for this one along it
             return None
+        planned = None
         if plan is not None and slot is not None:
             planned = plan, partial(self._buffers[-1].views, slot, plan)
         with _timed(self._timings, "stage_s"):
