@@ -66,8 +66,7 @@ class WeightPublisher:
             when_busy: What happens when all slots but that of the newest version are being read: the publication is
                 skipped, or waits for a reader to end, at most ``Config.timeout`` seconds.
             process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
-                readers need all of them on their host. Or what else joins ranks (``publishing_ranks.py``). None: this
-                process alone.
+                readers need all of them on their host. Or other ``PublishingRanks``. None: this process alone.
             config: ``timeout``, ``linger`` and what is about the worker process are taken from it. None: what the
                 environment says.
         """
