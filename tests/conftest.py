@@ -85,6 +85,16 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return folder
 
 
+@pytest.fixture
+def two_hosts(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Runtime folders of two hosts, as it were, the first one this one's."""
+    other = tmp_path / "other"
+    yield [str(runtime), str(other)]
+    monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(other))
+    send_away(other)
+    monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(runtime))
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(runtime: Path) -> Iterator[None]:
     """Fail a test that leaves a descriptor, a thread, a process or shared memory behind."""

@@ -212,14 +212,14 @@ class Rounds:
         """See that the store answers."""
         self._call(lambda store: store.fields(self._keys("gone")))
 
-    def clear(self, kind: str, number: int) -> None:
-        """First rank: the round ``kind`` of save ``number`` is over. Its keys, and those before it, go in time."""
+    def clear(self, kind: str, number: int, keep: int = KEPT_ROUNDS) -> None:
+        """First rank: the round ``kind`` of save ``number`` is over. Its keys go when ``keep`` more are."""
         keys = self._keys(round_name(kind, number))
-        old = self._keys(round_name(kind, number - KEPT_ROUNDS))
+        old = self._keys(round_name(kind, number - keep))
 
         def send(store: StoreClient) -> None:
             store.remove(f"{keys}/reports")
-            if number > KEPT_ROUNDS:
+            if number > keep:
                 for part in ("failure", "outcome", "reports"):
                     store.remove(f"{old}/{part}")
 

@@ -9,22 +9,26 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError, JobTakenError, UnsavableStateError, VersionError, WeightsTimeoutError
+from asyncckpt.errors import ClosedError, JobTakenError, VersionError, WeightsTimeoutError
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.publication import Publication, Versions, job_of_weights
 from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
-from asyncckpt.staging.host_copy import check_memory, copy_threads
+from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.layout import copied_as
 from asyncckpt.weights.plan import WeightPlan
+from asyncckpt.weights.publishing_ranks import PublishingRanks, ranks_of
 from asyncckpt.weights.serving import ServedPublication
-from asyncckpt.weights.shards import Sharding, local
+from asyncckpt.weights.shards import Sharding
+from asyncckpt.weights.stream_copy import StreamCopy
+from asyncckpt.weights.streamed_copies import StreamedCopies
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.takeover import Takeover
 
@@ -50,7 +54,7 @@ class WeightPublisher:
         *,
         slots: int = 3,
         when_busy: Literal["skip", "wait"] = "skip",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | PublishingRanks | None = None,
         config: Config | None = None,
     ) -> None:
         """Takes no memory and starts no worker yet. Raises ``ValueError`` for an argument that is out of range.
@@ -62,7 +66,7 @@ class WeightPublisher:
             when_busy: What happens when all slots but that of the newest version are being read: the publication is
                 skipped, or waits for a reader to end, at most ``Config.timeout`` seconds.
             process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
-                readers need all of them on their host. None: this process alone.
+                readers need all of them on their host. Or other ``PublishingRanks``. None: this process alone.
             config: ``timeout``, ``linger`` and what is about the worker process are taken from it. None: what the
                 environment says.
         """
@@ -76,7 +80,7 @@ class WeightPublisher:
         self._slots = slots
         self._when_busy = when_busy
         self._config = replace(Config.given(config), metrics_folder=None)  # which is about what is written
-        self._sharding = Sharding(process_group)
+        self._sharding = Sharding(ranks_of(process_group))
         self._supervisor = Supervisor(
             self._config,
             job_of_weights(address),
@@ -88,7 +92,7 @@ class WeightPublisher:
         # The last one is published in; those before it, of other structures, are left until that has a version.
         self._buffers: list[WeightBuffer] = []
         self._versions = Versions()
-        self._threads = copy_threads()
+        self._threads, self._streamed = copy_threads(), StreamedCopies()
         self._timings: dict[str, float] = {}
         self._served = ServedPublication(self._sharding, self._config)
         self._closed = self._has_left = False
@@ -158,13 +162,25 @@ class WeightPublisher:
             self._buffer_for(plan).fill(plan)
             self._sharding.gather(None)
 
-    def serve(self, address: str | None = None, *, file: str | os.PathLike[str] | None = None) -> str:
+    @property
+    def locator(self) -> str | None:
+        """What ``serve`` has returned, or another one, where a worker has died since then; None: nothing is served."""
+        return None if self._served.locator is None else str(self._served.locator)
+
+    def serve(
+        self,
+        address: str | None = None,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        key: bytes | None = None,
+    ) -> str:
         """Let readers of other hosts have what is published, see ``WeightSubscriber``; on all ranks together.
 
         Args:
             address: Name or address of this host, for the others. None: what ``Config.address`` says.
             file: Where the first rank writes the locator, too, for this user alone; and again where it changes, as a
                 worker has died, or a trainer is started anew (which then keeps the key).
+            key: 32 bytes that nobody can guess, of all who may read. None: new ones, or those in the file.
 
         Returns:
             The locator. Whoever knows it can read the weights.
@@ -173,7 +189,7 @@ class WeightPublisher:
             StorageError: Nobody can connect, or the file cannot be written. And as ``publish`` does.
         """
         with self._lock, self._sharding.together():
-            return str(self._served.begin(self._running_client(), address, file))
+            return str(self._served.begin(self._running_client(), address, file, key))
 
     def close(self) -> None:
         """End the worker, and give the memory back; readers keep what they have leased. Safe to call twice."""
@@ -297,43 +313,18 @@ class WeightPublisher:
         known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
         with _timed(self._timings, "wait_s"):
             slot = self._claim(plan) if known and plan is not None else None
-        skipped = known and slot is None
-        copied: dict[str, int] = {}
-        kept: dict[str, torch.Tensor] = {}
-
-        def take(name: str, tensor: torch.Tensor) -> None:
-            """Into the slot, as long as all are as planned. The first that is not, and all after it, are kept."""
-            if skipped or not self._sharding.is_streamed(tensor):
-                return
-            form = self._sharding.form(name, tensor, dtype)
-            if form.shape != form.whole:
-                raise UnsavableStateError(
-                    f"{name!r} is a part of a tensor: publish such as a state dict, not one by one"
-                )
-            if name in copied or name in kept:
-                raise UnsavableStateError(f"{name!r} comes twice")
-            planned = None if slot is None or kept else plan
-            if planned is not None and form in planned.elsewhere:
-                return
-            as_copied = copied_as(form.dtype)
-            part = local(name, tensor).view(copied_as(tensor.dtype))
-            check_memory(part, name)
-            number = None if planned is None else planned.find(form)
-            if planned is None or slot is None or number is None:
-                kept[name] = _on_device(part, as_copied).to("cpu", as_copied, copy=True).view(form.dtype)
-            else:
-                view = self._buffers[-1].views(slot, planned, tensor.device)[number]
-                view.copy_(_on_device(part, as_copied))
-                copied[name] = number
-
+        if known and slot is None:
+            self._sharding.walk(stream, lambda *_: None)  # other ranks may wait for this one along it
+            return None
+        planned = None
+        if plan is not None and slot is not None:
+            planned = plan, partial(self._buffers[-1].views, slot, plan)
         with _timed(self._timings, "stage_s"):
-            self._sharding.walk(stream, take)
-            as_planned = plan is not None and slot is not None and not kept and len(copied) == len(plan.entries)
-            done = skipped or all(self._sharding.gather(as_planned))
-            if not done and plan is not None and slot is not None:
-                there = self._buffers[-1].views(slot, plan)
-                dtypes = [entry.dtype for entry in plan.entries]
-                kept = {name: there[number].clone().view(dtypes[number]) for name, number in copied.items()} | kept
+            copy = StreamCopy(self._sharding, dtype, self._streamed, planned)
+            with self._streamed:
+                self._sharding.walk(stream, copy.take)
+            done = self._sharding.have_walked(copy.is_as_planned)
+            kept = {} if done else copy.tensors()
         return slot if done else self._copy_all(kept, dtype)
 
 
@@ -342,14 +333,6 @@ def _timed(timings: dict[str, float], phase: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     timings[phase] += time.perf_counter() - begun
-
-
-def _on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` in ``dtype``, if it is on a device that has room: a copy that converts does that on the host."""
-    try:
-        return tensor if tensor.is_cpu else tensor.to(dtype)
-    except torch.OutOfMemoryError:
-        return tensor
 
 
 def _check(weights: object, dtype: object) -> None:

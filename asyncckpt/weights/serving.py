@@ -31,11 +31,18 @@ class ServedPublication:
         self._own: TransferAddress | None = None
         self._locator: Locator | None = None
 
-    def begin(self, client: WorkerClient, address: str | None, file: str | os.PathLike[str] | None) -> Locator:
+    @property
+    def locator(self) -> Locator | None:
+        """Where they serve now; None: nowhere."""
+        return self._locator
+
+    def begin(
+        self, client: WorkerClient, address: str | None, file: str | os.PathLike[str] | None, key: bytes | None
+    ) -> Locator:
         """See ``WeightPublisher.serve``. ``client``: the worker of this rank."""
         self._host = own_address(address or self._config.address)
         self._file = os.path.abspath(file) if file is not None and self._sharding.rank == 0 else ""
-        self._key = self._sharding.gather(self._first_key())[0]
+        self._key = self._sharding.gather(self._first_key() if key is None else key)[0]
         self._client = self._locator = None
         own = self._sharding.gather(self.at(client))
         return self.update([each for each in own if each is not None])

@@ -1,4 +1,4 @@
-"""Sharding: a process publishes alone, or the ranks of a group together, each what the others have not."""
+"""Sharding: a process publishes alone, or several ranks together, each what the others have not."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.errors import RankFailedError, UnsavableStateError, decode, encode, located
 from asyncckpt.planning.structure import PLAIN, has_no_bytes, plain_part, stateful_to_dict
 from asyncckpt.weights.layout import TensorEntry
 from asyncckpt.weights.parts import Ranges, common, missing, shown
+from asyncckpt.weights.publishing_ranks import PublishingRanks
 
 T = TypeVar("T")
 
@@ -23,14 +24,14 @@ T = TypeVar("T")
 class Sharding:
     """What of the weights this process publishes. ``rank`` of ``ranks``."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        """``process_group``: those that publish together; None: this process alone."""
-        self._process_group = process_group
+    def __init__(self, together: PublishingRanks) -> None:
+        """``together``: the ranks that publish together."""
+        self._together = together
         self._in_step = True
-        self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.ranks = 1 if process_group is None else dist.get_world_size(process_group)
-        if self.rank < 0:
-            raise ValueError("this process is not in the process group it should publish with")
+        self.rank, self.ranks = together.rank, together.ranks
+        # Of the stream that is walked along: the tensors that all ranks have, and how many bytes are each one's share.
+        self._common: list[str] = []
+        self._shares = [0] * self.ranks
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -57,12 +58,8 @@ class Sharding:
         return [each for each, _ in told]
 
     def _exchange(self, value: Any, failure: bytes | None) -> list[tuple[Any, bytes | None]]:
-        told: list[Any] = [None] * self.ranks
         in_step, self._in_step = self._in_step, False
-        try:
-            dist.all_gather_object(told, (value, failure), group=self._process_group)
-        except RuntimeError as error:
-            raise RankFailedError(f"the ranks that publish together lost each other: {error}") from error
+        told = self._together.all_gather((value, failure))
         self._in_step = in_step
         return told
 
@@ -71,6 +68,7 @@ class Sharding:
 
         Other ranks may walk along it, and wait for each other: so to its end, also where ``take`` raises.
         """
+        self._common, self._shares = [], [0] * self.ranks
         failure: Exception | None = None
         for each in stream:
             try:
@@ -91,7 +89,7 @@ class Sharding:
         if any(isinstance(value, (Mapping, list)) for value in weights.values()):
             weights = flatten_state_dict(dict(weights))[0]
         tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-        return {name: tensor for name, tensor in tensors.items() if _is_here(tensor)}
+        return {name: tensor for name, tensor in tensors.items() if is_here(tensor)}
 
     def own(self, forms: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Those that this rank publishes, of what it has, on all ranks together: of a part that several have, the first
@@ -145,11 +143,32 @@ class Sharding:
         published = dtype if converts and dtype is not None else tensor.dtype
         return TensorEntry(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
 
-    def is_streamed(self, tensor: torch.Tensor) -> bool:
-        """Whether this rank may publish ``tensor``, of a stream. All ranks have what is no DTensor, and the first one
-        publishes it: the others shall not keep it.
+    def takes(self, form: TensorEntry, tensor: torch.Tensor) -> bool:
+        """Whether this rank may publish ``tensor``, the next of a stream that it has.
+
+        All ranks have what is no DTensor. The one that has the fewest bytes by then takes it, as all of them can tell,
+        and the others do not keep it.
         """
-        return _is_here(tensor) if isinstance(tensor, DTensor) else self.rank == 0
+        if isinstance(tensor, DTensor):
+            return True
+        taker = self._shares.index(min(self._shares))
+        self._shares[taker] += form.nbytes
+        self._common.append(form.name)
+        return taker == self.rank
+
+    def have_walked(self, as_planned: bool) -> bool:
+        """Whether what came along the stream was as planned, on all ranks.
+
+        Raises ``UnsavableStateError``, on all of them, where they had not the same: nobody knows who took what.
+        """
+        what = xxh3_64_hexdigest(repr(self._common).encode()), tuple(self._shares)
+        told = self.gather((as_planned, what))
+        if any(theirs != what for _, theirs in told):
+            raise UnsavableStateError(
+                "the ranks that publish together were given streams of different tensors: give all of them the same"
+                " tensors, in the same order, or state dicts"
+            )
+        return all(theirs for theirs, _ in told)
 
 
 def local(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -157,7 +176,8 @@ def local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return plain_part(tensor.to_local(), name).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _is_here(tensor: torch.Tensor) -> bool:
+def is_here(tensor: torch.Tensor) -> bool:
+    """Whether this process has a part of ``tensor``, or all of it."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 

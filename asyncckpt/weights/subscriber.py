@@ -241,7 +241,7 @@ class WeightSubscriber:
         half = {published for rank in self._ranks for published in rank.versions()} - complete
         hint = ""
         if half:
-            hint = f"; {max(half).ranks} ranks publish, and not all of them on this host: see broadcast_weights"
+            hint = f"; {max(half).ranks} ranks publish, and not all of them on this host: give a locator"
         return (
             f"no weights{asked} at {self._address!r} within {timeout:g} s; the versions that are there, in order:"
             f" {there}{hint}"

@@ -112,7 +112,6 @@ def _weights(args: argparse.Namespace) -> Iterator[Job]:
     pace = Pace(rounds=args.rounds, pause=args.pause)
     for tensors in args.tensors:
         yield jobs.publish(Request(name=str(tensors), gib=args.gib), pace)
-        yield jobs.broadcast(args.gib, tensors, args.bucket_mib, pace)
 
 
 def _hosts(args: argparse.Namespace) -> Iterator[Job]:
@@ -222,9 +221,8 @@ def _parser() -> argparse.ArgumentParser:
     ranks.add_argument("--processes", type=int, nargs="*", default=[], help="real jobs of so many processes")
     ranks.add_argument("--simulate", type=int, nargs="*", default=[], help="jobs of so many ranks")
     ranks.add_argument("--items", type=int, default=25, help="tensors of which each simulated rank has a shard")
-    weights = command("weights", "weights for readers of the host, and to another process", _weights, [where])
+    weights = command("weights", "weights for readers of the host", _weights, [where])
     weights.add_argument("--tensors", type=int, nargs="+", default=jobs.WEIGHTS_TENSORS)
-    weights.add_argument("--bucket-mib", type=int, default=jobs.WEIGHTS_BUCKET_MIB)
     weights.add_argument("--pause", type=float, default=0.2, help="seconds before each turn (default: %(default)s)")
     others = command("hosts", "weights on other hosts, over links of a rate", _hosts, [_where(gib=0.5, rounds=3)])
     others.add_argument("--tensors", type=int, default=400)

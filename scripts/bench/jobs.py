@@ -8,7 +8,6 @@ from typing import Any
 
 from asyncckpt.shm.segment import PAGE
 from bench import (
-    broadcasts,
     exports,
     frameworks,
     hosts,
@@ -38,7 +37,6 @@ FEWER = ("asyncckpt-nvrx", "torchsnapshot", "dcp-process", "dcp-save")
 """Left out where the standard set has no time for all."""
 PROCESSES = (1, 2, 4, 8)
 WEIGHTS_TENSORS = (400, 8000)
-WEIGHTS_BUCKET_MIB = 64
 
 
 @dataclass(frozen=True)
@@ -169,14 +167,6 @@ def publish(request: Request, pace: Pace) -> Job:
     return Job("publish", _label(request), measure, {"rounds": pace.rounds, "pause_s": pace.pause})
 
 
-def broadcast(gib: float, tensors: int, bucket_mib: int, pace: Pace) -> Job:
-    def measure(folder: str) -> dict[str, Any]:
-        return broadcasts.measure(gib, tensors, bucket_mib, pace, folder)
-
-    settings = {"rounds": pace.rounds, "pause_s": pace.pause, "bucket_mib": bucket_mib}
-    return Job("broadcast", str(tensors), measure, settings)
-
-
 def update_vllm(gib: float, pace: Pace) -> Job:
     def measure(folder: str) -> dict[str, Any]:
         return vllm_updates.measure(gib, pace, folder)
@@ -217,5 +207,4 @@ def standard(gib: float, device: str, choices: Choices, minutes: float, cores: i
     yield many_ranks(PROCESSES, gib, 400, choices.pace.rounds)
     for tensors in WEIGHTS_TENSORS:
         yield publish(request(str(tensors), gib / 2), choices.pace)
-        yield broadcast(gib / 2, tensors, WEIGHTS_BUCKET_MIB, choices.pace)
     yield simulated(SIMULATED[:3], SIMULATED_ITEMS, min(3, choices.pace.rounds))

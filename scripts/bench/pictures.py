@@ -250,7 +250,6 @@ _DRAWN = {
     "ranks": _ranks,
     "simulation": _ranks,
     "publish": _ways,
-    "broadcast": _ways,
     "hosts": _hosts,
     "vllm": _vllm,
 }

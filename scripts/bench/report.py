@@ -23,7 +23,6 @@ HEADINGS = {
     "ranks": "Many ranks on this machine",
     "simulation": "The first rank of a large job, simulated",
     "publish": "Weights for readers of this host",
-    "broadcast": "Weights to another process",
     "hosts": "Weights on other hosts",
     "vllm": "Weights for an engine of vLLM",
 }
@@ -96,13 +95,6 @@ EXPLANATIONS = {
         "(of which a reader may see half), new memory each time, as for verl's engine with a cache in the host's "
         "memory, or a file that is written and opened again. The save that was *just staged* is not counted."
     ),
-    "broadcast": (
-        "From the call until the tensors of the second process have the values of the first one's; both are on "
-        "this machine, joined by gloo over loopback. verl's way shares memory. asyncckpt's broadcast is the only one "
-        "that checks what arrives. "
-        "`dist.broadcast` and PGTransport (torch has a copy of torchft's, which is measured) receive straight into "
-        "the tensors; from buckets they are copied, which is part of the time."
-    ),
     "hosts": (
         "Hosts are network namespaces of this machine, each with a link of a rate, and share its cores and memory. "
         "From the call that publishes, in which all bytes have changed, until readers on all hosts have the whole "
@@ -119,7 +111,7 @@ PEERS = (
     "The peers are at the settings that make them fast: DCP's `async_save` keeps its stager and caches its "
     "plans; nvrx has a warm worker, cached structure and two threads; torch_checkpointing has its staging "
     "memory beforehand, its lock around the optimizer's step, and direct I/O where the file system takes it as "
-    "it is, unaligned. They come with the extra `bench`, nvrx and verl by `scripts/peers.sh`; one that is missing, or "
+    "it is, unaligned. They come with the extra `bench`, nvrx by `scripts/peers.sh`; one that is missing, or "
     "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
 COMMANDS = """    python scripts/bench all                  # all of this page, but for the next four

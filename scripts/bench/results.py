@@ -51,7 +51,6 @@ KINDS = (
     "ranks",
     "simulation",
     "publish",
-    "broadcast",
     "hosts",
     "vllm",
 )

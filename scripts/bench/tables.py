@@ -261,7 +261,6 @@ TABLES = {
     "ranks": columns,
     "simulation": columns,
     "publish": ways,
-    "broadcast": ways,
     "hosts": hosts,
     "vllm": vllm,
 }

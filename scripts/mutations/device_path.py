@@ -11,6 +11,7 @@ _PINNED = "asyncckpt/devices/pinned.py"
 _PINNERS = "asyncckpt/devices/pinners.py"
 _BUFFER = "asyncckpt/staging/buffer.py"
 _CAPTURES = "asyncckpt/devices/captures.py"
+_STREAMED = "asyncckpt/weights/streamed_copies.py"
 
 _ON_DEVICE = "tests/staging/test_on_device.py"
 _OVERLAP = "tests/staging/test_device_overlap.py"
@@ -149,6 +150,27 @@ MUTATIONS = (
         "if is_capturing():\n        raise",
         "if False:\n        raise",
         f"{_OVERLAP}::test_nothing_is_copied_while_a_graph_is_captured",
+    ),
+    Mutation(
+        "what comes one by one is copied on its device first",
+        _STREAMED,
+        "plain.to(dtype, copy=True, memory_format=torch.contiguous_format)",
+        "plain.to(dtype)",
+        f"{_WEIGHTS}::test_what_comes_one_by_one_may_use_the_same_memory_on_any_stream",
+    ),
+    Mutation(
+        "that copy is waited for",
+        _STREAMED,
+        "kind.record(kind.current_stream(device)).synchronize()",
+        "pass",
+        f"{_WEIGHTS}::test_what_comes_one_by_one_may_use_the_same_memory_on_any_stream",
+    ),
+    Mutation(
+        "its memory is held until it has gone to the host",
+        _STREAMED,
+        "                event.synchronize()\n",
+        "                pass\n",
+        f"{_WEIGHTS}::test_what_comes_one_by_one_may_use_the_same_memory_on_any_stream",
     ),
     Mutation(
         "no publication in a capture",

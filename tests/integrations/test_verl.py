@@ -8,62 +8,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from support.peers import VERL, python
+from support.peers import VERL
 from support.states import same
-from support.verl_workers import Crew, WorkerGroup, crew, is_version, load, manager, weights
-from support.workers import send_away
+from support.verl_scenarios import play
+from support.verl_workers import Crew, WorkerGroup, is_version, load, manager, weights
 
 from asyncckpt import Checkpointer, FileSet
 from asyncckpt.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     RankFailedError,
     VersionError,
     WeightsTimeoutError,
 )
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE, connect, peer_pid
+from asyncckpt.worker.endpoint import connect, peer_pid
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 NEWEST = VERL[-1]
 
-Scenario = Callable[..., None]
-
-
-@pytest.fixture
-def hosts(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Runtime folders of two hosts, as it were."""
-    other = tmp_path / "other"
-    yield [str(runtime), str(other)]
-    monkeypatch.setenv(FOLDER_VARIABLE, str(other))
-    send_away(other)
-    monkeypatch.setenv(FOLDER_VARIABLE, str(runtime))
-
-
-HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-
-def play(scenario: Scenario, release: str, hosts: list[str], *more: str) -> None:
-    """Has a process that finds this release of verl play the ``scenario``, which ends with an error if one is there."""
-    code = f"import sys; sys.path[:0] = {HERE!r}; import test_verl; test_verl.main()"
-    python(code, release, arguments=(scenario.__name__, *hosts, *more))
-
-
-def main() -> None:
-    """In that process."""
-    scenario: Scenario = globals()[sys.argv[1]]
-    with crew(sys.argv[2:4]) as workers:
-        scenario(workers, *sys.argv[4:])
-
 
 @pytest.mark.parametrize("release", VERL)
-def test_syncs_of_two_hosts(release: str, hosts: list[str]) -> None:
-    play(syncs_of_two_hosts, release, hosts)
+def test_syncs_of_two_hosts(release: str, two_hosts: list[str]) -> None:
+    play(syncs_of_two_hosts, release, two_hosts)
 
 
 def syncs_of_two_hosts(workers: Crew) -> None:
@@ -97,8 +67,8 @@ def syncs_of_two_hosts(workers: Crew) -> None:
         assert rollout.call("version") == 6
 
 
-def test_rollouts_die(hosts: list[str]) -> None:
-    play(rollouts_die, NEWEST, hosts)
+def test_rollouts_die(two_hosts: list[str]) -> None:
+    play(rollouts_die, NEWEST, two_hosts)
 
 
 def rollouts_die(workers: Crew) -> None:
@@ -123,8 +93,8 @@ def rollouts_die(workers: Crew) -> None:
         assert is_version(rollout.call("got"), 9)
 
 
-def test_the_worker_of_a_host_dies(hosts: list[str]) -> None:
-    play(the_worker_of_a_host_dies, NEWEST, hosts, hosts[1])
+def test_the_worker_of_a_host_dies(two_hosts: list[str]) -> None:
+    play(the_worker_of_a_host_dies, NEWEST, two_hosts, two_hosts[1])
 
 
 def the_worker_of_a_host_dies(workers: Crew, runtime: str) -> None:
@@ -146,8 +116,8 @@ def the_worker_of_a_host_dies(workers: Crew, runtime: str) -> None:
     assert all(is_version(rollout.call("got"), 3) for rollout in rollouts)
 
 
-def test_trainer_is_started_again(hosts: list[str]) -> None:
-    play(trainer_is_started_again, NEWEST, hosts)
+def test_trainer_is_started_again(two_hosts: list[str]) -> None:
+    play(trainer_is_started_again, NEWEST, two_hosts)
 
 
 def trainer_is_started_again(workers: Crew) -> None:
@@ -176,8 +146,8 @@ def trainer_is_started_again(workers: Crew) -> None:
     assert is_version(rollouts[1].call("got"), 6)
 
 
-def test_errors_are_of_all(hosts: list[str]) -> None:
-    play(errors_are_of_all, NEWEST, hosts)
+def test_errors_are_of_all(two_hosts: list[str]) -> None:
+    play(errors_are_of_all, NEWEST, two_hosts)
 
 
 def errors_are_of_all(workers: Crew) -> None:
@@ -203,31 +173,20 @@ def errors_are_of_all(workers: Crew) -> None:
     assert all(is_version(rollout.call("got"), 9) for rollout in rollouts)
 
 
-def test_bypass_cpu(hosts: list[str]) -> None:
-    play(bypass_cpu, NEWEST, hosts)
+def test_bypass_cpu_is_refused(two_hosts: list[str]) -> None:
+    play(bypass_cpu_is_refused, NEWEST, two_hosts)
 
 
-def bypass_cpu(workers: Crew) -> None:
-    master = workers.master(bypass_cpu=True)
-    rollouts = [workers.rollout(host, bypass_cpu=True) for host in (0, 0, 1)]
-    for version in (1, 2):
-        manager([master], rollouts).update_weights(global_steps=version)
-        assert all(is_version(rollout.call("got"), version) for rollout in rollouts)
-    with pytest.raises(CheckpointNotFoundError, match="bypass_cpu"):
-        rollouts[0].call("pull_weights")
-    rollouts[1].call("kill_at", "embedding")
-    begun = time.monotonic()
-    with pytest.raises((EOFError, CheckpointError)):
-        manager([master], rollouts).update_weights(global_steps=3)
-    assert time.monotonic() - begun < 40
-    assert master.call("how_many") == len(list(weights(0)))  # other actors make them with it
-    del rollouts[1]
-    manager([master], rollouts).update_weights(global_steps=4)
-    assert all(is_version(rollout.call("got"), 4) for rollout in rollouts)
+def bypass_cpu_is_refused(workers: Crew) -> None:
+    load()
+    from asyncckpt.integrations.verl import SharedMemoryCheckpointEngine
+
+    with pytest.raises(ValueError, match="take verl's backend 'nccl'"):
+        SharedMemoryCheckpointEngine(1 << 20, bypass_cpu=True)
 
 
-def test_dtype(hosts: list[str]) -> None:
-    play(dtype, NEWEST, hosts)
+def test_dtype(two_hosts: list[str]) -> None:
+    play(dtype, NEWEST, two_hosts)
 
 
 def dtype(workers: Crew) -> None:
@@ -240,8 +199,8 @@ def dtype(workers: Crew) -> None:
         assert same(dict(sorted(got.items())), dict(sorted(wanted.items())))
 
 
-def test_a_device(hosts: list[str]) -> None:
-    play(on_a_device, NEWEST, hosts)
+def test_a_device(two_hosts: list[str]) -> None:
+    play(on_a_device, NEWEST, two_hosts)
 
 
 def on_a_device(workers: Crew) -> None:
@@ -254,13 +213,13 @@ def on_a_device(workers: Crew) -> None:
     assert got == {name: ("meta", tuple(each.shape), each.dtype) for name, each in weights(5)}
 
 
-def test_a_checkpoint_is_read_out_of_its_image(hosts: list[str], root: Path) -> None:
-    play(a_checkpoint_is_read_out_of_its_image, NEWEST, hosts, str(root))
+def test_a_checkpoint_is_read_out_of_its_image(two_hosts: list[str], root: Path) -> None:
+    play(a_checkpoint_is_read_out_of_its_image, NEWEST, two_hosts, str(root))
 
 
 def a_checkpoint_is_read_out_of_its_image(workers: Crew, root: str) -> None:
     """Such as the manager of the FSDP engine publishes, see ``test_verl_fsdp.py``."""
-    rollouts = [workers.rollout(0), workers.rollout(0, bypass_cpu=True)]
+    rollouts = [workers.rollout(0), workers.rollout(0)]
     half, elsewhere = workers.rollout(0, rollout_dtype="bfloat16"), workers.rollout(1)
     with Checkpointer(root) as checkpointer:
         for step in range(1, 4):

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from bench import (
-    broadcasts,
     contestants,
     exports,
     figures,
@@ -105,7 +104,7 @@ def test_all_other_measurements(tmp_path: Path) -> None:
         f"memory {few} asyncckpt",
         "scale --gib 0.001 --tensors 10 20 --no-bytes --rounds 1 --pause 0 --contestants asyncckpt,torch-save",
         "ranks --gib 0.004 --tensors 4 --processes 1 --simulate 4 --items 2 --rounds 1",
-        "weights --gib 0.001 --tensors 5 --bucket-mib 1 --rounds 1 --pause 0",
+        "weights --gib 0.001 --tensors 5 --rounds 1 --pause 0",
     )
     assert found["loop"]["train_threads"] == 1 and not found["loop"]["left_out"]
     for result in found["loop"]["results"].values():
@@ -116,9 +115,6 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert memory["peak"]["total"] >= memory["steady"]["shared"] >= 2 * 4_000_000
     assert [point["state"]["tensors"] for point in found["scale"]["points"]] == [10, 20]
     assert found["ranks"]["rows"][0]["processes"] == 1 and found["simulation"]["rows"][0]["ranks"] == 4
-    ways = found["broadcast"]["results"].keys() | found["broadcast"]["left_out"].keys()
-    assert ways == broadcasts.BROADCAST.keys()
-    assert "asyncckpt" in found["broadcast"]["results"]
     assert not found["publish"]["left_out"]
     assert found["publish"]["results"].keys() > publications.WAYS.keys()
 

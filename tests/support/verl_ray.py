@@ -115,8 +115,8 @@ def _syncs(elsewhere: dict[str, str]) -> None:
     manager = CheckpointEngineManager(config, actors, [Replica(group.workers[0]) for group in rollouts])
     for version in (1, 2):
         metrics = manager.update_weights(global_steps=version)
-        if not metrics["checkpoint_engine/broadcast_s"]:
-            raise SystemExit("nothing was broadcast")
+        if metrics["checkpoint_engine/version"] != version:
+            raise SystemExit(f"version {version} was to be sent, and the metrics are {metrics}")
         for rollout in rollouts:
             _check(rollout, version, version)
     late = _group(Rollout, 1, rollout_config)

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -146,8 +147,8 @@ class Crew:
         """The first actor, on the first host."""
         return self._new("master", 0, engine_kwargs)
 
-    def actor(self, **engine_kwargs: Any) -> Worker:
-        return self._new("actor", 0, engine_kwargs)
+    def actor(self, host: int = 0, **engine_kwargs: Any) -> Worker:
+        return self._new("actor", host, engine_kwargs)
 
     def rollout(self, host: int, **engine_kwargs: Any) -> Worker:
         return self._new("rollout", host, engine_kwargs)
@@ -269,6 +270,13 @@ class _Actor:
 
     def kill_at(self, name: str) -> None:
         self._killed_at = name
+
+    def kill_worker(self) -> None:
+        """The process that has what this actor publishes; and see that it is known to be dead."""
+        client = self.checkpoint_engine.local._publisher.worker
+        os.kill(client.pid, signal.SIGKILL)
+        while client.alive:
+            time.sleep(0.01)
 
     def how_many(self) -> int:
         """Weights that were asked for in the last sync."""

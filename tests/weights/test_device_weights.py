@@ -1,18 +1,18 @@
-"""Weights on a device: published with conversion, offloaded, broadcast out of its memory."""
+"""Weights on a device: published with conversion, offloaded."""
 
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from offload import OffloadedParameters
-from support import accelerators, ranks, simulated_device
+from support import accelerators, simulated_device
 from support.accelerators import busy, module, registrations
-from support.broadcasts import Taken, share
 from support.ranks import alone, say
 from support.states import same
 from torch import nn
@@ -22,8 +22,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
-from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.weights.broadcast.broadcast import close_broadcasts
+from asyncckpt.weights import WeightPublisher, WeightSubscriber, streamed_copies
 from asyncckpt.weights.buffer import WeightBuffer
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("forkserver")]
@@ -118,6 +117,76 @@ def test_what_comes_one_by_one_is_converted_on_the_device(device_type: str, publ
             publisher.publish(iter(weights.items()), version, dtype=torch.bfloat16)
         assert len(crossings.dtypes) == len(weights) - 1  # but for the one of the host
         assert all(one == other for one, other in crossings.dtypes)
+
+
+@pytest.mark.parametrize("most", [0, 5_000_000, 1 << 30])
+def test_what_comes_one_by_one_may_use_the_same_memory_on_any_stream(
+    device_type: str,
+    publisher: WeightPublisher,
+    subscriber: WeightSubscriber,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+) -> None:
+    """The host has what came when it asks for the next one, or a copy of it that nobody touches."""
+    monkeypatch.setattr(streamed_copies, "_MOST_BYTES", most)
+    memory = torch.empty(1200, 900, device=device_type)
+    other = module().Stream(device_type)
+
+    def gathered(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(8):
+            with module().stream(other):
+                memory.fill_(version * 10 + number)
+            module().current_stream().wait_stream(other)
+            yield f"{number}", memory[: 1200 - number]
+            yield f"turned {number}", memory.t() if number % 2 else memory.bfloat16()
+
+    for version in range(1, 6):  # the first time, nothing is planned
+        publisher.publish(gathered(version), version)
+        with subscriber.acquire(version) as acquired:
+            for number in range(8):
+                for name in (f"{number}", f"turned {number}"):
+                    tensor = acquired[name]
+                    assert bool((tensor == torch.tensor(version * 10.0 + number).to(tensor.dtype)).all()), name
+
+
+def test_the_next_one_is_asked_for_while_one_is_under_way(
+    device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber
+) -> None:
+    """Whoever gathers it together with this process shall not wait for the link. What is published has come."""
+    weights = {f"{number}": torch.full((300, 200), float(number), device=device_type) for number in range(4)}
+    asked: list[float] = []
+
+    def gathered(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            asked.append(time.monotonic())
+            yield name, tensor + version
+
+    for version in (1, 2):
+        publisher.publish(gathered(version), version)
+    (side_stream,) = publisher._streamed._streams.values()
+    asked.clear()
+    with module().stream(side_stream):
+        busy(1.0)
+    publisher.publish(gathered(3), 3)
+    assert asked[-1] - asked[0] < 0.5 < time.monotonic() - asked[0]
+    with subscriber.acquire(3) as acquired:
+        assert all(same(acquired[name].clone(), (tensor + 3).cpu()) for name, tensor in weights.items())
+
+
+def test_a_device_that_is_full_is_copied_from_directly(
+    device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = _weights(device_type)
+    publisher.publish(iter(weights.items()), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "resolve_conj", lambda _: _raise(torch.OutOfMemoryError("full")))
+        publisher.publish(iter({name: tensor + 1 for name, tensor in weights.items()}.items()), 2)
+    with subscriber.acquire(2) as acquired:
+        assert all(same(acquired[name].clone(), (tensor + 1).cpu()) for name, tensor in weights.items())
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_nothing_is_published_while_a_graph_is_captured(
@@ -229,27 +298,3 @@ def _trains_alike() -> None:
 def test_trains_as_if_it_was_never_offloaded() -> None:
     accelerators.load()  # or skip
     assert alone(_trains_alike) == (0, True)
-
-
-def _on_device(weights: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(device) for name, tensor in weights.items()}
-
-
-def _arrives() -> bool:
-    device = accelerators.load()
-    generator = torch.Generator().manual_seed(5)
-    expected = {f"{number}": torch.randn(100 + number, 7, generator=generator) for number in range(30)}
-    right = True
-    for version in range(2):
-        given = _on_device(expected, device)
-        taken = Taken()
-        share(given, taken, version=version)
-        right = right and (dist.get_rank() == 0 or same(dict(taken), expected))
-        expected = {name: tensor + 1 for name, tensor in expected.items()}
-    close_broadcasts()
-    return right
-
-
-def test_broadcast_out_of_device_memory(tmp_path: Path) -> None:
-    accelerators.load()
-    assert ranks.run(2, _arrives, folder=tmp_path) == [True, True]

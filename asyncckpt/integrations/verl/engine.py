@@ -8,29 +8,26 @@ In verl's configuration, below ``actor_rollout_ref.rollout.checkpoint_engine``:
 
 Workers that can share memory (those of one user on one machine) are on one *host*. In each sync verl's manager calls
 
-1. ``prepare`` on all workers, which tell their hosts; the first actor also where its publication is served;
-2. ``build_topology`` in the driver, which gives each a role: the first actor sends, the other actors iterate over the
-   weights (making them is a collective), the rollouts map them;
+1. ``prepare`` on all workers, which tell their hosts; the first actor also where its store is;
+2. ``build_topology`` in the driver, which gives each a role: the actors of the first one's host publish, each a share
+   of the weights, so that these are copied over all their links; the other actors only iterate over the weights (making
+   them is a collective); the rollouts map them;
 3. ``init_process_group`` on all;
-4. ``send_weights`` and ``receive_weights`` on all at once. The sender publishes, and posts a notice of it. The rollouts
-   map that version on their host, which a worker of ours fetches there, once, from the sender's host or another one
-   that has it (see ``worker/transfer/mirror.py``);
+4. ``send_weights`` and ``receive_weights`` on all at once. The first actor says which version comes. When all that
+   publish have, it posts a notice of it. The rollouts map that version on their host, which a worker of ours fetches
+   there, once, from the actors' host or another one that has it (see ``worker/transfer/mirror.py``);
 5. ``finalize`` on all.
 
 Between syncs, ``get_weights`` maps the newest version on its host, or one named. Nobody has to take part in that.
 
-With ``bypass_cpu`` nothing is published: the sender and all rollouts form a group of their own, kept as long as they
-stay the same, and the rollouts receive the weights themselves.
-
-Notices go over a store that the sender hosts, sealed with a key that verl passes on with the topology (see
-``worker/rounds.py``); they are JSON, and nothing of them is unpickled.
+What they tell each other then is in ``notices.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import os
 import secrets
 import socket
 import time
@@ -41,11 +38,10 @@ from typing import Any
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, VersionError
-from asyncckpt.integrations.verl.broadcast_group import BroadcastGroup, group_store
-from asyncckpt.integrations.verl.local_publication import LocalPublication, Notice, NoticeBoard
-from asyncckpt.integrations.verl.topology import Peer, Role, roles
-from asyncckpt.weights.broadcast.broadcast import BUCKET_BYTES
+from asyncckpt.errors import CheckpointError, RankFailedError, VersionError
+from asyncckpt.integrations.verl.local_publication import LocalPublication
+from asyncckpt.integrations.verl.notices import NoticeBoard, PublishingActors
+from asyncckpt.integrations.verl.topology import Member, Peer, Role, roles
 from asyncckpt.weights.weights import Weights
 from asyncckpt.worker.endpoint import endpoint_scope
 from asyncckpt.worker.messages import Rendezvous
@@ -69,73 +65,59 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         address: str | None = None,
         slots: int = 3,
         rollout_dtype: torch.dtype | str | None = None,
-        bypass_cpu: bool = False,
         roll_back: bool = False,
         timeout: float = 600.0,
         host: str | None = None,
         device: str | None = None,
+        bypass_cpu: bool = False,
     ) -> None:
         """``bucket_size`` and ``is_master`` come from verl, all else from ``engine_kwargs``.
 
         Args:
-            bucket_size: Bytes that are broadcast at once, at most.
+            bucket_size: Of no use here: tensors are copied one by one.
             is_master: This is the first actor.
             address: What the publication is called on each host; None: a name of this Ray job. Set it if rollouts shall
                 find it across jobs, or a restarted job its memory.
             slots: How many versions are kept: that being written, the newest, and those that somebody still reads.
             rollout_dtype: What floating-point weights are converted to; None: they stay as they are.
-            bypass_cpu: Keep no copy in shared memory; then there is no ``get_weights``.
             roll_back: Let ``global_steps`` go back in a running trainer; a restarted one always may.
             timeout: Seconds that a worker may wait for another.
             host: The name by which the others reach this trainer; None: as Ray has it.
             device: Where rollouts get the weights ("cuda"), copied from pinned memory, for engines that want them so.
                 None: where they are, in shared memory.
+            bypass_cpu: Refused: verl's own backend ``nccl`` is what brings weights from device to device.
         """
-        self._bucket_bytes = min(bucket_size, BUCKET_BYTES)  # verl means those on a device
+        if bypass_cpu:
+            raise ValueError("bypass_cpu is no option: for weights from device to device take verl's backend 'nccl'")
         self._is_master = is_master
         self.local = LocalPublication(address or _job_address(), slots, timeout)
         self._dtype = getattr(torch, rollout_dtype) if isinstance(rollout_dtype, str) else rollout_dtype
-        self._bypass_cpu = bypass_cpu
         self._roll_back = roll_back
         self._timeout = timeout
         self._host = host
         self._device = device
-        self._name = uuid.uuid4().hex
+        self._member = Member(uuid.uuid4().hex, os.readlink("/proc/self/ns/pid"), os.getpid())
         self._store: Store | None = None
-        self._group_store: Any = None
         self._rendezvous: Rendezvous | None = None
-        self._locator: str | None = None
+        self._key = b""
+        self._actors: PublishingActors | None = None
         self._syncs = 0
         self._notices: NoticeBoard | None = None  # while in a sync
-        self._group: BroadcastGroup | None = None
         self._sent: int | None = None  # the version last sent from here
         self.version: int | None = None  # of the weights last taken here
 
     def prepare(self) -> Peer:
-        """Who this worker is. The sender opens the store, the first time."""
+        """Who this worker is. The first actor opens the store, the first time."""
         if self._is_master:
             if self._notices is not None:
                 self._notices.post_failure(RankFailedError("the trainer has begun another sync"))
             self._syncs += 1
             if self._store is None:
                 secret = secrets.token_bytes(32)
-                self._store = Store(secret)
-                self._host = self._host or _own_host()
-                self._rendezvous = Rendezvous(self._host, self._store.port, self._name, secret, 0, 0)
-                if self._bypass_cpu:
-                    self._group_store = group_store()
-                else:
-                    self._locator = self.local.serve(self._host)
-        return Peer(
-            self._name,
-            endpoint_scope(),
-            self._bypass_cpu,
-            self._group.members if self._group is not None and self._group.usable else None,
-            self._rendezvous,
-            self._syncs,
-            self._locator,
-            0 if self._group_store is None else self._group_store.port,
-        )
+                self._store, self._key = Store(secret), secrets.token_bytes(32)
+                host = self._host or _own_host()
+                self._rendezvous = Rendezvous(host, self._store.port, uuid.uuid4().hex, secret, 0, 0)
+        return Peer(self._member, endpoint_scope(), self._rendezvous, self._syncs, self._key)
 
     @classmethod
     def build_topology(
@@ -151,17 +133,16 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         return {"role": actors}, {"role": rollouts}
 
     def init_process_group(self, role: Role) -> None:
-        """Take that role, and join its group if this worker is a member and not in it yet; raises as that does."""
+        """Take that role."""
         if self._notices is not None:
             self._notices.close()
         # Another connection for each sync: whoever still waits over the old one waits for what will not come.
         self._notices = NoticeBoard(role, self._timeout)
-        self.local.locator = role.locator
-        if self._group is not None and (self._group.members != role.members or not self._group.usable):
+        if self._actors is None or role.part != "publish" or self._actors.members != role.publishers:
             self._leave()
-        workers = role.members.workers
-        if self._group is None and self._name in workers and len(workers) > 1:
-            self._group = BroadcastGroup(role, self._name, self._group_store, self._timeout)
+            self._actors = PublishingActors(self._notices, self._member) if role.part == "publish" else None
+        if self._actors is not None:
+            self._actors.notices = self._notices
 
     @torch.no_grad()
     async def send_weights(
@@ -169,56 +150,44 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     ) -> dict[str, float]:
         """Send ``weights``, taken one after the other, as version ``global_steps`` (None: the next).
 
-        Returns the sender's metrics, in seconds. A version that is not above the newest is accepted from a trainer that
-        has just started (it resumes from an older checkpoint: newer versions are withdrawn, with a warning), for a sync
-        that is repeated, and with ``roll_back``; else it raises ``VersionError``.
+        Returns the first actor's metrics, in seconds. A version that is not above the newest is accepted from a trainer
+        that has just started (it resumes from an older checkpoint: newer versions are withdrawn, with a warning), for a
+        sync that is repeated, and with ``roll_back``; else it raises ``VersionError``.
         """
         notices = self._current()
-        if notices.role.part == "iterate":
+        if (actors := self._actors) is None:
             _exhaust(weights)
             return {}
         begun = time.perf_counter()
         try:
-            version, back = self._version(global_steps)
-            notice = Notice(version, 0)
-            if not self._bypass_cpu:
-                notice = self.local.publish(weights, version, self._dtype, roll_back=back)
-            notices.post(notice)
-            self._sent = version
-            published = time.perf_counter()
-            if self._bypass_cpu:
-                # Not on another thread: the weights are made as they are asked for, on this thread's current device.
-                self._joined().send(weights, bucket_bytes=self._bucket_bytes, version=version)
+            version = self._version(global_steps) if notices.is_first else None
+            host = self._host or _own_host()
+            notice = self.local.publish(weights, version, self._dtype, actors=actors, host=host, key=notices.role.key)
+            if notices.is_first:
+                notices.post(notice)
+            self._sent = notice.version
         except BaseException as error:
-            notices.post_failure(error)
+            if notices.is_first:
+                notices.post_failure(error)
             if isinstance(error, Exception):
                 _exhaust(weights)
             raise
+        if not notices.is_first:
+            return {}
         return {
-            "checkpoint_engine/version": float(version),
-            "checkpoint_engine/publish_s": 0.0 if self._bypass_cpu else published - begun,
-            "checkpoint_engine/broadcast_s": 0.0 if self._group is None else time.perf_counter() - published,
+            "checkpoint_engine/version": float(notice.version),
+            "checkpoint_engine/publish_s": time.perf_counter() - begun,
         }
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The weights of this sync, which must be of version ``global_steps`` (None: whichever it is).
 
         The tensors are in shared memory, may be changed in place, which nobody else sees, and stay for as long as they
-        are referred to; with ``bypass_cpu`` they are the rollout's own.
+        are referred to.
         """
-        notices = self._current()
-        if notices.role.part == "receive":
-            notice = await asyncio.to_thread(notices.wait)
-            async with contextlib.aclosing(self._joined().receive()) as buckets:
-                async for bucket in buckets:
-                    notice.check(global_steps)
-                    for name, tensor in bucket:
-                        yield name, tensor.clone()  # engines gather some before they load them
-            self.version = notice.version
-        else:
-            weights = await asyncio.to_thread(self._mapped, notices, global_steps)
-            for pair in self._handed_over(weights):
-                yield pair
+        weights = await asyncio.to_thread(self._mapped, self._current(), global_steps)
+        for pair in self._handed_over(weights):
+            yield pair
 
     async def get_weights(
         self,
@@ -233,14 +202,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         Yields the weights as ``receive_weights`` does. Once the first has come, ``self.version`` is their version.
 
         Args:
-            version, min_version, roll_back, timeout: As of ``WeightSubscriber.acquire``, which also says what is raised
-                (``CheckpointNotFoundError`` with ``bypass_cpu``, which keeps none).
+            version, min_version, roll_back, timeout: As of ``WeightSubscriber.acquire``, which says what is raised.
         """
-        if self._bypass_cpu:
-            raise CheckpointNotFoundError(
-                "the weights are sent with bypass_cpu, which keeps no version of them in memory; take them in a sync,"
-                " or leave bypass_cpu out of the engine_kwargs"
-            )
         acquire = self.local.subscriber().acquire
         which: dict[str, Any] = {"version": version, "roll_back": roll_back, "pin": self._device, "timeout": timeout}
         weights = await asyncio.to_thread(acquire, min_version, **which)
@@ -251,7 +214,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     async def get_checkpoint_weights(self, folder: str, **which: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The actor's weights out of the image of a checkpoint, which the tie to verl's FSDP engine publishes.
 
-        Yields them as ``get_weights`` does, also with ``bypass_cpu``. Their version is the checkpoint's step.
+        Yields them as ``get_weights`` does. Their version is the checkpoint's step.
 
         Args:
             folder: Where the trainer's checkpoints are, its ``default_local_dir``.
@@ -265,23 +228,25 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 yield name, tensor.to(self._dtype) if converts else tensor
 
     def finalize(self) -> None:
-        """The sync is over. What was published stays, and so does the process group."""
+        """The sync is over. What was published stays."""
         notices, self._notices = self._notices, None
         if notices is not None:
             if self._is_master:
                 notices.clear()
+            if notices.role.part == "iterate":
+                self.local.withdraw()
             notices.close()
 
     def close(self) -> None:
         """Give back what this worker holds and has published. verl does not call it: the end of a process does, and
         where it is killed, that lingers."""
-        self._leave()
         self.local.close()
+        self._leave()
         if self._notices is not None:
             self._notices.close()
         if self._store is not None:
             self._store.close()
-        self._notices = self._store = self._group_store = None
+        self._notices = self._store = None
 
     def _current(self) -> NoticeBoard:
         if self._notices is None:
@@ -289,22 +254,16 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         return self._notices
 
     def _leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """The actors that publish together."""
+        if self._actors is not None:
+            self._actors.close()
+            self._actors = None
 
-    def _joined(self) -> BroadcastGroup:
-        if self._group is None:
-            raise CheckpointError("not in the group that weights are broadcast to: please report this")
-        return self._group
-
-    def _version(self, global_steps: int | None) -> tuple[int, bool]:
-        """Which version to send, and whether that goes back. Raises ``VersionError``."""
-        newest = self._sent
-        if newest is None and not self._bypass_cpu:
-            newest = self.local.newest()
+    def _version(self, global_steps: int | None) -> int:
+        """Which version to send. Raises ``VersionError``."""
+        newest = self.local.newest() if self._sent is None else self._sent
         if newest is None or global_steps is None:
-            return (0 if newest is None else newest + 1) if global_steps is None else global_steps, False
+            return (0 if newest is None else newest + 1) if global_steps is None else global_steps
         if global_steps < newest and self._sent is None:
             logger.warning(
                 "this trainer begins with version %d, and one before it had got to %d: rollouts will go back",
@@ -317,12 +276,13 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 " set roll_back in the engine_kwargs",
                 step=global_steps,
             )
-        return global_steps, global_steps <= newest
+        return global_steps
 
     def _mapped(self, notices: NoticeBoard, global_steps: int | None) -> Weights:
         """A rollout's weights of this sync."""
         notice = notices.wait()
         notice.check(global_steps)
+        self.local.locator = None if notices.role.is_here else notice.locator(notices.role.key)
         if self.version is not None and notice.version < self.version:
             self.local.forget_versions()
         weights = self.local.acquire(notice, self._device)

@@ -1,47 +1,21 @@
-"""The publication of a sync, as the sender and the rollouts of all hosts have it; and the notices of it.
-
-Notices go over a store that the sender hosts, in rounds (see ``worker/rounds.py``): JSON, sealed. The end of the store
-is noticed at once.
-"""
+"""The publication of the syncs, as the actors that publish and the rollouts of all hosts have it."""
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 
 import torch
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
-from asyncckpt.integrations.verl.topology import Role
+from asyncckpt.errors import RankFailedError
+from asyncckpt.integrations.verl.notices import Notice, PublishingActors
 from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.subscriber import WeightSubscriber
 from asyncckpt.weights.weights import Weights
-from asyncckpt.worker.rounds import Rounds, round_name
-from asyncckpt.worker.store_connection import Patience
+from asyncckpt.worker.transfer.locator import Locator
 
-logger = logging.getLogger(__name__)
-
-_KIND = "weights"
-# Seconds that a worker looks for the store, which is there before a sync begins.
-_PATIENCE_S = 10.0
 _PAUSE_S = 0.01
-
-
-@dataclass(frozen=True)
-class Notice:
-    """What was published."""
-
-    version: int
-    epoch: int
-
-    def check(self, version: int | None) -> None:
-        """Raises ``RankFailedError`` if it is not of that ``version`` (None: whichever)."""
-        if version is not None and self.version != version:
-            raise RankFailedError(f"version {version} was to come, and version {self.version} was sent", step=version)
 
 
 class LocalPublication:
@@ -60,25 +34,46 @@ class LocalPublication:
         self._slots = slots
         self._config = Config(timeout=timeout)
         self._publisher: WeightPublisher | None = None
-        self._locator_of_publisher: str | None = None
+        self._actors: PublishingActors | None = None
+        self._last: tuple[int, int] | None = None
         self._subscriber: tuple[str | None, WeightSubscriber] | None = None
         self._checkpoints: dict[str, WeightSubscriber] = {}
 
-    def serve(self, host: str) -> str:
-        """Publish here from now on, and let other hosts, which know this one as ``host``, have it. Returns the locator.
-
-        Raises as ``WeightPublisher.serve``.
-        """
-        if self._locator_of_publisher is None:
-            self._locator_of_publisher = self._published().serve(host)
-        return self._locator_of_publisher
-
     def publish(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype | None, *, roll_back: bool
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        version: int | None,
+        dtype: torch.dtype | None,
+        *,
+        actors: PublishingActors,
+        host: str,
+        key: bytes,
     ) -> Notice:
-        """Publish ``weights``. The arguments are those of ``WeightPublisher.publish``, which says what is raised."""
-        publication = self._published().publish(weights, version, dtype=dtype, roll_back=roll_back)
-        return Notice(publication.version, publication.epoch)
+        """Publish ``weights``, together with the other ``actors``, which make the same call.
+
+        Args:
+            weights, dtype: As of ``WeightPublisher.publish``, which says what is raised, too.
+            version: The same, of the first actor, whose counts; the others have None. It may be lower than before.
+            actors: Those that publish.
+            host: The name by which other hosts know this one.
+            key: Of those who may read.
+        """
+        publisher = self._publisher if actors is self._actors else None
+        told = actors.all_gather((version, None if publisher is None else self._last))
+        # Begun anew where some of them are new, or have not heard how the last sync ended: they must be of one mind.
+        if publisher is None or any(last is None or last != self._last for _, last in told):
+            publisher = self._begin(actors, host, key)
+        published = publisher.publish(weights, told[0][0], dtype=dtype, roll_back=True)
+        self._last = published.version, published.epoch
+        locator = Locator.parse(publisher.locator or "")
+        addresses = [(each.host, each.port) for each in locator.addresses]
+        return Notice(published.version, published.epoch, addresses, locator.transport)
+
+    def withdraw(self) -> None:
+        """Publish nothing any more: others do."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self._publisher = None
 
     def newest(self) -> int | None:
         """The newest version here."""
@@ -127,46 +122,15 @@ class LocalPublication:
                 each.close()
         self._subscriber = self._publisher = None
 
-    def _published(self) -> WeightPublisher:
-        if self._publisher is None:
-            self._publisher = WeightPublisher(self.address, slots=self._slots, when_busy="wait", config=self._config)
-        return self._publisher
-
-
-class NoticeBoard:
-    """A worker's connection to the store, for the sync in which it has ``role``."""
-
-    def __init__(self, role: Role, timeout: float) -> None:
-        self.role = role
-        self._timeout = timeout
-        self._rounds = Rounds(role.rendezvous, timeout, Patience(_PATIENCE_S))
-        self._round = round_name(_KIND, role.sync)
-
-    def post(self, notice: Notice) -> None:
-        """Tell what was published. What is posted first stays."""
-        self._rounds.conclude(self._round, json.dumps(asdict(notice)).encode())
-
-    def post_failure(self, error: BaseException) -> None:
-        """Tell all who wait why nothing will be published in this sync."""
+    def _begin(self, actors: PublishingActors, host: str, key: bytes) -> WeightPublisher:
+        """Publish with these ``actors`` from now on, in the place of who did before."""
+        publisher = WeightPublisher(
+            self.address, slots=self._slots, when_busy="wait", process_group=actors, config=self._config
+        )
         try:
-            self._rounds.conclude_failed(self._round, located(error, otherwise=RankFailedError))
-        except CheckpointError as trouble:  # the others will notice by themselves
-            logger.warning("the rollouts could not be told of a failure: %s", trouble)
-
-    def wait(self) -> Notice:
-        """Wait for what is published. Raises why it is not, or ``SaveTimeoutError``."""
-        try:
-            outcome = self._rounds.outcome(self._round, self._timeout)
-        except WorkerDiedError as error:
-            raise RankFailedError("the trainer is gone, in the midst of a sync") from error
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        return Notice(**json.loads(outcome))
-
-    def clear(self) -> None:
-        """The sender: the sync is over. What it left in the store is removed in time."""
-        self._rounds.clear(_KIND, self.role.sync)
-
-    def close(self) -> None:
-        """Drop the connection; a wait over it ends."""
-        self._rounds.close()
+            publisher.serve(host, key=key)
+        except BaseException:
+            publisher.close()
+            raise
+        self._publisher, self._actors, self._last = publisher, actors, None
+        return publisher

@@ -3,75 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from asyncckpt.worker.messages import Rendezvous
 
-Part = Literal["send", "iterate", "map", "receive"]
-"""The sender; an actor that only helps to make the weights; a rollout that maps what its host has; one that receives
-the broadcast for itself."""
+Part = Literal["publish", "iterate", "map"]
+"""An actor that publishes; one that only helps to make the weights; a rollout, which maps what its host has."""
 
 
-class Members(NamedTuple):
-    """A broadcast group by its name, and the workers in it, by rank."""
+class Member(NamedTuple):
+    """A worker: its ``name``, and its process, by its id in the ``namespace`` of such."""
 
-    group: str
-    workers: tuple[str, ...]
+    name: str
+    namespace: str
+    pid: int
 
 
 @dataclass(frozen=True)
 class Peer:
     """What a worker tells before a sync.
 
-    ``host``: text that workers have in common which can share memory. ``members``: of the broadcast group that it is
-    in. ``rendezvous``, ``sync``: the sender's store, and how many syncs there have been. ``locator``: of what it
-    publishes. ``group_port``: of the store by which its broadcast group meets.
+    ``host``: text that workers have in common which can share memory. Of the first actor, ``rendezvous`` and ``sync``:
+    its store, and how many syncs there have been; ``key``: of those who may read what is published.
     """
 
-    name: str
+    member: Member
     host: str
-    bypass_cpu: bool
-    members: Members | None
     rendezvous: Rendezvous | None
     sync: int
-    locator: str | None = None
-    group_port: int = 0
+    key: bytes
 
 
 @dataclass(frozen=True)
 class Role:
-    """A worker's part in a sync. ``locator``: where its host gets the weights; None: they are published there."""
+    """A worker's part in a sync. ``is_here``: its host is the one where the weights are published. ``publishers``: the
+    actors that publish, by their ranks; one of them has its own in the ``rendezvous``.
+    """
 
     part: Part
     sync: int
     rendezvous: Rendezvous
-    members: Members
-    locator: str | None
-    group_port: int
+    key: bytes
+    is_here: bool
+    publishers: tuple[Member, ...]
 
 
 def roles(actors: Sequence[Peer], rollouts: Sequence[Peer]) -> tuple[list[Role], list[Role]]:
-    """The roles of the actors, the first of whom sends, and of the rollouts."""
-    sender = actors[0]
-    rendezvous = sender.rendezvous
+    """The roles of the actors and of the rollouts. The first actor publishes, and so do the others of its host."""
+    first = actors[0]
+    rendezvous = first.rendezvous
     if rendezvous is None:
         raise ValueError("the first actor has to be the master, which opens the store")
-    receivers = [peer.name for peer in rollouts] if sender.bypass_cpu else []
-    members = _members((sender.name, *receivers), (sender, *rollouts), sender.sync)
+    publishers = tuple(actor.member for actor in actors if actor.host == first.host)
 
-    def role(part: Part, host: str) -> Role:
-        locator = None if host == sender.host else sender.locator
-        return Role(part, sender.sync, rendezvous, members, locator, sender.group_port)
+    def role(part: Part, peer: Peer) -> Role:
+        here = peer.host == first.host
+        rank = publishers.index(peer.member) if part == "publish" else 0
+        meeting = replace(rendezvous, rank=rank, world_size=len(publishers))
+        return Role(part, first.sync, meeting, first.key, here, publishers)
 
     return (
-        [role("send", sender.host), *(role("iterate", sender.host) for _ in actors[1:])],
-        [role("receive" if sender.bypass_cpu else "map", rollout.host) for rollout in rollouts],
+        [role("publish" if actor.host == first.host else "iterate", actor) for actor in actors],
+        [role("map", rollout) for rollout in rollouts],
     )
-
-
-def _members(workers: tuple[str, ...], peers: Sequence[Peer], sync: int) -> Members:
-    """``workers`` as members of the group in which they all are already, or else of a new one."""
-    found = {peer.members for peer in peers if peer.name in workers}
-    members = found.pop() if len(found) == 1 else None
-    return members if members is not None and members.workers == workers else Members(f"group-{sync}", workers)

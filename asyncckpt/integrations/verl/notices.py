@@ -1,0 +1,176 @@
+"""What the workers tell each other in a sync: what was published, and the actors that publish, what each of them has.
+
+All of it goes over a store that the first actor hosts, in rounds (see ``worker/rounds.py``), sealed with a key that
+verl passes on with the topology. Notices are JSON. What the publishing actors, all of one host, tell each other is
+pickled, as what ranks tell each other is. The end of the store is noticed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
+from asyncckpt.integrations.verl.topology import Member, Role
+from asyncckpt.ranks.group import pack, unpack
+from asyncckpt.worker.rounds import Rounds, grace, round_name
+from asyncckpt.worker.store_connection import Patience
+from asyncckpt.worker.transfer.locator import Locator
+from asyncckpt.worker.transfer.requests import TransferAddress
+
+logger = logging.getLogger(__name__)
+
+_KIND = "weights"
+# Seconds that a worker looks for the store, which is there before a sync begins.
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What was published, and where other hosts get it: at these hosts and ports. The key does not go this way."""
+
+    version: int
+    epoch: int
+    addresses: Sequence[tuple[str, int]]
+    transport: str
+
+    def locator(self, key: bytes) -> str:
+        """That of what was published."""
+        return str(Locator(key, tuple(TransferAddress(*each) for each in self.addresses), self.transport))
+
+    def check(self, version: int | None) -> None:
+        """Raises ``RankFailedError`` if it is not of that ``version`` (None: whichever)."""
+        if version is not None and self.version != version:
+            raise RankFailedError(f"version {version} was to come, and version {self.version} was sent", step=version)
+
+
+class NoticeBoard:
+    """A worker's connection to the store, for the sync in which it has ``role``.
+
+    Where the first actor is gone, what waits raises ``RankFailedError``.
+    """
+
+    def __init__(self, role: Role, timeout: float) -> None:
+        self.role = role
+        self._timeout = timeout
+        self._rounds = Rounds(role.rendezvous, timeout, Patience(_PATIENCE_S))
+        self._gathered = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first actor, which says what comes."""
+        return self.role.part == "publish" and self.role.rendezvous.rank == 0
+
+    def post(self, notice: Notice) -> None:
+        """The first actor: tell what was published. What is posted first stays."""
+        self._rounds.conclude(round_name(_KIND, self.role.sync), json.dumps(asdict(notice)).encode())
+
+    def post_failure(self, error: BaseException) -> None:
+        """The first actor: tell all who wait why nothing will be published in this sync."""
+        found = located(error, otherwise=RankFailedError)
+        try:
+            for name in (round_name(_KIND, self.role.sync), round_name(self._of_actors, self._gathered + 1)):
+                self._rounds.conclude_failed(name, found)
+        except CheckpointError as trouble:  # the others will notice by themselves
+            logger.warning("the other workers could not be told of a failure: %s", trouble)
+
+    def wait(self) -> Notice:
+        """Wait for what is published. Raises why it is not, or ``SaveTimeoutError``."""
+        return Notice(**json.loads(self._outcome(round_name(_KIND, self.role.sync), self._timeout)))
+
+    def gather(self, value: bytes, processes: Processes) -> list[bytes]:
+        """What each of the actors has that publish, in their order; by the same calls on all of them.
+
+        Raises ``RankFailedError``: one of the ``processes`` has died, or does not answer.
+        """
+        self._gathered += 1
+        name, rounds = round_name(self._of_actors, self._gathered), self._rounds
+        try:
+            rounds.report(name, value)
+            if self.role.rendezvous.rank:
+                return list(unpack(self._outcome(name, self._timeout + grace(self._timeout))))
+            values = rounds.collect(name, self._timeout, lost=processes.lost)
+            rounds.conclude(name, pack(values))
+            rounds.clear(self._of_actors, self._gathered, keep=1)  # all have had what came of the one before
+            return values
+        except CheckpointError as error:
+            if not self.role.rendezvous.rank:
+                with contextlib.suppress(CheckpointError):
+                    rounds.conclude_failed(name, error)
+            if isinstance(error, RankFailedError):
+                raise
+            message = f"the actors that publish together lost each other: {error.message}"
+            raise RankFailedError(message, rank=error.rank) from error
+
+    def clear(self) -> None:
+        """The first actor: the sync is over. What it left in the store is removed, now or in time."""
+        self._rounds.clear(_KIND, self.role.sync)
+        self._rounds.clear(self._of_actors, self._gathered + 1, keep=1)
+
+    def close(self) -> None:
+        """Drop the connection; a wait over it ends."""
+        self._rounds.close()
+
+    @property
+    def _of_actors(self) -> str:
+        return f"actors-{self.role.sync}"
+
+    def _outcome(self, name: str, timeout: float) -> bytes:
+        try:
+            outcome = self._rounds.outcome(name, timeout)
+        except WorkerDiedError as error:
+            raise RankFailedError("the trainer is gone, in the midst of a sync") from error
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        return outcome
+
+
+class Processes:
+    """The processes of workers of this host, of which this one hears when they die. ``close`` it."""
+
+    def __init__(self, members: tuple[Member, ...], own: Member) -> None:
+        """``members``: by their ranks. Those whose ids mean something else here are not watched."""
+        self._fds: dict[int, int] = {}
+        for rank, member in enumerate(members):
+            if member != own and member.namespace == own.namespace:
+                with contextlib.suppress(OSError):
+                    self._fds[rank] = os.pidfd_open(member.pid)
+
+    def lost(self, rank: int) -> CheckpointError | None:
+        """Why nothing more will come of ``rank``; None: it may."""
+        poll = select.poll()
+        if (fd := self._fds.get(rank)) is not None:
+            poll.register(fd, select.POLLIN)
+        if not poll.poll(0):
+            return None
+        return RankFailedError(f"actor {rank}, of those that publish, has died in the midst of a sync", rank=rank)
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+
+class PublishingActors:
+    """The actors that publish together, as ``WeightPublisher`` is to have its ranks, in one sync after the other."""
+
+    def __init__(self, notices: NoticeBoard, own: Member) -> None:
+        self.members = notices.role.publishers
+        self.rank, self.ranks = notices.role.rendezvous.rank, len(self.members)
+        self.notices = notices
+        """Those of the sync."""
+        self._processes = Processes(self.members, own)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        if self.ranks == 1:
+            return [value]
+        return [unpack(each) for each in self.notices.gather(pack(value), self._processes)]
+
+    def close(self) -> None:
+        """Watch no process any more."""
+        self._processes.close()

@@ -1,1 +1,0 @@
-"""Weights to other hosts, over a ``torch.distributed`` group."""
