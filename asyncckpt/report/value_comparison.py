@@ -1,4 +1,4 @@
-"""How the values of two stored tensors differ, box by box, so that little of them is in memory at once."""
+"""How the values of two stored tensors differ, tile by tile, so that little of them is in memory at once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from asyncckpt.exporting.stored import Box, StoredState, StoredTensor, fetch
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.layout import contiguous_strides
 
-# Of a box: some spans, of which those at its ends are read twice.
-_REGION_BYTES = 32 << 20
+# Of a tile: some spans, of which those at its ends are read twice.
+_TILE_BYTES = 32 << 20
 # Converted at once.
 _CONVERTED = 1 << 20
 
@@ -42,7 +42,7 @@ class ValueDifference:
 
 
 class StateReader:
-    """Reads boxes of the tensors of a stored state. Small tensors are read many at once: each alone would take longer
+    """Reads tiles of the tensors of a stored state. Small tensors are read many at once: each alone would take longer
     to ask for than to read.
     """
 
@@ -71,7 +71,7 @@ class StateReader:
         for file, some in parts.items():
             fetch(self._state.files[file], some, self._pool)
 
-    def box(self, name: str, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
+    def tile(self, name: str, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
         """A part of a tensor. Raises ``DamagedCheckpointError``, ``StorageError``."""
         tensor, result = self.tensor(name), None
         for box in tensor.boxes:
@@ -119,12 +119,12 @@ class TensorComparison:
     def is_same(self) -> bool:
         """Whether type and bytes are the same."""
         one, other = self._tensors
-        return one.dtype == other.dtype and all(torch.equal(_raw(a), _raw(b)) for a, b in self._boxes())
+        return one.dtype == other.dtype and all(torch.equal(_raw(a), _raw(b)) for a, b in self._tiles())
 
     def difference(self) -> ValueDifference | None:
         """How they differ; None: torch cannot compute with that type."""
-        for boxes in self._boxes():
-            flat = [box.reshape(-1) for box in boxes]
+        for tiles in self._tiles():
+            flat = [tile.reshape(-1) for tile in tiles]
             for begin in range(0, len(flat[0]), _CONVERTED):
                 pair = [_as_float64(each[begin : begin + _CONVERTED]) for each in flat]
                 if pair[0] is None or pair[1] is None:
@@ -149,14 +149,14 @@ class TensorComparison:
             self._count += len(differences)
             self._found.greatest = max(self._found.greatest or 0.0, float(differences.max()))
 
-    def _boxes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _tiles(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         shape, size = self._tensors[0].shape, max(tensor.dtype.itemsize for tensor in self._tensors)
-        most = _REGION_BYTES // size
+        most = _TILE_BYTES // size
         if not all(_is_contiguous(box) for tensor in self._tensors for box in tensor.boxes):
-            most = math.prod(shape)  # of a view with gaps each box might be spread over all of it
+            most = math.prod(shape)  # of a view with gaps each tile might be spread over all of it
         one, other = self._readers
-        for offsets, lengths in boxes(shape, most):
-            yield one.box(self.name, offsets, lengths), other.box(self.name, offsets, lengths)
+        for offsets, lengths in tiles(shape, most):
+            yield one.tile(self.name, offsets, lengths), other.tile(self.name, offsets, lengths)
 
 
 def comparisons(
@@ -176,12 +176,12 @@ def comparisons(
 
 
 def _batches(state: StoredState, names: Iterable[str]) -> Iterator[list[str]]:
-    """Tensors that are read together: as many as a box has bytes, or one alone."""
+    """Tensors that are read together: as many as a tile has bytes, or one alone."""
     batch: list[str] = []
     nbytes = 0
     for name in sorted(names, key=lambda name: min(state.tensors[name].boxes, default=())):
         its = state.tensors[name].numel * state.tensors[name].dtype.itemsize
-        if batch and nbytes + its > _REGION_BYTES:
+        if batch and nbytes + its > _TILE_BYTES:
             yield batch
             batch, nbytes = [], 0
         batch.append(name)
@@ -200,7 +200,7 @@ def pickled_anew(data: bytes, name: str, path: str) -> bytes:
     return buffer.getvalue()
 
 
-def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def tiles(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """A tensor cut into boxes of at most so many elements, each in a row: the offsets and the shape of each."""
     if 0 in shape:
         return
@@ -214,7 +214,7 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], 
             yield (begin, *(0,) * (len(shape) - 1)), (count, *shape[1:])
     else:
         for begin in range(shape[0]):
-            for offsets, lengths in boxes(shape[1:], most):
+            for offsets, lengths in tiles(shape[1:], most):
                 yield (begin, *offsets), (1, *lengths)
 
 

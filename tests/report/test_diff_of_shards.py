@@ -47,15 +47,15 @@ def _shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Cuts, Cuts]:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(_shapes(), min_size=1, max_size=4), st.data())
-@pytest.mark.parametrize("region_bytes", [40, 400, 1 << 20])
+@pytest.mark.parametrize("tile_bytes", [40, 400, 1 << 20])
 def test_any_shards_of_any_tensor(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    region_bytes: int,
+    tile_bytes: int,
     forms: list[tuple[tuple[int, ...], Cuts, Cuts]],
     data: st.DataObject,
 ) -> None:
-    monkeypatch.setattr(value_comparison, "_REGION_BYTES", region_bytes)
+    monkeypatch.setattr(value_comparison, "_TILE_BYTES", tile_bytes)
     monkeypatch.setattr(value_comparison, "_CONVERTED", 7)
     tensors = {f"w{number}": torch.randn(shape, dtype=torch.float64) for number, (shape, *_) in enumerate(forms)}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def test_any_shards_of_any_tensor(
 @pytest.mark.parametrize("most", [1, 2, 5, 6, 1000])
 def test_regions_are_the_whole_tensor(shape: tuple[int, ...], most: int) -> None:
     seen = torch.zeros(shape)
-    for offsets, lengths in value_comparison.regions(shape, most):
+    for offsets, lengths in value_comparison.tiles(shape, most):
         part = seen[tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))]
         assert part.numel() <= max(most, 1) and tuple(part.shape) == lengths
         part += 1
