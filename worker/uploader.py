@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from asyncckpt.worker.extent import check_whole
 from asyncckpt.worker.joint_file import JointInput
 from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Manifest, checksum, indexes_of
 from asyncckpt.worker.storage.history import prune
-from asyncckpt.worker.storage.storage import InputFile, OpenAttempt, Storage, exists_error
+from asyncckpt.worker.storage.storage import FileStamp, InputFile, LinkSource, OpenAttempt, Storage, exists_error
 from asyncckpt.worker.upload_notes import UploadNotes
 from asyncckpt.worker.uploads import Upload, Uploaded, UploadsUnderWay
 from asyncckpt.worker.write_request import Existing
@@ -75,6 +75,7 @@ class Uploader:
         """
         self._storage_for, self._tell = storage_for, tell
         self._notes = UploadNotes(local)
+        self._linkable: dict[FileStamp, LinkSource] = {}
         for each in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here
             self.conclude(each, is_committed=storage_for(local).is_finalized(each.path, each.attempt))
         self._changed = threading.Condition()
@@ -171,7 +172,7 @@ class Uploader:
         """Upload it. Returns whether to go on with the next."""
         begun = time.time()
         try:
-            manifest = copy_checkpoint(upload, self._storage_for)
+            manifest = copy_checkpoint(upload, self._storage_for, self._linkable)
         except Exception as error:
             failure = located(error, path=upload.to, rank=0, step=upload.step)
             logger.error("uploading %s failed: %s", upload.path, failure)
@@ -196,11 +197,14 @@ class Uploader:
         return True
 
 
-def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> Manifest | None:
+def copy_checkpoint(
+    upload: Upload, storage_for: Callable[[str], Storage], linkable: dict[FileStamp, LinkSource] | None = None
+) -> Manifest | None:
     """Copy a checkpoint, each byte checked, to where it is complete or not there; if it is there, nothing is done.
 
-    Returns its manifest; None where it is there. Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``,
-    ``CheckpointExistsError``, ``StorageError``.
+    ``linkable``: what large files, which this checkpoint may share, are at the other place since the last copy; it is
+    changed to those of this one. Returns its manifest; None where it is there. Raises ``CheckpointNotFoundError``,
+    ``DamagedCheckpointError``, ``CheckpointExistsError``, ``StorageError``.
     """
     source, target = storage_for(upload.path), storage_for(upload.to)
     with source.reading(upload.path):
@@ -216,7 +220,8 @@ def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> Ma
         orphan_s = _ORPHAN_S if target.has_locks else upload.timeout
         attempt = target.begin_checkpoint(upload.to, name, manifest.nbytes, orphan_s)
         try:
-            _copy_files(source, upload.path, manifest, attempt)
+            linkable = {} if linkable is None else linkable
+            copied = _copy_files(source, upload.path, manifest, attempt, linkable)
             _write(attempt, MANIFEST_NAME, replace(manifest, attempt=name, keep=upload.keep).encode())
             if missing := manifest.files.keys() - attempt.names():
                 raise StorageError(f"{min(missing)} was written, and is not there", path=attempt.path)
@@ -225,17 +230,26 @@ def copy_checkpoint(upload: Upload, storage_for: Callable[[str], Storage]) -> Ma
             attempt.discard()
             raise
         attempt.release()
+        linkable.clear()
+        linkable.update(copied)
         return manifest
 
 
-def _copy_files(source: Storage, folder: str, manifest: Manifest, attempt: OpenAttempt) -> None:
-    """Some at a time. The first that fails ends the others."""
+def _copy_files(
+    source: Storage, folder: str, manifest: Manifest, attempt: OpenAttempt, linkable: Mapping[FileStamp, LinkSource]
+) -> dict[FileStamp, LinkSource]:
+    """Some at a time. The first that fails ends the others. Returns what the next copy may link."""
     failures: list[BaseException] = []
+    copied: dict[FileStamp, LinkSource] = {}
 
     def copy(name: str) -> None:
         try:
-            if not failures:
+            stamp = source.stamp(os.path.join(folder, name)) if "index" in manifest.files[name] else None
+            known = None if stamp is None else linkable.get(stamp)
+            if not failures and (known is None or not attempt.link(name, known)):
                 _copy_file(source, folder, manifest, name, attempt, failures)
+            if stamp is not None and not failures and (its := attempt.link_source(name)) is not None:
+                copied[stamp] = its
         except BaseException as error:
             failures.append(error)
 
@@ -244,6 +258,7 @@ def _copy_files(source: Storage, folder: str, manifest: Manifest, attempt: OpenA
             pool.submit(copy, name)
     if failures:
         raise failures[0]
+    return copied
 
 
 def _copy_file(

@@ -224,6 +224,29 @@ def test_uploads(s3_root: str, s3_server: str, tmp_path: Path, monkeypatch: pyte
         assert same(into, states[4]) and checkpointer.loaded is not None and checkpointer.loaded.source == "storage"
 
 
+@pytest.mark.parametrize("where", ["there", "by a local folder"])
+def test_what_does_not_change_is_sent_once(
+    s3_root: str, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    frozen = {f"base.{number}": torch.randn(MiB) for number in range(3)}  # 12 MiB
+    local = str(tmp_path) if where == "by a local folder" else None
+    sent = []
+    with StoreProxy(s3_server) as proxy, monkeypatch.context() as patch:
+        set_environment(patch, proxy.endpoint)
+        with Checkpointer(s3_root, Config(local_root=local, keep_last=2)) as checkpointer:
+            for step in range(1, 7):
+                before = len(proxy.asked)
+                state = {**frozen, "adapter": torch.full((1000,), float(step)), "step": step}
+                checkpointer.save(step, state).result(60)
+                checkpointer.wait_uploads(60)
+                sent.append(sum(each.nbytes for each in proxy.asked[before:] if each.method in ("PUT", "POST")) / MiB)
+    assert min(sent[:3]) > 12 and max(sent[3:]) < 0.2
+    assert not verify(f"{s3_root}/step-00000006").damages
+    loaded = zeros_like(state)
+    with Checkpointer(s3_root) as checkpointer:
+        assert checkpointer.load(loaded, memory=False) == 6 and same(loaded, state)
+
+
 def test_an_upload_whose_worker_is_killed(s3_root: str, s3_server: str, tmp_path: Path) -> None:
     """The local checkpoint is there, and is uploaded with the next save; nothing half is left."""
     workers: list[int] = []

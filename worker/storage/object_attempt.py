@@ -48,7 +48,7 @@ class ObjectAttempt(OpenAttempt):
         self.path = f"{objects.base}/{self._parts}"
         self._part_bytes = part_bytes_of(nbytes)
         self._created: dict[str, ObjectFile] = {}
-        self._linked: dict[str, tuple[str, int]] = {}  # the e-tag and the size of each
+        self._copied: dict[str, tuple[str, int]] = {}  # the e-tag and the size of each that was not created
 
     def create(self, name: str, *, large: bool) -> ObjectFile:
         """The manifest is not sent: ``finalize`` makes the record of it."""
@@ -62,12 +62,14 @@ class ObjectAttempt(OpenAttempt):
     def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
         key = part_key(self._parts, name)
         if nbytes <= PART_BYTES:
-            self._objects.put(key, b"".join(parts()))
+            e_tag = self._objects.put(key, b"".join(parts()))
         else:
-            send_parts(self._objects, key, lambda: nbytes, parts, part_bytes_of(nbytes))
+            e_tag = send_parts(self._objects, key, lambda: nbytes, parts, part_bytes_of(nbytes))
+        self._copied[name] = e_tag, nbytes
 
     def link_source(self, name: str) -> LinkSource | None:
-        e_tag, nbytes = self._linked.get(name) or (self._created[name].e_tag, self._created[name].nbytes)
+        created = self._created.get(name)
+        e_tag, nbytes = self._copied.get(name) or ((created.e_tag, created.nbytes) if created is not None else ("", 0))
         return LinkSource(part_key(self._parts, name), (e_tag, nbytes)) if e_tag else None
 
     def link(self, name: str, source: LinkSource) -> bool:
@@ -84,7 +86,7 @@ class ObjectAttempt(OpenAttempt):
             return False
         if copied is None or copied.nbytes != found.nbytes:
             return False
-        self._linked[name] = copied.e_tag, copied.nbytes
+        self._copied[name] = copied.e_tag, copied.nbytes
         return True
 
     def names(self) -> set[str]:
