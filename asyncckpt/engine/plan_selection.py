@@ -183,9 +183,10 @@ class PlanSelection:
     def _found_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured | CheckpointPlan | None:
         """By a plan that all ranks have, or by that of a checkpoint, which is to be placed; None: all have to plan.
 
-        With constant structure no rank is asked, but now and then, for what has settled.
+        With constant structure no rank is asked.
         """
-        asks = not wanted.group.alone and self._asks(wanted)
+        is_constant = self.config.assume_constant_structure and not wanted.asks
+        asks = not (wanted.group.alone or (is_constant and self.buffers.known))
         found: Captured | CheckpointPlan | None = None
 
         def find() -> _Offer:
@@ -228,12 +229,14 @@ class PlanSelection:
 
     def _settling(self, wanted: SaveInput) -> Settling:
         """What is known of what does not change in the state, whatever its structure was so far."""
-        plans = (known.plan for known in self.buffers.known if known.key == wanted.key)
-        known = next((plan for plan in plans if isinstance(plan, CheckpointPlan) and plan.names == wanted.names), None)
+        found = Settling()
+        for known in reversed(self.buffers.known):
+            if known.key == wanted.key and isinstance(known.plan, CheckpointPlan) and known.plan.names == wanted.names:
+                found = known.plan.settling
         # Who finds out that something has changed after all has to be able to say so to all ranks, and before the copy.
         may_say = not self.config.overlap and (wanted.group.alone or not self.config.assume_constant_structure)
         return replace(
-            Settling() if known is None else known.settling,
+            found,
             shares=may_say and not self.config.replicas,
             assumed=() if self.config.replicas else tuple(self.config.assume_unchanged),
         )
@@ -261,13 +264,11 @@ class PlanSelection:
         kept = self.buffers.find(wanted.key, wanted.capture, client)
         if kept is None or self._has_changed(wanted, found := Captured(*kept)):
             return None
+        plan = found.buffer.plan
+        if isinstance(plan, CheckpointPlan) and plan.settling.is_to_be_learned and self.config.link_unchanged:
+            # The worker would say so only after this save, which would then be written in its old layout.
+            plan.settling.note_unchanged(plan.spans_of(found.buffer.unchanged(found.tensors, self.threads)))
         return found
-
-    def _asks(self, wanted: SaveInput) -> bool:
-        """Whether the ranks ask each other by which plan they save: the answer is the same on all ranks."""
-        if wanted.asks or not self.config.assume_constant_structure or not self.buffers.known:
-            return True
-        return self.config.link_unchanged and wanted.number.bit_count() <= 2  # 3, 4, 5, 6, 8, ..., 96, 128, ...
 
     def _check_new(self, wanted: SaveInput) -> None:
         """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""

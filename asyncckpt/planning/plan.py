@@ -6,6 +6,7 @@ order of the layout. For DCP's default planner they are picked by position; a pl
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -89,6 +90,17 @@ class CheckpointPlan:
         """
         layout, files = self.layout, self.large_files(0, regions)
         return CheckpointLayout(files, layout.nbytes, slots, regions["metadata"], layout.shared_bytes, shared_at)
+
+    def spans_of(self, numbers: Sequence[int]) -> tuple[bytes, ...]:
+        """For each data file, 1 for each span of the tensors of these ``numbers``, else 0: as of ``Committed``."""
+        marks = [bytearray(len(file.spans) - 1) for file in self.files]
+        for number in numbers:
+            place = self.layout.tensors[number]
+            file = self.layout.file_of(place)
+            its, spans = place.since(self.layout.begins[file]), self.files[file].spans
+            first, last = bisect_right(spans, its.at) - 1, bisect_left(spans, its.at + its.nbytes)
+            marks[file][first:last] = bytes([1]) * (last - first)
+        return tuple(map(bytes, marks))
 
     def large_files(self, begin: int, regions: Mapping[str, Region]) -> tuple[DataFile, ...]:
         """The data files, of which the first begins at ``begin`` of the image, in bytes."""

@@ -47,11 +47,16 @@ class Settling:
     shares: bool = False
     assumed: tuple[str, ...] = ()
     restless: frozenset[PartKey] = frozenset()
-    pause: int = 2
+    pause: int = 1
     durable: int = 0
     heard: int = 0
     _unchanged: tuple[bytes, ...] = field(default=(), repr=False)
     _next: Settling | None = field(default=None, repr=False)
+
+    @property
+    def is_to_be_learned(self) -> bool:
+        """Whether the caller's tensors should be compared with the first save, which is durable by now."""
+        return self.shares and self.durable == 1 and not self.parts and not self._unchanged
 
     def level_of(self, part: PartKey, *, is_on_host: bool) -> Settled:
         """What is expected of a stored tensor."""
@@ -72,9 +77,13 @@ class Settling:
 
     def note(self, number: int, unchanged: tuple[bytes, ...]) -> None:
         """A save is durable. ``unchanged``: as of ``Committed``. Any thread may call this."""
+        self.note_unchanged(unchanged)
+        self.durable, self.heard = self.durable + 1, number
+
+    def note_unchanged(self, unchanged: tuple[bytes, ...]) -> None:
+        """That has not changed since the last save."""
         if unchanged != self._unchanged:
             self._unchanged, self._next = unchanged, None
-        self.durable, self.heard = self.durable + 1, number
 
     def next_for(self, files: Sequence[PlannedFile]) -> Settling | None:
         """What a new plan should go by, if it is worth it; ``files``: those of the plan that there is."""

@@ -20,6 +20,7 @@ from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
+from asyncckpt.staging.comparison import same_as_staged
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.shared_part import SharedPart
@@ -217,6 +218,14 @@ class StagingBuffer:
             self._shared.recognize(threads)
         return self._shared.changed(tensors, threads, which) if self._shared.is_filled else ()
 
+    def unchanged(self, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> list[int]:
+        """The numbers of the tensors that are as in the last durable save, as far as its image is still there."""
+        durable = [(save.request.save_id, slot) for slot, save in enumerate(self.saves) if save and save.is_durable]
+        if not durable:
+            return []
+        _, slot = max(durable)
+        return same_as_staged(tensors, self.plan.layout, self.segment, self._offsets[slot], threads)
+
     def copy(
         self,
         slot: int,
@@ -256,7 +265,12 @@ class StagingBuffer:
         """Let go of the memory, for another plan of the same worker; None, and nothing is done, where somebody reads
         there, or may know it as it is, or a save has not ended. Nothing in it may be under way.
         """
-        if self._was_published or not self.ended() or not all(map(self._published.claim, range(len(self.saves)))):
+        if (
+            self.is_closed
+            or self._was_published
+            or not self.ended()
+            or not all(map(self._published.claim, range(len(self.saves))))
+        ):
             return None
         self.is_closed = True
         # Before anything is written there: after that nobody may find what was there before.

@@ -191,7 +191,7 @@ def test_when_the_worker_has_just_been_told(root: Path, monkeypatch: pytest.Monk
                 raise KeyboardInterrupt
 
         for _ in range(3):
-            training.size += 1
+            training.size += 100  # more than there is memory for
             training.next_state()
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
                 patched.setattr(messages, "send", interrupted)

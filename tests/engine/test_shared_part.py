@@ -45,7 +45,7 @@ def test_in_memory_it_is_there_once(engine: Engine, tmp_path: Path) -> None:
         train(state)
         engine.save(tmp_path / str(number), state).result(60)
         resident.append(_resident(engine))
-    assert resident[1] >= 32 and resident[4] < 16.5
+    assert resident[0] >= 32 and resident[4] < 16.5
     check(tmp_path / "4", state)
 
 
@@ -76,7 +76,8 @@ def test_tensors_in_any_form_are_seen_to_change(engine: Engine, tmp_path: Path, 
         state = {"base": formed(3.0 if number == 6 else 2.0), "adapter": torch.full((1000,), float(number)), "n": 1}
         engine.save(tmp_path / str(number), state).result(60)
         check(tmp_path / str(number), state)
-    assert os.stat(tmp_path / "5" / "__0_1.distcp").st_nlink == 4
+    # What is not in one piece is not compared by the call, but by the worker, a save later.
+    assert os.stat(tmp_path / "5" / "__0_1.distcp").st_nlink == (5 if form == "views of one" else 4)
 
 
 def test_what_is_promised_not_to_change_is_linked_at_once(tmp_path: Path) -> None:
