@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from operator import and_, eq, sub
@@ -58,6 +59,7 @@ class DurableFiles:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[int, Mapping[str, DurableFile]] = {}
+        self._noted: Counter[int] = Counter()
 
     def expected(self, segment: int, name: str, most_links: int) -> DurableFile | None:
         """What the file ``name`` of the next save is likely to be the same as, and may be linked to; None: write it.
@@ -85,6 +87,7 @@ class DurableFiles:
             settled: Those of which the trainer expects that they do not change.
         """
         with self._lock:
+            self._noted[segment] += 1
             before = self._files.get(segment, {})
             self._files[segment] = {
                 name: replace(file, is_expected=_is_expected(file, before.get(name), is_settled=name in settled))
@@ -95,9 +98,13 @@ class DurableFiles:
         """For each of ``files``, which are not noted yet, what has not changed since the last durable save (see
         ``DurableFile.unchanged_since``); none, where it is of no use to know that: where it would not be much less to
         write if what is not settled was, or what is settled was not. Args: as of ``note``.
+
+        It takes 0.2 us a span, and so is found out more and more rarely.
         """
         with self._lock:
-            before = self._files.get(segment, {})
+            before, noted = self._files.get(segment, {}), self._noted[segment]
+        if noted.bit_count() > 2:
+            return {}
         found: dict[str, bytes] = {}
         gain = 0
         for name, file in files.items():
@@ -112,13 +119,14 @@ class DurableFiles:
     def doubt(self, segment: int) -> None:
         """That memory is laid out anew."""
         with self._lock:
-            its = self._files.get(segment, {})
+            its, self._noted[segment] = self._files.get(segment, {}), 0
             self._files[segment] = {name: replace(file, is_proven=False) for name, file in its.items()}
 
     def forget(self, segment: int) -> None:
         """That memory is for something else now."""
         with self._lock:
             self._files.pop(segment, None)
+            self._noted.pop(segment, None)
 
 
 def _is_expected(file: DurableFile, last: DurableFile | None, *, is_settled: bool) -> bool:

@@ -118,7 +118,7 @@ class FolderAttempt(Attempt):
             begun = time.perf_counter()
             is_direct = [output.sync() for _, output in written if output is not None]
             note(self.timings, "sync", begun, self.request.called_at)
-        self.direct = bool(is_direct) and all(is_direct)
+        self.direct = bool(written) and all(is_direct)
         note(self.timings, "write", self.begun or time.perf_counter(), self.request.called_at)
         self._remember([its for its, _ in written])
         return checksums

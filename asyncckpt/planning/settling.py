@@ -81,8 +81,8 @@ class Settling:
         self.durable, self.heard = self.durable + 1, number
 
     def note_unchanged(self, unchanged: tuple[bytes, ...]) -> None:
-        """That has not changed since the last save."""
-        if unchanged != self._unchanged:
+        """That has not changed since the last save; empty: nobody has looked, or it is of no use to know."""
+        if unchanged and unchanged != self._unchanged:
             self._unchanged, self._next = unchanged, None
 
     def next_for(self, files: Sequence[PlannedFile]) -> Settling | None:
