@@ -152,15 +152,24 @@ class Segment:
             for page in range(offset, offset + nbytes, PAGE):
                 self.view[page] = self.view[page]
 
+    def fill_zeros(self, begin: int, end: int) -> None:
+        """Write zeros from byte ``begin`` up to ``end``."""
+        ctypes.memset(self.address + begin, 0, end - begin)
+
     def protect(self) -> None:
         """From now on the mapping can only be read here: to write to it is a segmentation fault."""
         if _libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), mmap.PROT_READ) != 0:
             raise OSError(code := ctypes.get_errno(), os.strerror(code))
 
     @property
+    def taken_bytes(self) -> int:
+        """How much of the memory is taken, by whatever process."""
+        return os.fstat(self.fileno()).st_blocks * _BLOCK_BYTES
+
+    @property
     def is_taken(self) -> bool:
-        """Whether all of the memory is taken, by whatever process."""
-        return os.fstat(self.fileno()).st_blocks * _BLOCK_BYTES >= self.nbytes
+        """Whether all of it is."""
+        return self.taken_bytes >= self.nbytes
 
     def give_back(self, begin: int = 0) -> None:
         """Give the memory from ``begin`` on back to the system: what was in it is gone, for all who have it mapped, and

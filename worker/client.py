@@ -156,9 +156,9 @@ class WorkerClient:
         """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
         self._send(messages.Staged(save_id, timings))
 
-    def release(self, segment: int, *, is_kept: bool = False) -> None:
-        """Have the worker forget a segment, or, if that ``is_kept``, what is in it. No save in it may be open."""
-        self._send(messages.Clear(segment) if is_kept else messages.Release(segment))
+    def release(self, segment: int) -> None:
+        """Have the worker forget a segment. No save in it may be open."""
+        self._send(messages.Release(segment))
 
     def wait_for(
         self, condition: Callable[[], bool], timeout: float, doing: str, check: Callable[[], object] = lambda: None

@@ -33,7 +33,8 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   UploadsUnderWay              this, and why it is not there yet
     worker   Uploaded                     an attempt to copy one has ended, at any time
     worker   Logged                       what it has to say, for the trainer's log, at any time
-    trainer  Clear                        what is in a segment is gone: it will be laid out anew
+    trainer  Clear *                      what is in a segment is gone: it will be laid out anew
+    worker   Cleared                      nobody finds it any more
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
 
@@ -158,6 +159,10 @@ class Clear:
     segment: int
 
 
+class Cleared:
+    """Nobody finds it any more."""
+
+
 @dataclass(frozen=True)
 class Release:
     segment: int
@@ -277,11 +282,12 @@ class Answer:
         | Served
         | Followed
         | CopiesKept
+        | Cleared
         | Refused
     )
 
 
-FromTrainer = Question | Join | Begin | Staged | Clear | Release | Close
+FromTrainer = Question | Join | Begin | Staged | Release | Close
 FromWorker = Ready | Answer | Written | Replicated | Committed | Failed | Uploaded | Logged
 
 

@@ -180,9 +180,6 @@ class Server:
                 staged = self._writer.staged(save_id, timings)
                 if staged is not None and staged.is_copied and self._replicator is not None:
                     self._replicator.expect(staged)
-            case messages.Clear(number):
-                self._segment_store.clear(number)
-                self._writer.doubt(number)
             case messages.Release(number):
                 self._segment_store.release(number)
                 self._writer.forget(number)
@@ -217,6 +214,10 @@ class Server:
                 answer = self._serving.follow(locator)
             case messages.KeepCopies():
                 answer = self._keep_copies(asked.question)
+            case messages.Clear(number):
+                self._segment_store.clear(number)
+                self._writer.doubt(number)
+                answer = messages.Cleared()
             case messages.Describe(number, layout):
                 self._segment_store.hosted(number).describe(layout)
                 answer = messages.Described()

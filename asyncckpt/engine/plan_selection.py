@@ -246,11 +246,15 @@ class PlanSelection:
         plan = found.buffer.plan
         if not isinstance(plan, CheckpointPlan) or not plan.layout.shared_bytes:
             return False
-        settling, is_checked = plan.settling, wanted.number % self.config.check_unchanged_every == 0
+        settling, is_first = plan.settling, found.buffer.is_unused
+        plan.since_check += 1
+        is_checked = is_first or plan.since_check >= self.config.check_unchanged_every
         names = found.buffer.changed(
             found.tensors, self.threads, lambda name: is_checked or not settling.is_assumed(name)
         )
-        if broken := [name for name in names if settling.is_assumed(name)]:
+        plan.since_check = 0 if is_checked else plan.since_check
+        broken = [name for name in names if settling.is_assumed(name)]
+        if broken and not is_first:  # else they were prepared with other values, or are those of a trainer before this
             plan.broken_promise = (
                 f"changed, and Config.assume_unchanged promises that they do not: {some(broken)}; take out what names"
                 " them there, as checkpoints since the last check may have older values of them"
@@ -267,7 +271,7 @@ class PlanSelection:
         plan = found.buffer.plan
         if isinstance(plan, CheckpointPlan) and plan.settling.is_to_be_learned and self.config.link_unchanged:
             # The worker would say so only after this save, which would then be written in its old layout.
-            plan.settling.note_unchanged(plan.spans_of(found.buffer.unchanged(found.tensors, self.threads)))
+            plan.settling.note_compared(plan.files, plan.spans_of(found.buffer.unchanged(found.tensors, self.threads)))
         return found
 
     def _check_new(self, wanted: SaveInput) -> None:
@@ -301,6 +305,9 @@ class PlanSelection:
             least = group.ask_all("memory", number, allocate, lambda slots: [min(slots)] * len(slots))
             made[0].limit(least)
             tensors = wanted.capture(plan)
+            if made[0].changed(tensors, self.threads, lambda _: True):  # it was that of a trainer before this
+                made[0].close()
+                made[0] = self.buffers.make(wanted.key, plan, client)
             self.buffers.keep(wanted.key, made[0])
         except BaseException as error:
             for buffer in made:

@@ -301,10 +301,11 @@ class Draft:
             is_separate = bool(self._separate) and item.index.fqn.startswith(self._separate)
             is_on_host, settled = True, Settled.NOT
             if item.type != WriteItemType.BYTE_IO:
-                is_on_host = next(its).is_cpu
+                tensor = next(its)
+                is_on_host = tensor.is_cpu
                 if item.tensor_data is not None:
                     part = item.index.fqn, tuple(item.tensor_data.chunk.offsets)
-                    settled = self.settling.level_of(part, is_on_host=is_on_host)
+                    settled = self.settling.level_of(part, tensor.nbytes, is_on_host=is_on_host)
             kinds.append((settled, is_separate, is_on_host))
         return kinds
 

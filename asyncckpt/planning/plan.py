@@ -61,6 +61,8 @@ class CheckpointPlan:
     """The ranks of other hosts that this rank's worker keeps copies of."""
     settling: Settling = field(default_factory=Settling)
     """What is known by now of what does not change."""
+    since_check: int = 1
+    """Saves since all that is promised not to change was looked at."""
     broken_promise: str = ""
     """What to say where something has changed that was promised not to: this plan is for no state any more."""
 

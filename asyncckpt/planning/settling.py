@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import starmap
+from operator import and_
 from typing import TypeAlias
 
 from asyncckpt.planning.layout import PlannedFile, Settled
@@ -26,6 +27,10 @@ PartKey: TypeAlias = tuple[str, tuple[int, ...]]
 # To plan anew costs about one full save, and is worth it if from then on a sixteenth less is written.
 _LEAST_GAIN = 1 / 16
 _LEAST_BYTES = 1 << 20
+# What changes after fewer saves than that has not paid for a plan, and a save in full.
+_LONG = 8
+# To look at a tensor takes longer than to copy it, if it is smaller.
+_LEAST_SHARED = 64 << 10
 
 
 @dataclass
@@ -38,8 +43,9 @@ class Settling:
         assumed: Patterns of names that are promised not to change: those have files of their own from the beginning,
             which slots share (``Config.assume_unchanged``).
         restless: What stood there, and has changed.
-        pause: How many saves have to be durable before there is another plan.
-        durable: How many are.
+        pause: How many saves have to be durable before more is taken for settled.
+        durable: How many are, since the plan was made.
+        soon: How often, one time after the other, something had changed a few saves after it had settled.
         heard: The number of the last save that is; the same on all ranks that have heard of the same saves.
     """
 
@@ -49,31 +55,47 @@ class Settling:
     restless: frozenset[PartKey] = frozenset()
     pause: int = 1
     durable: int = 0
+    soon: int = 0
     heard: int = 0
     _unchanged: tuple[bytes, ...] = field(default=(), repr=False)
     _next: Settling | None = field(default=None, repr=False)
+    _is_compared: bool = field(default=False, repr=False)
 
     @property
     def is_to_be_learned(self) -> bool:
         """Whether the caller's tensors should be compared with the first save, which is durable by now."""
-        return self.shares and self.durable == 1 and not self.parts and not self._unchanged
+        is_known = self.parts or self.restless or self._is_compared
+        return self.shares and self.durable == 1 and not is_known
 
-    def level_of(self, part: PartKey, *, is_on_host: bool) -> Settled:
-        """What is expected of a stored tensor."""
+    def level_of(self, part: PartKey, nbytes: int, *, is_on_host: bool) -> Settled:
+        """What is expected of a stored tensor of ``nbytes``."""
         if self.is_assumed(part[0]):
             return Settled.SHARED
         if part not in self.parts:
             return Settled.NOT
-        return Settled.SHARED if self.shares and is_on_host else Settled.COPIED
+        return Settled.SHARED if self.shares and is_on_host and nbytes >= _LEAST_SHARED else Settled.COPIED
 
     def is_assumed(self, name: str) -> bool:
         """Whether it is promised that the tensor of that name does not change."""
         return any(fnmatchcase(name, pattern) for pattern in self.assumed)
 
     def without(self, names: Collection[str]) -> Settling:
-        """The same, when the tensors of these ``names`` have changed."""
+        """The same, when the tensors of these ``names`` have changed. Where that comes soon, and again, nothing has
+        settled, and nothing does before twice as many saves: or a training in which now this changes, and now that,
+        would be planned anew again and again.
+        """
         changed = frozenset(part for part in self.parts if part[0] in names)
-        return replace(self, parts=self.parts - changed, restless=self.restless | changed)
+        soon = self.soon + 1 if self.durable < _LONG else 0
+        return replace(
+            self,
+            parts=self.parts - changed if soon < 2 else frozenset(),
+            restless=self.restless | changed,
+            soon=soon,
+            pause=self.pause if soon < 2 else 2 * self.pause,
+            durable=0,
+            _unchanged=(),
+            _next=None,
+        )
 
     def note(self, number: int, unchanged: tuple[bytes, ...]) -> None:
         """A save is durable. ``unchanged``: as of ``Committed``. Any thread may call this."""
@@ -82,17 +104,24 @@ class Settling:
 
     def note_unchanged(self, unchanged: tuple[bytes, ...]) -> None:
         """That has not changed since the last save; empty: nobody has looked, or it is of no use to know."""
-        if unchanged and unchanged != self._unchanged:
+        if not unchanged:
+            return
+        if list(map(len, unchanged)) == list(map(len, self._unchanged)):  # never since the plan was made
+            unchanged = tuple(bytes(map(and_, now, then)) for now, then in zip(unchanged, self._unchanged, strict=True))
+        if unchanged != self._unchanged:
             self._unchanged, self._next = unchanged, None
+
+    def note_compared(self, files: Sequence[PlannedFile], unchanged: Sequence[bytes]) -> None:
+        """The call has compared what it can look at with the first save. Args: as of ``next_for`` and ``note``."""
+        self._next = self._learned(files, unchanged)
+        self._is_compared = True
 
     def next_for(self, files: Sequence[PlannedFile]) -> Settling | None:
         """What a new plan should go by, if it is worth it; ``files``: those of the plan that there is."""
         unchanged = self._unchanged
-        if self.durable < self.pause or len(unchanged) != len(files):
-            return None
-        if self._next is None:
+        if self._next is None and self.durable >= self.pause and len(unchanged) == len(files):
             self._next = self._learned(files, unchanged)
-        return self._next if self._next.parts != self.parts else None
+        return self._next if self._next is not None and self._next.parts != self.parts else None
 
     def _learned(self, files: Sequence[PlannedFile], unchanged: Sequence[bytes]) -> Settling:
         sizes: dict[PartKey, int] = {}

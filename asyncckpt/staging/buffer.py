@@ -27,6 +27,7 @@ from asyncckpt.staging.shared_part import SharedPart
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.held_image import COPY_SLOTS, HeldImage
+from asyncckpt.worker.messages import Clear, Cleared
 from asyncckpt.worker.open_saves import TrackedSave
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 
@@ -102,6 +103,8 @@ class StagingBuffer:
             if adopted is not None:
                 self.number, self.segment, self._pinned = adopted.number, adopted.segment, adopted.pinned
                 self.segment.give_back(round_up(nbytes))
+                if adopted.is_free:  # what is in gaps is the same in all slots: it has checksums and digests, too
+                    self.segment.fill_zeros(HEADER_BYTES, nbytes)
             else:
                 self._give_back(detached)
                 self.number, self.segment = client.allocate(nbytes, timeout)
@@ -124,7 +127,8 @@ class StagingBuffer:
         for each in detached:
             if each.number == 0 or each.segment.closed:
                 continue
-            if each.is_free and each.segment.nbytes >= nbytes:
+            # The worker asks whether there is memory for more, and this would not.
+            if each.is_free and each.segment.taken_bytes >= nbytes:
                 return each
             view = each.segment.view
             same = each.layout == self.layout
@@ -159,6 +163,11 @@ class StagingBuffer:
                 view[offset + place : offset + place + len(data)] = data
         self._stagers = [SlotStager(layout, self.segment, offset, layout.converted) for offset in self._offsets]
         self._shared = SharedPart(layout, self.segment, self._shared_at) if layout.shared_bytes else None
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing was saved from it yet: what is in it was prepared, or is a trainer's before this one."""
+        return all(save is None for save in self.saves)
 
     def limit(self, slots: int) -> None:
         """Use no more than ``slots`` slots: another rank has no more."""
@@ -261,7 +270,7 @@ class StagingBuffer:
         image = self.segment.view[begin : begin + self.plan.layout.slot_bytes]
         self.plan.objects.write(slot, image, self.plan.layout.objects)
 
-    def free(self) -> DetachedBuffer | None:
+    def free(self, timeout: float) -> DetachedBuffer | None:
         """Let go of the memory, for another plan of the same worker; None, and nothing is done, where somebody reads
         there, or may know it as it is, or a save has not ended. Nothing in it may be under way.
         """
@@ -274,7 +283,7 @@ class StagingBuffer:
             return None
         self.is_closed = True
         # Before anything is written there: after that nobody may find what was there before.
-        self.client.release(self.number, is_kept=True)
+        self.client.ask(Clear(self.number), Cleared, timeout, "giving up what is in memory")
         if self._pinned is not None:
             self._pinned.close()  # it is cut where copies of this plan end
         return replace(self.leave(), number=self.number, pinned=None, is_free=True, is_filled=False)

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_SLOTS = 2
 # Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
 _MAX_PLANS = 4
-# How long to wait for a commit, when all is written.
-_COMMIT_S = 20.0
+# How fast memory comes that is new to a process.
+_NEW_BYTES_PER_S = 1e9
 
 
 @dataclass
@@ -179,9 +179,11 @@ class BufferPool:
         if known.buffer is not None:
             client.wait_for(known.buffer.idle, self._config.timeout, doing)
             if for_next:
+                # No longer than new memory would take.
+                longest = known.buffer.segment.nbytes / _NEW_BYTES_PER_S
                 with contextlib.suppress(SaveTimeoutError):
-                    client.wait_for(known.buffer.ended, min(_COMMIT_S, self._config.timeout), doing)
-            if for_next and (free := known.buffer.free()) is not None:
+                    client.wait_for(known.buffer.ended, min(longest, self._config.timeout), doing)
+            if for_next and (free := known.buffer.free(self._config.timeout)) is not None:
                 self.detached.append(free)
             else:
                 known.buffer.close()

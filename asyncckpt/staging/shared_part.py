@@ -87,6 +87,11 @@ class SharedPart:
         nbytes = _UNIT_BYTES
         for number in numbers:
             whole = self._layout.tensors[number].payload_bytes
+            if not tensors[number].is_cpu:  # on this thread, whose streams the caller's values are on
+                unit = _Look(self._layout, found)
+                unit.pieces.append(_Piece(number, 0, min(_UNIT_BYTES, whole)))
+                unit.copy(tensors)
+                continue
             for begin in range(0, whole, _UNIT_BYTES):
                 if nbytes >= _UNIT_BYTES:
                     units.append(_Look(self._layout, found))
