@@ -90,8 +90,17 @@ class UnchangedFigures:
 
     @classmethod
     def of(cls, result: dict[str, Any]) -> UnchangedFigures:
-        keys = ("call_s", "durable_s", "written", "allocated", "memory", "trainer_cpu_s", "worker_cpu_s")
-        return cls(*(statistics.median(result[key]) for key in keys), saves=len(result["call_s"]))
+        middle = {name: statistics.median(values) for name, values in result.items() if name != "first"}
+        return cls(
+            call=middle["call_s"],
+            durable=middle["durable_s"],
+            written=middle["written"],
+            allocated=middle["allocated"],
+            memory=middle["memory"],
+            trainer_cpu=middle["trainer_cpu_s"],
+            worker_cpu=middle["worker_cpu_s"],
+            saves=len(result["call_s"]),
+        )
 
 
 def sooner_than_peers(found: dict[str, Any], peers: Collection[str] = ASYNC_PEERS) -> tuple[float, str] | None:

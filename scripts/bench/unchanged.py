@@ -72,7 +72,7 @@ class Saver:
         time.sleep(_REST_S)
         row = {"call_s": returned - begun, "durable_s": durable - begun}
         row |= {"trainer_cpu_s": time.process_time() - computed, "worker_cpu_s": self._computed() - theirs}
-        return row | self._written() | {"memory": held(self._workers)}
+        return row | self._written() | {"memory": _held(self._workers)}
 
     def check(self) -> None:
         """That a checkpoint has what was saved. Raises ``RuntimeError``."""
@@ -115,7 +115,7 @@ def _cpu_clock(pid: int) -> int:
     return (~pid << 3) | 2
 
 
-def held(pids: set[int]) -> int:
+def _held(pids: set[int]) -> int:
     """Bytes of shared memory that these processes hold, mapped or not: each memory file counts once."""
     found = {}
     for pid in pids:

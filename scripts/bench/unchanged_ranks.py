@@ -82,7 +82,8 @@ class Layer(torch.nn.Module):
         q, k, v = (each(within).unflatten(-1, (HEADS, -1)).transpose(-2, -3) for each in (self.q, self.k, self.v))
         attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(attended.transpose(-2, -3).flatten(-2))
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+        found: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
+        return found
 
 
 def _plain(nbytes: int, changing: int) -> tuple[torch.nn.Module, list[torch.nn.Module], torch.Tensor]:
