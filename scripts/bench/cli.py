@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import bench
-from bench import files, hosts, jobs, report, results
+from bench import files, hosts, jobs, report, results, unchanged_ranks
 from bench.contestants import ENTRIES, names_in
 from bench.jobs import Choices, Job
 from bench.states import Request, check_name
@@ -124,6 +124,16 @@ def _vllm(args: argparse.Namespace) -> Iterator[Job]:
     yield jobs.update_vllm(args.gib, Pace(rounds=args.rounds, pause=args.pause, patience=3600.0))
 
 
+def _unchanged(args: argparse.Namespace) -> Iterator[Job]:
+    if args.peft and (name := unchanged_ranks.missing()) is not None:
+        raise SystemExit(f"bench unchanged --peft: there is no {name}: pip install {name}")
+    pace = Pace(rounds=args.rounds, pause=args.pause, patience=3600.0)
+    if args.ranks == 1 and not args.peft:
+        yield jobs.save_unchanged(args.gib, args.changing_mib, pace)
+    else:
+        yield jobs.save_unchanged_by_ranks(args.gib, args.changing_mib, args.ranks, pace, peft=args.peft)
+
+
 def _all(args: argparse.Namespace) -> Iterator[Job]:
     return jobs.standard(args.gib, args.device, _choices(args), args.minutes, _cores())
 
@@ -230,6 +240,11 @@ def _parser() -> argparse.ArgumentParser:
     others.add_argument("--mbit", type=int, default=400, help="a second, of each link (default: %(default)s)")
     vllm = command("vllm", "weights for an engine of vLLM, beside its own way", _vllm, [_where(gib=0.33)])
     vllm.add_argument("--pause", type=float, default=0.2, help="seconds before each turn (default: %(default)s)")
+    same = command("unchanged", "saves of a state most of which does not change", _unchanged, [_where(rounds=9)])
+    same.add_argument("--changing-mib", type=float, default=16.0, help="of it change, in MiB (default: %(default)s)")
+    same.add_argument("--ranks", type=int, default=1, help="of a job under FSDP2; 1: without it (default: %(default)s)")
+    same.add_argument("--peft", action="store_true", help="FSDP2, with a Llama of transformers, and peft's adapters")
+    same.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
     every = command("all", "the standard set, into docs/benchmarks", _all, [who], DOCS)
     every.add_argument("--minutes", type=float, default=15.0, help="about so long (default: %(default)s)")
     command("report", "draw pictures and page anew from the JSON", None, [], DOCS)

@@ -75,6 +75,34 @@ class SaveFigures:
         )
 
 
+@dataclass(frozen=True)
+class UnchangedFigures:
+    """Of one contestant, medians of the saves that count: seconds and bytes."""
+
+    call: float
+    durable: float
+    written: float
+    allocated: float
+    memory: float
+    trainer_cpu: float
+    worker_cpu: float
+    saves: int
+
+    @classmethod
+    def of(cls, result: dict[str, Any]) -> UnchangedFigures:
+        middle = {name: statistics.median(values) for name, values in result.items() if name != "first"}
+        return cls(
+            call=middle["call_s"],
+            durable=middle["durable_s"],
+            written=middle["written"],
+            allocated=middle["allocated"],
+            memory=middle["memory"],
+            trainer_cpu=middle["trainer_cpu_s"],
+            worker_cpu=middle["worker_cpu_s"],
+            saves=len(result["call_s"]),
+        )
+
+
 def sooner_than_peers(found: dict[str, Any], peers: Collection[str] = ASYNC_PEERS) -> tuple[float, str] | None:
     """How many times sooner asyncckpt is durable than the best of ``peers``, and which that is."""
     medians = {name: median(result.get("durable_s", [])) for name, result in found["results"].items()}

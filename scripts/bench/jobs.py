@@ -21,6 +21,8 @@ from bench import (
     simulation,
     store,
     telemetry,
+    unchanged,
+    unchanged_ranks,
     vllm_updates,
 )
 from bench.contestants import ENTRIES
@@ -117,6 +119,22 @@ def reach_hosts(gib: float, tensors: int, count: int, mbit: int, rounds: int) ->
         return hosts.measure(gib, tensors, count, mbit, rounds, folder)
 
     return Job("hosts", f"{count}x{gib:g}GiB", measure, {"rounds": rounds, "mbit": mbit})
+
+
+def save_unchanged(gib: float, changing_mib: float, pace: Pace) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return unchanged.measure(gib, changing_mib, pace, folder)
+
+    label = f"{gib:g}GiB-{changing_mib:g}MiB"
+    return Job("unchanged", label, measure, {"rounds": pace.rounds, "pause_s": pace.pause})
+
+
+def save_unchanged_by_ranks(gib: float, changing_mib: float, count: int, pace: Pace, *, peft: bool) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return unchanged_ranks.measure(gib, changing_mib, count, pace, folder, peft=peft)
+
+    label = f"{gib:g}GiB-{changing_mib:g}MiB-{count}-ranks" + ("-peft" if peft else "")
+    return Job("unchanged", label, measure, {"rounds": pace.rounds, "pause_s": pace.pause})
 
 
 def take_memory(request: Request, choices: Choices) -> Job:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import torch
+import xxhash
 
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE, Segment
@@ -20,6 +21,7 @@ WRITE_THREADS = 2
 WRITE_BYTES = 4 << 20
 READ_THREADS = 4
 READ_BYTES = 2 << 20
+DIGEST_BYTES = 8 << 20
 
 
 class WriteLimit:
@@ -73,7 +75,7 @@ class Limits:
 
     def of_saves(self) -> dict[str, Callable[[], float]]:
         """Of these and a write."""
-        return self.of_copies() | {"direct write": self._written.direct_write}
+        return self.of_copies() | {"direct write": self.direct_write}
 
     def memcpy(self) -> float:
         """By one thread, into shared memory that is in use."""
@@ -90,6 +92,19 @@ class Limits:
         elapsed = time.perf_counter() - begun
         torch.set_num_threads(threads)
         return elapsed
+
+    def direct_write(self) -> float:
+        """Past the page cache, until they are on storage."""
+        return self._written.direct_write()
+
+    def digests_all_cores(self) -> float:
+        """Reading them once, with XXH3 of 128 bits of each piece, by a thread for each core."""
+        view = self._source.numpy().data
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            pieces = [view[at : at + DIGEST_BYTES] for at in range(0, self._nbytes, DIGEST_BYTES)]
+            list(pool.map(xxhash.xxh3_128_digest, pieces))
+        return time.perf_counter() - begun
 
     def pinned_copy(self) -> float:
         """From the device into pinned memory."""

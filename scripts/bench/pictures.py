@@ -11,9 +11,20 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bench.contestants import OURS, title
-from bench.figures import COPY, COPY_FILE, READ_AND_COPY, LoopFigures, SaveFigures, SaveLimits, copy_limit, load_figures
+from bench.figures import (
+    COPY,
+    COPY_FILE,
+    READ_AND_COPY,
+    LoopFigures,
+    SaveFigures,
+    SaveLimits,
+    UnchangedFigures,
+    copy_limit,
+    load_figures,
+)
 from bench.hosts import LINK
 from bench.results import Result
+from bench.unchanged import COPY_CHANGING, WRITE_CHANGING
 
 DPI = 110
 MUCH = 20
@@ -77,6 +88,18 @@ def _save(found: Result) -> Figure:
     label = "durable after, s"
     _bars(durable, [(name, each.durable) for name, each in rows.items()], label, limits.durable, milli=False)
     figure.suptitle(f"A save of {_about(found)}; dashed: the limits", fontsize=10)
+    return figure
+
+
+def _unchanged(found: Result) -> Figure:
+    figure = Figure(figsize=(10, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
+    call, durable = figure.subplots(1, 2, sharey=True)
+    rows = {name: UnchangedFigures.of(result) for name, result in found["results"].items()}
+    copy = median(found["limits"][COPY_CHANGING])
+    write = copy + median(found["limits"][WRITE_CHANGING])
+    _bars(call, [(name, each.call) for name, each in rows.items()], "the call, ms", copy)
+    _bars(durable, [(name, each.durable) for name, each in rows.items()], "durable after, ms", write)
+    figure.suptitle(f"{found['title']}\ndashed: copying what changes, and writing it", fontsize=10)
     return figure
 
 
@@ -239,6 +262,7 @@ def _telemetry(found: Result) -> Figure:
 
 _DRAWN = {
     "save": _save,
+    "unchanged": _unchanged,
     "loop": _loop,
     "load": _load,
     "store": _save,

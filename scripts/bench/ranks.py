@@ -9,7 +9,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,41 +77,48 @@ def _rank(rank: int, world_size: int, rendezvous: str, folder: str, total: int, 
     dist.destroy_process_group()
 
 
+def launch(rank: Callable[..., None], count: int, where: str, *args: object) -> Any:
+    """A job of ``count`` processes, each of which calls ``rank(number, count, rendezvous, folder, *args)``.
+
+    Returns what ``folder/result.json`` then says. Raises ``RuntimeError`` if a rank fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    folder = tempfile.mkdtemp(dir=where)
+    try:
+        rendezvous = f"file://{folder}/meeting"
+        ranks = [
+            context.Process(target=rank, args=(number, count, rendezvous, folder, *args)) for number in range(count)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise RuntimeError(f"a rank of {count} failed")
+        return json.loads(Path(folder, "result.json").read_text())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def measure(counts: Sequence[int], total: int, tensors: int, saves: int, where: str) -> list[dict[str, Any]]:
     """A row for each number of processes."""
-    context = multiprocessing.get_context("spawn")
     found = []
     for count in counts:
-        folder = tempfile.mkdtemp(dir=where)
-        try:
-            rendezvous = f"file://{folder}/meeting"
-            ranks = [
-                context.Process(target=_rank, args=(rank, count, rendezvous, folder, total, tensors, saves))
-                for rank in range(count)
-            ]
-            for process in ranks:
-                process.start()
-            for process in ranks:
-                process.join()
-            if any(process.exitcode for process in ranks):
-                raise RuntimeError(f"a rank of {count} failed")
-            result = json.loads(Path(folder, "result.json").read_text())
-            prepared, durable, stall, beside, write, direct, safetensors = result
-            found.append(
-                {
-                    "processes": count,
-                    "prepare s": prepared,
-                    "call ms": stall * 1e3,
-                    "beside the copy ms": beside * 1e3,
-                    "durable s": durable,
-                    "slowest write s": write,
-                    "direct write s": direct,
-                    "durable / direct": durable / direct,
-                    "write / direct": write / direct,
-                    "as safetensors s": safetensors,
-                    "as safetensors / durable": safetensors / durable,
-                }
-            )
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        result = launch(_rank, count, where, total, tensors, saves)
+        prepared, durable, stall, beside, write, direct, safetensors = result
+        found.append(
+            {
+                "processes": count,
+                "prepare s": prepared,
+                "call ms": stall * 1e3,
+                "beside the copy ms": beside * 1e3,
+                "durable s": durable,
+                "slowest write s": write,
+                "direct write s": direct,
+                "durable / direct": durable / direct,
+                "write / direct": write / direct,
+                "as safetensors s": safetensors,
+                "as safetensors / durable": safetensors / durable,
+            }
+        )
     return found

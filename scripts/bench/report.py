@@ -12,6 +12,7 @@ from bench.tables import REMARKS, TABLES, size
 WIDTH = 120
 HEADINGS = {
     "save": "What a save blocks, and when it is durable",
+    "unchanged": "Where most of the state does not change",
     "loop": "What a save costs the training loop",
     "load": "What a load costs",
     "store": "What an object store costs",
@@ -35,6 +36,16 @@ EXPLANATIONS = {
         "counts. The first save, with its planning and taking of memory, is apart; asyncckpt's `prepare` and "
         "what its peers have of the kind were called before. *memcpy* is one thread's; that of all cores is "
         "shown too."
+    ),
+    "unchanged": (
+        "A base that is frozen, and what changes beside it, each byte of it before each save. By default asyncckpt "
+        "learns what does not change, links its file, and has it in memory once; *all is written* is "
+        "`Config(link_unchanged=False)`, *what is frozen is promised* `Config(assume_unchanged=...)` with patterns of "
+        "its names. Medians of the saves after the fifth; the first five are in a table of their own, as the third "
+        "lays the files out anew. *Written* are the files of a checkpoint that no other has, *on disk* what they take "
+        "there. *Memory* is shared memory that the workers hold, *images* how often the state would fit in. *CPU* is "
+        "what was computed from the call until all was durable, by all threads. With several ranks, the call and "
+        "durable are of the slowest, the rest is of all together."
     ),
     "loop": (
         "The time of a block of training steps with a save at its beginning, less that of as many steps "
@@ -114,11 +125,12 @@ PEERS = (
     "it is, unaligned. They come with the extra `bench`, nvrx by `scripts/peers.sh`; one that is missing, or "
     "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
-COMMANDS = """    python scripts/bench all                  # all of this page, but for the next four
+COMMANDS = """    python scripts/bench all                  # all of this page, but for the next five
     python scripts/bench store
     python scripts/bench export
     python scripts/bench telemetry
     python scripts/bench hosts
+    python scripts/bench unchanged            # and --ranks 4, for FSDP2
     python scripts/bench save --state 8000x50kB --values 5000 --changing 50
     python scripts/bench --help"""
 

@@ -40,6 +40,7 @@ def _order(path: Path) -> tuple[int, int, str]:
 
 KINDS = (
     "save",
+    "unchanged",
     "loop",
     "load",
     "store",

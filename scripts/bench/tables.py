@@ -16,12 +16,14 @@ from bench.figures import (
     LoopFigures,
     SaveFigures,
     SaveLimits,
+    UnchangedFigures,
     copy_limit,
     load_figures,
     sooner_than_peers,
 )
 from bench.hosts import LINK
 from bench.results import Result
+from bench.unchanged import ALL_DEFAULT, ALL_FULL, COPY_CHANGING, DEFAULT, DIGESTS, FULL, PROMISED, WRITE_CHANGING
 
 
 def seconds(value: float | None) -> str:
@@ -72,6 +74,67 @@ def save_remark(found: Result) -> str:
     return (
         "" if best is None else f"Durable {best[0]:.1f} times sooner than the best asynchronous peer, {title(best[1])}."
     )
+
+
+def unchanged(found: Result) -> str:
+    limits, image = found["limits"], found["nbytes"]
+    copy = median(limits[COPY_CHANGING])
+    empty = [""] * 9
+    rows: list[Sequence[object]] = [
+        ("copying all bytes once", seconds(copy_limit(found)), *empty),
+        ("reading them with XXH3", seconds(median(limits[DIGESTS])), *empty),
+        ("copying what changes", seconds(copy), *empty),
+        ("and writing it", "", seconds(copy + median(limits[WRITE_CHANGING])), *empty[1:]),
+    ]
+    firsts: list[Sequence[object]] = []
+    for name, result in found["results"].items():
+        each, full = UnchangedFigures.of(result), found["results"].get(ALL_FULL if _all_changes(name) else FULL)
+        slower = "" if full is None else times(each.durable / UnchangedFigures.of(full).durable)
+        more = times(each.written / (image if _all_changes(name) else found["changing"]))
+        cells = seconds(each.call), seconds(each.durable), slower, size(each.written), more, size(each.allocated)
+        memory = size(each.memory), f"{each.memory / image:.2f}"
+        rows.append(
+            (title(name), *cells, *memory, f"{seconds(each.trainer_cpu)}, {seconds(each.worker_cpu)}", each.saves)
+        )
+        firsts.append((title(name), *map(_first, result["first"])))
+    headers = ["", "call", "durable after", "/ all written", "written", "/ changing", "on disk", "memory", "images"]
+    table = _table([*headers, "CPU of trainer, worker", "saves"], rows)
+    numbers = range(1, 1 + max((len(row) - 1 for row in firsts), default=0))
+    return f"{table}\n\n{_table(['call, durable, written', *(f'save {number}' for number in numbers)], firsts)}"
+
+
+def _all_changes(name: str) -> bool:
+    return name in (ALL_DEFAULT, ALL_FULL)
+
+
+def _first(row: dict[str, float]) -> str:
+    return f"{seconds(row['call_s'])}, {seconds(row['durable_s'])}, {size(row['written'])}"
+
+
+def unchanged_remark(found: Result) -> str:
+    each = {name: UnchangedFigures.of(result) for name, result in found["results"].items()}
+    copy, said = copy_limit(found), []
+    if DEFAULT in each and FULL in each:
+        ours, full = each[DEFAULT], each[FULL]
+        said.append(
+            f"By default {ours.written / found['changing']:.2f} times the bytes that change are written, durable after "
+            f"{ours.durable / full.durable:.3f} of the time of a full save; the call takes {ours.call / copy:.2f} of a "
+            f"full copy, and memory holds {ours.memory / found['nbytes']:.2f} images, where a full save has "
+            f"{full.memory / found['nbytes']:.2f}."
+        )
+    if PROMISED in each:
+        call = each[PROMISED].call
+        changing = call / median(found["limits"][COPY_CHANGING])
+        said.append(
+            f"With the promise the call takes {call / copy:.3f} of a full copy, {changing:.2f} of its own part."
+        )
+    if ALL_DEFAULT in each and ALL_FULL in each:
+        ours, full = each[ALL_DEFAULT], each[ALL_FULL]
+        said.append(
+            f"Where all changes, the call takes {ours.call / full.call:.2f} of the time that it takes where nothing is "
+            f"linked, and it is durable after {ours.durable / full.durable:.2f}."
+        )
+    return " ".join(said)
 
 
 def loop(found: Result) -> str:
@@ -250,6 +313,7 @@ def vllm(found: Result) -> str:
 
 TABLES = {
     "save": save,
+    "unchanged": unchanged,
     "loop": loop,
     "load": load,
     "store": store,
@@ -264,4 +328,10 @@ TABLES = {
     "hosts": hosts,
     "vllm": vllm,
 }
-REMARKS = {"save": save_remark, "store": store_remark, "telemetry": telemetry_remark, "hosts": hosts_remark}
+REMARKS = {
+    "save": save_remark,
+    "unchanged": unchanged_remark,
+    "store": store_remark,
+    "telemetry": telemetry_remark,
+    "hosts": hosts_remark,
+}

@@ -26,6 +26,7 @@ from bench import (
     results,
     store,
     tables,
+    unchanged,
     vllm_updates,
 )
 from bench.contestants.contestant import Pending
@@ -117,6 +118,33 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert found["ranks"]["rows"][0]["processes"] == 1 and found["simulation"]["rows"][0]["ranks"] == 4
     assert not found["publish"]["left_out"]
     assert found["publish"]["results"].keys() > publications.WAYS.keys()
+
+
+def is_of_unchanged(found: dict[str, Any], all_bytes: float) -> None:
+    """Of one save that counts, and all before it."""
+    assert not found["left_out"]
+    assert all(seconds and min(seconds) >= 0 for seconds in found["limits"].values())
+    for name, result in found["results"].items():
+        assert len(result["first"]) == unchanged.FIRST and 0 < result["call_s"][0] <= result["durable_s"][0]
+        assert result["first"][0]["written"] >= all_bytes and result["worker_cpu_s"][0] > 0
+        is_linked = name in (unchanged.DEFAULT, unchanged.PROMISED)
+        assert (result["written"][0] < all_bytes / 3) == is_linked and result["allocated"][0] >= result["written"][0]
+        # One image and what changes of another, or two.
+        assert (result["memory"][0] < 1.5 * all_bytes) == is_linked
+
+
+@pytest.mark.slow
+def test_unchanged(tmp_path: Path) -> None:
+    found = run(tmp_path, "unchanged --gib 0.02 --changing-mib 1 --rounds 1 --pause 0")["unchanged"]
+    assert len(found["results"]) == 5
+    is_of_unchanged(found, 0.02 * (1 << 30))
+
+
+@pytest.mark.slow
+def test_unchanged_of_ranks(tmp_path: Path) -> None:
+    found = run(tmp_path, "unchanged --gib 0.02 --changing-mib 1 --rounds 1 --pause 0 --ranks 2")["unchanged"]
+    assert len(found["results"]) == 3 and 0 < found["changing"] < found["nbytes"] / 10
+    is_of_unchanged(found, found["nbytes"])
 
 
 @pytest.mark.slow

@@ -1,0 +1,233 @@
+"""What a save costs of a state most of which does not change: a base that is frozen, and what is trained beside it.
+
+All contestants are asyncckpt, each with a checkpointer of its own, which keeps two checkpoints. A turn changes every
+byte of what changes, saves, and ends when the checkpoint is durable. The first saves are apart: the third one lays the
+files out anew, and what follows from that is there after the fifth.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.tensor import DTensor
+
+from asyncckpt import Checkpointer, Config
+from asyncckpt.worker.storage import step_folder
+from bench import contestants, files
+from bench.contestants import told
+from bench.limits import Limits
+from bench.states import GIB, State, blank, same_tensors, tensors_of, with_tensors
+from bench.turns import Pace, Turns, take
+
+MIB = 1 << 20
+FROZEN, CHANGING = 256, 64
+"""So many tensors."""
+FIRST = 5
+"""So many saves are apart."""
+DEFAULT, FULL, PROMISED = contestants.OURS, "all is written", "what is frozen is promised"
+ALL_DEFAULT, ALL_FULL = "asyncckpt, all changes", "all is written, all changes"
+COPY_CHANGING, WRITE_CHANGING, DIGESTS = "copy of what changes", "direct write of what changes", "XXH3 of all"
+LIMIT_S = 600.0
+# What a worker does after a save is durable, such as to remove an older one, counts as its work.
+_REST_S = 0.1
+
+Row = dict[str, float]
+
+
+class Saver:
+    """One contestant's saves, one after the other."""
+
+    def __init__(self, root: str, config: Config, train: Callable[[], State], meet: Callable[[], object]) -> None:
+        """Everything is prepared.
+
+        Args:
+            root: For its checkpoints.
+            config: Who it is.
+            train: Changes what changes, and returns the state that is to be saved.
+            meet: Waits until all ranks are there.
+        """
+        self._train, self._meet, self._step = train, meet, 0
+        before = _started()
+        self._checkpointer = Checkpointer(root, config)
+        self._checkpointer.prepare(self._next())
+        self._workers = _started() - before
+
+    def save(self) -> Row:
+        """Train, and save the state that comes of it."""
+        state = self._next()
+        self._meet()
+        computed, theirs = time.process_time(), self._computed()
+        begun = time.perf_counter()
+        save = self._checkpointer.save(self._step, state)
+        returned = time.perf_counter()
+        save.result(LIMIT_S)
+        durable = time.perf_counter()
+        time.sleep(_REST_S)
+        row = {"call_s": returned - begun, "durable_s": durable - begun}
+        row |= {"trainer_cpu_s": time.process_time() - computed, "worker_cpu_s": self._computed() - theirs}
+        return row | self._written() | {"memory": _held(self._workers)}
+
+    def check(self) -> None:
+        """That a checkpoint has what was saved. Raises ``RuntimeError``."""
+        state = self._next()
+        self._checkpointer.save(self._step, state).result(LIMIT_S)
+        self._checkpointer.load(loaded := blank(state), self._step, memory=False)
+        if not same_tensors(with_tensors(state, _local), with_tensors(loaded, _local)):
+            raise RuntimeError("its checkpoint has other values")
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    def _next(self) -> State:
+        """A state of another step, with a few values that are no tensors."""
+        self._step += 1
+        return self._train() | {"step": self._step, "lr": 0.1 / self._step, "name": "bench"}
+
+    def _computed(self) -> float:
+        """Seconds that the workers have computed; to the nanosecond, where psutil counts in hundredths."""
+        return sum(time.clock_gettime(_cpu_clock(pid)) for pid in self._workers)
+
+    def _written(self) -> Row:
+        """Bytes of the newest checkpoint that no other has: their number, and what they take on the disk."""
+        facts = map(os.stat, files.files_in(step_folder(self._checkpointer.root, self._step)))
+        own = [each for each in facts if each.st_nlink == 1]
+        return {"written": sum(each.st_size for each in own), "allocated": sum(each.st_blocks for each in own) * 512}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _started() -> set[int]:
+    """The processes that this one has started, and they."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def _cpu_clock(pid: int) -> int:
+    """The clock of what a process computes, as ``clock_getcpuclockid`` makes it."""
+    return (~pid << 3) | 2
+
+
+def _held(pids: set[int]) -> int:
+    """Bytes of shared memory that these processes hold, mapped or not: each memory file counts once."""
+    found = {}
+    for pid in pids:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            if os.readlink(entry.path).startswith("/memfd:"):
+                facts = os.stat(entry.path)
+                found[facts.st_ino] = facts.st_blocks * 512
+    return sum(found.values())
+
+
+def configs(promised: list[str]) -> dict[str, Config]:
+    """Those who take part; ``promised``: patterns of what does not change."""
+    # With two checkpoints, what the newest one has by link has more than one link.
+    return {
+        DEFAULT: Config(linger=0, keep_last=2),
+        FULL: Config(linger=0, keep_last=2, link_unchanged=False),
+        PROMISED: Config(linger=0, keep_last=2, assume_unchanged=promised),
+    }
+
+
+def take_turns(savers: Mapping[str, Saver], limits: Mapping[str, Callable[[], float]], pace: Pace) -> Turns[Row]:
+    """Rows of all saves, in order, with the first ones, and of the ``limits``; then each is checked."""
+    turns: dict[str, Callable[[], Row]] = {name: saver.save for name, saver in savers.items()}
+    turns |= {name: partial(_limit, call) for name, call in limits.items()}
+    # The turns begin with one that does not count, by themselves.
+    more = Pace(rounds=pace.rounds + FIRST - 1, pause=pace.pause, patience=pace.patience, budget=pace.budget)
+    taken = take(turns, more, "save, unchanged")
+    # In the same order on all ranks.
+    for name, saver in savers.items():
+        if name not in taken.found:
+            continue
+        try:
+            saver.check()
+        except Exception as error:
+            taken.left_out[name] = told(error)
+            del taken.found[name]
+    return taken
+
+
+def _limit(call: Callable[[], float]) -> Row:
+    return {"s": call()}
+
+
+def results(found: Mapping[str, list[Row]]) -> dict[str, Any]:
+    """By contestant: columns of the saves that count, and the first ones as rows."""
+    return {
+        name: {"first": rows[:FIRST]} | {key: [row[key] for row in rows[FIRST:]] for key in rows[0]}
+        for name, rows in found.items()
+        if "s" not in rows[0]
+    }
+
+
+def limits_of(found: Mapping[str, list[Row]]) -> dict[str, list[float]]:
+    """Seconds, by limit."""
+    return {name: [row["s"] for row in rows[1:]] for name, rows in found.items() if "s" in rows[0]}
+
+
+def measure(gib: float, changing_mib: float, pace: Pace, folder: str) -> dict[str, Any]:
+    """A frozen base and what changes beside it, in turns; then the same state, where all of it changes."""
+    state = make(int(gib * GIB), int(changing_mib * MIB))
+    nbytes, changing = _nbytes(state), _nbytes({"changing": state["changing"]})
+    with ExitStack() as opened:
+        whole, part = (opened.enter_context(Limits(each, folder)) for each in (nbytes, changing))
+        limits = whole.of_copies() | {DIGESTS: whole.digests_all_cores}
+        limits |= {COPY_CHANGING: part.memcpy, WRITE_CHANGING: part.direct_write}
+        some = _turns(configs(["frozen.*"]), state, ["changing"], limits, pace, folder)
+    both = {ALL_DEFAULT: configs([])[DEFAULT], ALL_FULL: configs([])[FULL]}
+    every = _turns(both, state, ["changing", "frozen"], {}, pace, folder)
+    return {
+        "title": f"{changing_mib:g} MiB of {gib:g} GiB change, one rank",
+        "nbytes": nbytes,
+        "changing": changing,
+        "limits": limits_of(some.found),
+        "results": results(some.found) | results(every.found),
+        "left_out": some.left_out | every.left_out,
+    }
+
+
+def make(nbytes: int, changing: int) -> State:
+    """A state of ``nbytes``, so many of which are ``changing``. Raises ``ValueError`` where there are not so many."""
+    if not 0 < changing < nbytes:
+        raise ValueError(f"{changing} bytes of {nbytes} cannot change while the others do not")
+    torch.manual_seed(1)
+    sizes = {"frozen": (nbytes - changing, FROZEN), "changing": (changing, CHANGING)}
+    return {
+        kind: {str(number): torch.rand(max(1, of_it // count // 4)) for number in range(count)}
+        for kind, (of_it, count) in sizes.items()
+    }
+
+
+def _nbytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(state))
+
+
+def _turns(
+    who: Mapping[str, Config],
+    state: State,
+    kinds: list[str],
+    limits: Mapping[str, Callable[[], float]],
+    pace: Pace,
+    folder: str,
+) -> Turns[Row]:
+    """``kinds``: what changes."""
+    tensors = [tensor for kind in kinds for tensor in state[kind].values()]
+
+    def train() -> State:
+        torch._foreach_add_(tensors, 1.0)
+        return state
+
+    with ExitStack() as opened:
+        savers = {}
+        for name, config in who.items():
+            savers[name] = Saver(os.path.join(folder, name), config, train, lambda: None)
+            opened.callback(savers[name].close)
+        return take_turns(savers, limits, pace)
