@@ -68,7 +68,8 @@ def an_actor_is_killed_in_a_sync(workers: Crew) -> None:
     for rollout in (*rollouts, workers.rollout(0)):
         assert rollout.call("pull_weights") == 1
         assert is_version(rollout.call("got"), 1)
-    # Those that are left go on, and so they do with one that comes in its place.
+    # Those that are left go on, and so they do with one that comes in its place, once it is gone.
+    actors[1].process.join(60)
     for crew_of_actors, version in (([actors[0], actors[2]], 2), ([actors[0], workers.actor(), actors[2]], 13)):
         for again in (0, 10):
             manager(crew_of_actors, rollouts).update_weights(global_steps=version + again)
