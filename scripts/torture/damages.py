@@ -94,7 +94,7 @@ def exchange(tally: Tally, folder: Path, exchanges: int, choice: random.Random) 
             wrong = {4}
             shutil.copytree(second, step_folder(str(root), 4))
         else:
-            name = choice.choice(sorted(file.name for file in first.iterdir()))
+            name = choice.choice(sorted({*os.listdir(first)} & {*os.listdir(second)}))
             how += f" {name}"
             shutil.copyfile(second / name, first / name)
             if (first / name).read_bytes() == (Path(step_folder(str(good), one)) / name).read_bytes():
