@@ -56,6 +56,7 @@ class DetachedBuffer:
 
     def close(self) -> None:
         """Let go of the memory. Safe to call twice."""
+        self.is_free = False  # first: an exception may come in between
         if self.pinned is not None:
             self.pinned.close()
         self.segment.close()

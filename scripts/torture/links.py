@@ -49,7 +49,7 @@ def _round(
     checkpointer: Checkpointer, root: str, step: int, good: list[int], choice: random.Random
 ) -> tuple[str, list[str]]:
     deed = choice.choice(_DEEDS) if len(good) > 2 else "nothing"
-    victim = good[-1] if choice.random() < 0.7 else choice.choice(good or [0])
+    victim = good[-1] if good and choice.random() < 0.7 else choice.choice(good or [0])
     sharing = _sharing(root, victim, good) if deed in ("flip", "cut") else [victim]
     doer = threading.Thread(target=_do, args=(deed, root, victim, choice.choice([0.0, choice.uniform(0, _LATEST_S)])))
     is_before = choice.random() < 0.5
