@@ -253,8 +253,10 @@ class PlanSelection:
             found.tensors, self.threads, lambda name: is_checked or not settling.is_assumed(name)
         )
         plan.since_check = 0 if is_checked else plan.since_check
+        if names and is_first and found.buffer.refill():
+            return False
         broken = [name for name in names if settling.is_assumed(name)]
-        if broken and not is_first:  # else they were prepared with other values, or are those of a trainer before this
+        if broken and not is_first:  # else they are those of a trainer before this
             plan.broken_promise = (
                 f"changed, and Config.assume_unchanged promises that they do not: {some(broken)}; take out what names"
                 " them there, as checkpoints since the last check may have older values of them"

@@ -54,6 +54,11 @@ class DetachedBuffer:
     is_free: bool = False
     is_filled: bool = False
 
+    @property
+    def has_shared_part(self) -> bool:
+        """Whether what slots share is in it."""
+        return self.is_filled or bool(self.held)
+
     def close(self) -> None:
         """Let go of the memory. Safe to call twice."""
         self.is_free = False  # first: an exception may come in between
@@ -112,7 +117,7 @@ class StagingBuffer:
             self.segment.touch(nbytes)
             self._published = PublishedSlots(self.segment, slots)
             self._set_up(adopted.held if adopted is not None else (), fixed)
-            self._is_filled = adopted is not None and (adopted.is_filled or bool(adopted.held))
+            self._is_filled = self._is_inherited = adopted is not None and adopted.has_shared_part
             self._was_published = bool(self._published.publications())
             client.describe(self.number, self.layout, timeout)
             detached[:] = [each for each in detached if each is not adopted]
@@ -227,6 +232,14 @@ class StagingBuffer:
         if self._is_filled and not self._shared.is_filled:  # by a trainer before this one
             self._shared.recognize(threads)
         return self._shared.changed(tensors, threads, which) if self._shared.is_filled else ()
+
+    def refill(self) -> bool:
+        """Have what slots share copied anew by the next ``copy``: it was prepared, with other values, and nothing was
+        saved. False: somebody else may read it.
+        """
+        may = self.is_unused and not self._is_inherited and not self._was_published
+        self._is_filled = self._is_filled and not may
+        return may
 
     def unchanged(self, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> list[int]:
         """The numbers of the tensors that are as in the last durable save, as far as its image is still there."""

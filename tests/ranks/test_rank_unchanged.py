@@ -91,6 +91,21 @@ def test_with_constant_structure_there_is_a_promise(tmp_path: Path) -> None:
     _check_each(root, tmp_path)
 
 
+def _prepared(root: str, config: Config) -> None:
+    """As what is trained on is loaded after the memory was taken."""
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.prepare(zeros_like(_state(0)))
+        for step in (1, 2):
+            checkpointer.save(step, _state(step)).result(60)
+
+
+def test_what_is_promised_may_come_after_it_was_prepared(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    run(2, _prepared, root, replace(CONSTANT, assume_unchanged=("base", "expert.0")), folder=tmp_path)
+    for step in (1, 2):
+        run(2, _check, root, step, folder=tmp_path)
+
+
 def _check_each(root: str, folder: Path) -> None:
     for step in range(1, _SAVES + 1):
         run(2, _check, root, step, folder=folder)
