@@ -184,8 +184,7 @@ class Config:
             "rewrite_unchanged_every": self.rewrite_unchanged_every >= 1,
             "check_unchanged_every": self.check_unchanged_every >= 1,
             "assume_unchanged": not isinstance(self.assume_unchanged, str)
-            and all(isinstance(each, str) for each in self.assume_unchanged)
-            and (self.link_unchanged or not self.assume_unchanged),
+            and all(isinstance(each, str) for each in self.assume_unchanged),
             "local_keep_last": self.local_keep_last >= 1,
             "upload_every": self.upload_every is None or (self.upload_every >= 1 and self.local_root is not None),
             "failure": self.failure in get_args(Failure),

@@ -58,6 +58,12 @@ def is_data(name: str) -> bool:
     return _DATA_NAME.fullmatch(name) is not None
 
 
+def place_of_data(name: str) -> tuple[int, int]:
+    """The rank that has written a data file of that ``name``, and its number among those of the rank; (-1, 0): none."""
+    match = _DATA_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else (-1, 0)
+
+
 def data_of_rank(names: Iterable[str], rank: int) -> list[str]:
     """The data files of ``rank`` among ``names``, in the order of their numbers."""
     found = ((int(match[2]), match[0]) for match in map(_DATA_NAME.fullmatch, names) if match and int(match[1]) == rank)

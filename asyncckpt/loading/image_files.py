@@ -40,6 +40,10 @@ class ImageFiles(ABC):
         """
         return self._constant(self.held.layout.metadata)
 
+    def has(self, name: str) -> bool:
+        """Whether one of its data files has that name."""
+        return any(each.name(self.held.request.rank) == name for each in self.held.layout.data_files)
+
     def file(self, number: int) -> ChecksummedFile:
         """The data file of that ``number``. Raises as ``metadata``."""
         held, layout = self.held, self.held.layout

@@ -23,9 +23,10 @@ from asyncckpt.loading.source import StorageSource
 from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.shm.slot_locks import Readers, lease
 from asyncckpt.worker.held_image import ImageKey
-from asyncckpt.worker.segment_layout import DataFile
+from asyncckpt.worker.manifest import place_of_data
 from asyncckpt.worker.storage import step_folder, storage_for
 from asyncckpt.worker.storage.history import StoredStep, history
+from asyncckpt.worker.storage_meta import data_names_in
 from asyncckpt.worker.takeover import ReaderClient
 from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.write_request import WriteRequest
@@ -170,7 +171,6 @@ class MemorySource:
         self._holders: dict[TransferAddress, Holder] = {}
         self._held = ExitStack()
         self._metadata = b""
-        self._files: tuple[DataFile, ...] = ()
         self._opened: list[tuple[BytesFrom, ChecksummedFile]] = []
 
     @property
@@ -179,7 +179,7 @@ class MemorySource:
 
     def prepare(self) -> None:
         """Learn what the checkpoint is made of, on all ranks together. Raises as ``open``."""
-        self._metadata, self._files = from_first(self._first_image, self._ranks)
+        self._metadata = from_first(self._first_metadata, self._ranks)
 
     def choose_again(self) -> bool:
         """Leave out what some rank could not load, on all ranks together. Returns whether there is anything else, or
@@ -204,15 +204,14 @@ class MemorySource:
         return self._metadata
 
     def data_files(self) -> list[str]:
-        return [each.name(rank) for rank in range(self.request.world_size) for each in self._files]
+        return data_names_in(self._metadata)  # the ranks need not have as many
 
     def open(self, name: str) -> ChecksummedFile:
         """As ``Source.open``. Raises ``CheckpointNotFoundError`` where the file is out of reach."""
         request = self.request
-        places = {each.name(rank): (rank, each.number) for rank in range(request.world_size) for each in self._files}
-        rank, number = places.get(name, (-1, 0))
+        rank, number = place_of_data(name)
         image = self._image(rank)
-        if image is not None:
+        if image is not None and image.has(name):
             origin: BytesFrom = "peer" if isinstance(image, FetchedImage) else "memory"
             return self._noted(origin, image.file(number))
         if storage_for(request.path).is_finalized(request.path, request.attempt):
@@ -240,13 +239,13 @@ class MemorySource:
         self._opened.append((origin, file))
         return file
 
-    def _first_image(self) -> tuple[bytes, tuple[DataFile, ...]]:
+    def _first_metadata(self) -> bytes:
         image = self._image(0)
         if image is None:
             raise CheckpointNotFoundError(
                 "the image of the first rank is held no more", path=self.request.path, step=self.request.step
             )
-        return image.metadata(), image.held.layout.data_files
+        return image.metadata()
 
     def _image(self, rank: int) -> ImageFiles | None:
         """That of a rank of the job that has saved; None where nobody holds it who can be reached."""

@@ -231,8 +231,8 @@ MUTATIONS = (
     Mutation(
         "memory stays pinned when its worker dies",
         _BUFFER,
-        "pinned=self._pinned)",
-        "pinned=None)",
+        "pinned=self._pinned, is_filled",
+        "pinned=None, is_filled",
         f"{_MEMORY}::test_it_stays_pinned_when_the_worker_dies",
     ),
     Mutation(
