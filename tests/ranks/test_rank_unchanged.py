@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.plans import counting_plans
-from support.ranks import CONSTANT, QUICK, run
+from support.ranks import CONSTANT, QUICK, Job, run
 from support.states import same, stock_load, zeros_like
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -125,3 +127,35 @@ def test_a_restarted_job_knows_what_had_settled(tmp_path: Path) -> None:
         2,
     ]  # what had settled was written once more, and linked, until it changed
     run(2, _check, root, 6, folder=tmp_path)
+
+
+def _uneven(step: int) -> dict[str, Any]:
+    """Of which the first rank has much that does not change, and the second nothing."""
+    rank = dist.get_rank()
+    return {
+        f"expert.{rank}": torch.full((_ELEMENTS,), float(step * rank)),
+        f"own.{rank}": torch.full((9,), float(step)),
+    }
+
+
+def _save_and_die(root: str) -> None:
+    checkpointer = Checkpointer(root, QUICK)
+    for step in (1, 2, 3):
+        checkpointer.save(step, _uneven(step)).result(60)
+        dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _load(root: str) -> tuple[int, str]:
+    with Checkpointer(root, QUICK) as checkpointer:
+        found = checkpointer.load(loaded := zeros_like(_uneven(0)))
+        assert same(loaded, _uneven(3)) and checkpointer.loaded is not None
+        return found, checkpointer.loaded.source
+
+
+def test_ranks_with_different_files_are_loaded_from_memory(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    Job(2, _save_and_die, root, folder=tmp_path).wait()
+    names = {each.name for each in Path(step_folder(root, 3)).glob("*.distcp")}
+    assert names == {"__0_0.distcp", "__0_1.distcp", "__1_0.distcp"}
+    assert run(2, _load, root, folder=tmp_path) == [(3, "memory")] * 2
