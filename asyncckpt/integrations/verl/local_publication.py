@@ -62,6 +62,9 @@ class LocalPublication:
         told = actors.all_gather((version, None if publisher is None else self._last))
         # Begun anew where some of them are new, or have not heard how the last sync ended: they must be of one mind.
         if publisher is None or any(last is None or last != self._last for _, last in told):
+            if self._actors is not None and self._actors.rank != actors.rank:
+                self.withdraw()
+            actors.all_gather(None)  # else one may begin as a rank that another has not left yet
             publisher = self._begin(actors, host, key)
         published = publisher.publish(weights, told[0][0], dtype=dtype, roll_back=True)
         self._last = published.version, published.epoch
