@@ -50,8 +50,13 @@ def _round(
 ) -> tuple[str, list[str]]:
     deed = choice.choice(_DEEDS) if len(good) > 2 else "nothing"
     victim = good[-1] if good and choice.random() < 0.7 else choice.choice(good or [0])
-    sharing = _sharing(root, victim, good) if deed in ("flip", "cut") else [victim]
-    doer = threading.Thread(target=_do, args=(deed, root, victim, choice.choice([0.0, choice.uniform(0, _LATEST_S)])))
+    file = None if deed == "nothing" else _most_shared(root, victim)
+    inode = 0 if file is None else file.stat().st_ino
+    sharing = [victim]
+    if deed in ("flip", "cut"):
+        sharing = [each for each in good if inode in _inodes(root, each)]
+    late = choice.choice([0.0, choice.uniform(0, _LATEST_S)])
+    doer = threading.Thread(target=_do, args=(deed, root, victim, file, late))
     is_before = choice.random() < 0.5
     doer.start()
     if is_before:
@@ -64,8 +69,7 @@ def _round(
     for each in sharing if deed in ("flip", "cut") else ():
         if os.path.exists(step_folder(root, each)) and not verify(step_folder(root, each)).damages:
             losses.append(f"verify has not found: {deed} of step {victim}, in step {each}")
-    damaged = {facts.st_ino for each in sharing for facts in _files(root, each)} if deed in ("flip", "cut") else set()
-    shares = any(facts.st_ino in damaged for facts in _files(root, step))
+    shares = deed in ("flip", "cut") and inode in _inodes(root, step)
     if shares and is_before:
         losses.append(f"step {step} was linked to step {victim} after a {deed}")
     if not shares:  # else it was linked a moment before
@@ -81,22 +85,19 @@ def _round(
     return f"links: {deed}", losses
 
 
-def _files(root: str, step: int) -> list[os.stat_result]:
-    return [each.stat() for each in Path(step_folder(root, step)).glob("*.distcp")]
+def _inodes(root: str, step: int) -> set[int]:
+    return {each.stat().st_ino for each in Path(step_folder(root, step)).glob("*.distcp")}
 
 
-def _sharing(root: str, victim: int, good: list[int]) -> list[int]:
-    """The steps that have the file of ``victim`` that is shared most."""
-    inode = max(_files(root, victim), key=lambda facts: facts.st_nlink).st_ino
-    return [step for step in good if any(facts.st_ino == inode for facts in _files(root, step))]
+def _most_shared(root: str, step: int) -> Path:
+    return max(Path(step_folder(root, step)).glob("*.distcp"), key=lambda file: file.stat().st_nlink)
 
 
-def _do(deed: str, root: str, victim: int, after_s: float) -> None:
+def _do(deed: str, root: str, victim: int, file: Path | None, after_s: float) -> None:
     time.sleep(after_s)
     folder = Path(step_folder(root, victim))
-    if deed == "nothing":
+    if file is None:
         return
-    file = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_nlink)
     match deed:
         case "remove":
             shutil.rmtree(folder)

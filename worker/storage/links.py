@@ -5,6 +5,7 @@ All raise ``OSError``: whoever calls says what was being done.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -28,6 +29,21 @@ def facts_of(facts: os.stat_result) -> tuple[int, ...]:
     if not stat.S_ISREG(facts.st_mode):
         return ()
     return facts.st_dev, facts.st_ino, facts.st_uid, facts.st_size, facts.st_mtime_ns
+
+
+def recorded(name: str, folder: int) -> tuple[int, ...]:
+    """The facts of the file ``name`` in the open ``folder``, by which each later change of it is seen.
+
+    The kernel's times go by ticks of some milliseconds: what changes it in the tick in which it was written would leave
+    it the same time. So it gets one that is none of the kernel's.
+    """
+    facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if facts.st_nlink == 1:  # else it was recorded before it was linked
+        with contextlib.suppress(OSError):
+            times = facts.st_atime_ns, facts.st_mtime_ns - 1
+            os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
+            facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    return facts_of(facts)
 
 
 def link_file(path: str, facts: tuple[int | str, ...], folder: int, name: str) -> bool:

@@ -28,7 +28,7 @@ from asyncckpt.worker.storage.file_system import (
     sync_folder,
     translated,
 )
-from asyncckpt.worker.storage.links import facts_of, link_file
+from asyncckpt.worker.storage.links import link_file, recorded
 from asyncckpt.worker.storage.local_file import LocalFile
 from asyncckpt.worker.storage.renames import exchange, rename, rename_new, set_aside
 from asyncckpt.worker.storage.storage import LinkSource, OpenAttempt, exists_error
@@ -134,7 +134,7 @@ class PartialFolder(_Partial):
 
     def link_source(self, name: str) -> LinkSource:
         with translated("looking at a file", os.path.join(self.path, name)):
-            facts = facts_of(os.stat(name, dir_fd=self._fd, follow_symlinks=False))
+            facts = recorded(name, self._fd)
         return LinkSource(os.path.join(self._final, name), facts)
 
     def link(self, name: str, source: LinkSource) -> bool:

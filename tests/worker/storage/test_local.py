@@ -192,3 +192,19 @@ def test_what_was_just_committed_is_not_removed(tmp_path: Path) -> None:
         (folder / "asyncckpt.json").write_bytes(manifest.encode())
     prune(str(tmp_path), 1, lambda step: step == 1)
     assert complete_steps(str(tmp_path)) == [1, 3]
+
+
+def test_what_was_changed_at_once_is_not_linked(tmp_path: Path) -> None:
+    """In the same tick of the kernel's clock, so that its time is that at which it was written."""
+    opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "a-1", 0)
+    put(opened, "__0_0.distcp", b"data")
+    path = f"{opened.path}/__0_0.distcp"
+    written = os.stat(path).st_mtime_ns
+    source = opened.link_source("__0_0.distcp")
+    with open(path, "r+b") as file:
+        file.write(b"D")
+    os.utime(path, ns=(written, written))
+    other = LocalStorage().begin_checkpoint(str(tmp_path / "other"), "b-1", 0)
+    assert not other.link("__0_0.distcp", source._replace(place=path))
+    opened.discard()
+    other.discard()
