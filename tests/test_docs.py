@@ -16,6 +16,7 @@ from support.pages import DOCS, HERE, TRAINING, Block, blocks, first_steps, page
 
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 _ENTRY = re.compile(r"^::: (\S+)$", re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _INTEGRATIONS = "asyncckpt.integrations"
 
 
@@ -187,6 +188,20 @@ def _texts() -> Iterator[str]:
                     yield "".join(str(each.value) if isinstance(each, ast.Constant) else "\0" for each in node.values)
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield node.value
+
+
+def test_links_and_pictures_are_there() -> None:
+    """Whatever is written between brackets and is no address: mkdocs finds it too, but only where the site is built."""
+    names = subprocess.check_output(["git", "ls-files"], cwd=HERE, text=True).splitlines()
+    known = {(HERE / name).resolve() for name in names}
+    known |= {folder for path in known for folder in path.parents}
+    lost = [
+        f"{page.relative_to(HERE)}: {link}"
+        for page in pages()
+        for link in _LINK.findall(page.read_text())
+        if "://" not in link and (page.parent / link).resolve() not in known
+    ]
+    assert not lost
 
 
 def test_what_builds_the_site_says_how_it_is_used() -> None:
