@@ -1,6 +1,6 @@
 """The layout of an image: which byte of its data files stands where.
 
-A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.save`` writes it (a zip with
+A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.load`` reads it (a zip with
 the tensor's bytes, its *payload*, in the middle), an object as pickled bytes with more reserved behind them. Between
 saves with the same structure only payloads and objects differ; all else, the *envelopes* and all offsets, is constant.
 """
@@ -23,9 +23,9 @@ from torch.serialization import skip_data
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.segment import PAGE, refusal, round_up
-from asyncckpt.worker.archive import LOCAL_BYTES, record_at
+from asyncckpt.worker.archive import around
 
-# What torch.save aligns a payload to, from the start of its zip; enough for every dtype.
+# What a payload is aligned to, from the start of its zip, as by torch.save; enough for every dtype.
 _ALIGNMENT = 64
 # Payloads from this size on begin on a page of the file: a reader may then read them past the page cache, in place.
 PAGE_ALIGNED_FROM = 1 << 20
@@ -33,10 +33,10 @@ PAGE_ALIGNED_FROM = 1 << 20
 
 @functools.lru_cache(maxsize=65536)
 def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What ``torch.save`` puts before and behind the bytes of a contiguous CPU tensor, whatever its values."""
-    # The zip is written with zeros in the place of the data. The checksum in it is not that of the real bytes, but
-    # torch.load never looks at it. The tensor, and the zip, are memory files full of holes, however many gigabytes they
-    # have: torch seeks over the payload. (A fake tensor would need no memory, but 1.3 s to import what makes it.)
+    """What stands before and behind the bytes of a contiguous CPU tensor, whatever its values."""
+    # The pickle is that of torch.save, of a tensor with zeros in the place of the data. Tensor and zip are memory files
+    # full of holes, however many gigabytes they have: torch seeks over the payload. (A fake tensor would need no
+    # memory, but 1.3 s to import what makes it.)
     nbytes = math.prod(shape) * dtype.itemsize
     strides = torch.empty(shape, device="meta").stride()
     try:
@@ -47,12 +47,9 @@ def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]
                 torch.save(tensor, file)
             file.flush()
             with zipfile.ZipFile(file) as archive:
-                (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-            header = os.pread(file.fileno(), LOCAL_BYTES, record.header_offset)
-            payload_at = record.header_offset + record_at(header)[1]
-            end = os.fstat(file.fileno()).st_size
-            before = os.pread(file.fileno(), payload_at, 0)
-            return before, os.pread(file.fileno(), end - payload_at - nbytes, payload_at + nbytes)
+                (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+                # torch.load never looks at the checksum of the payload, so it need not be right.
+                return around(archive.read(pickled), nbytes, _ALIGNMENT)
     except OSError as error:
         raise OutOfMemoryError(
             f"no memory file of {nbytes:,} bytes, to see how torch saves a tensor: {refusal(error)}"
