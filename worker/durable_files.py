@@ -16,7 +16,6 @@ from operator import and_, eq, sub
 
 from asyncckpt.worker.storage.storage import LinkSource
 
-_DIGEST_BYTES = 16
 # Where less than that could be linked, nobody is told.
 _LEAST_BYTES = 1 << 20
 

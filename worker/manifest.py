@@ -36,6 +36,7 @@ _DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
 _LONGEST_S = 1e12  # also of moments, in seconds since the epoch
 _SHORT_BYTES = 240
+DIGEST_BYTES = 16
 _MOST_BYTES, _MOST_RANKS = 1 << 63, 10_000_000
 # What a text raises that is no manifest, or no index, in one of many ways.
 _NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -86,7 +87,7 @@ def checksum(data: bytes | memoryview) -> int:
 
 
 def digest_of(data: memoryview) -> bytes:
-    """XXH3, 128 bits, 16 bytes of it."""
+    """XXH3, 128 bits: ``DIGEST_BYTES``."""
     return xxhash.xxh3_128_digest(data)
 
 

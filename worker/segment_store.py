@@ -22,7 +22,7 @@ from asyncckpt.shm.slot_locks import Readers, lease, reopen
 from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker import endpoint_messages
 from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
-from asyncckpt.worker.manifest import checksum
+from asyncckpt.worker.manifest import checksum, digest_of
 from asyncckpt.worker.memory import GIVE_BACK_S, HINT, take_memory
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, SegmentLayout, WeightsLayout
 from asyncckpt.worker.write_request import WriteRequest
@@ -102,19 +102,17 @@ class _ImageRecord:
         return ImageKey(self.request.attempt, self.request.rank)
 
 
-def _checksums(
+def _spans(
     hosted: HostedSegment, layout: CheckpointLayout, slot: int, first: int = 0, last: int | None = None
-) -> array[int]:
-    """Those of the spans from ``first`` up to ``last`` (None: all) of the image in ``slot``, made anew."""
-    found = array("Q")
+) -> Iterator[memoryview]:
+    """Those from ``first`` up to ``last`` (None: all) of the image in ``slot``."""
     before = 0
     for file in layout.data_files:
         begin = min(max(first - before, 0), file.checksums)
         end = file.checksums if last is None else min(max(last - before, 0), file.checksums)
         bounds, data = hosted.region(file.spans).cast("Q")[begin : end + 1], hosted.region(layout.data(slot, file))
-        found.extend(checksum(data[start:stop]) for start, stop in pairwise(bounds))
+        yield from (data[start:stop] for start, stop in pairwise(bounds))
         before += file.checksums
-    return found
 
 
 class LeasedImage:
@@ -128,11 +126,10 @@ class LeasedImage:
         self.segment = hosted.segment
         self._hosted, self._lease = hosted, lease
 
-    def checksums(self, first: int, last: int) -> array[int]:
-        """Those of the spans from ``first`` up to ``last``."""
-        if self.held.checksums:
-            return array("Q", self.held.checksums)[first:last]
-        return _checksums(self._hosted, self.held.layout, self.held.request.slot, first, last)
+    def digests(self, first: int, last: int) -> bytes:
+        """Those of the spans from ``first`` up to ``last``, one after the other."""
+        spans = _spans(self._hosted, self.held.layout, self.held.request.slot, first, last)
+        return b"".join(map(digest_of, spans))
 
     def close(self) -> None:
         """End the lease. To be called once."""
@@ -368,7 +365,7 @@ class SegmentStore:
         hosted = self._hosted[image.request.segment]
         checksums, layout = image.checksums, image.layout
         if checksums is None and with_checksums:  # not written yet, or writing failed
-            checksums = _checksums(hosted, layout, image.request.slot)
+            checksums = array("Q", (checksum(span) for span in _spans(hosted, layout, image.request.slot)))
             image.checksums = checksums  # whole: somebody else may ask meanwhile
         return HeldImage(
             image.request,

@@ -1,7 +1,7 @@
 """Copies: the memory in which a worker keeps images of other hosts' ranks, two for each rank and structure.
 
-One holds the last step that all ranks have copies of, or is being read; the next image goes to the other. Segments are
-laid out as those they are copies of, but for their slots.
+One holds the last step that all ranks have copies of, or is being read; the next image goes to the other, and takes
+from the first what has not changed. Segments are laid out as those they are copies of, but for their slots.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.slot_locks import Claims, Readers
@@ -27,13 +27,15 @@ class _CopySegment:
     claims: Claims
     saves: list[int]
     """What is in each slot: the number of a save; 0: nothing; of what was taken over, -1 is the newest."""
+    digests: list[bytes] = field(default_factory=lambda: [b""] * COPY_SLOTS)
+    """Of the spans in each slot, one after the other; empty: nobody knows."""
 
 
 class Incoming:
     """A slot that an image is being copied to, in the segment of that ``number``, laid out as ``layout``."""
 
     def __init__(self, owner: Copies, segment: _CopySegment, slot: int, held: HeldImage) -> None:
-        self._owner, self._segment, self._slot = owner, segment, slot
+        self._owner, self._segment = owner, segment
         first = held.layout.slots[0]
         slots = tuple(first + number * held.layout.data_bytes for number in range(COPY_SLOTS))
         self.layout: CheckpointLayout = replace(held.layout, slots=slots)
@@ -46,10 +48,17 @@ class Incoming:
         found = (self.memory[region.offset : region.offset + region.nbytes] for region in regions)
         return tuple(map(checksum, found)) == self.source.constants
 
-    def finish(self, checksums: array[int]) -> None:
-        """All of it is here, and has these ``checksums``: it is held from now on."""
+    @property
+    def last(self) -> tuple[int, bytes]:
+        """The slot of the image that was copied before, and the digests of its spans; empty: nobody knows them."""
+        slot = 1 - self.slot
+        return slot, self._segment.digests[slot]
+
+    def finish(self, digests: bytes, checksums: array[int]) -> None:
+        """All of it is here, and its spans have these ``digests`` and ``checksums``: it is held from now on."""
         held = replace(self.source, checksums=checksums.tobytes())
-        self._owner.add(self._segment, self._slot, self.layout, held)
+        self._owner.add(self._segment, self.slot, self.layout, held)
+        self._segment.digests[self.slot] = digests
 
 
 class Copies:
@@ -112,6 +121,7 @@ class Copies:
         incoming = Incoming(self, segment, slot, held)
         # With other constants what is in the other slot could not be read any more.
         for gone in [slot] if incoming.has_constants() else range(COPY_SLOTS):
+            segment.digests[gone] = b""
             self._store.copy_begun(segment.number, gone)
         self._store.hosted(segment.number).slots.take(slot, request.save_id)
         return incoming

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from array import array
 from types import TracebackType
 
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.worker.held_image import HeldImage, ImageKey
+from asyncckpt.worker.manifest import DIGEST_BYTES
 from asyncckpt.worker.transfer import requests
 from asyncckpt.worker.transfer.kinds import transport_named
 from asyncckpt.worker.transfer.requests import TransferAddress
@@ -123,14 +123,9 @@ class Holder:
             self._pinger.join()
         self._kind.close()
 
-    def checksums(self, lease: str, first: int, last: int) -> array[int]:
-        """As of ``RemoteImage``, of the one with that ``lease``."""
-        answer = self._ask(requests.AskChecksums(lease, first, last))
-        return array("Q", answer.checksums if isinstance(answer, requests.Checksums) else b"")
-
-    def digests(self, lease: str, first: int, seconds: float) -> bytes | None:
-        """As of ``RemoteVersion``, of the one with that ``lease``."""
-        answer = self._ask(requests.AskDigests(lease, first, seconds))
+    def digests(self, question: requests.AskImageDigests | requests.AskVersionDigests) -> bytes | None:
+        """The answer to that."""
+        answer = self._ask(question)
         return answer.digests if isinstance(answer, requests.Digests) else None
 
     def release(self, remote: _Remote, lease: str) -> None:
@@ -215,9 +210,12 @@ class RemoteImage(_Remote):
         super().__init__(holder, opened.lease, reading)
         self.held: HeldImage = opened.held
 
-    def checksums(self, first: int, last: int) -> array[int]:
+    def digests(self, first: int, last: int) -> bytes:
         """Those of the spans from ``first`` up to ``last``. Raises ``OSError``."""
-        return self._holder.checksums(self._lease, first, last)
+        digests = self._holder.digests(requests.AskImageDigests(self._lease, first, last))
+        if digests is None or len(digests) != (last - first) * DIGEST_BYTES:
+            raise ConnectionAbortedError("who holds this image gave no digests of it")
+        return digests
 
 
 class RemoteVersion(_Remote):
@@ -232,7 +230,7 @@ class RemoteVersion(_Remote):
 
         Raises ``OSError``, also where it will never be whole there.
         """
-        digests = self._holder.digests(self._lease, first, seconds)
+        digests = self._holder.digests(requests.AskVersionDigests(self._lease, first, seconds))
         if digests is None:
             raise ConnectionAbortedError("who was to pass this version on has given it up")
         return digests

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.worker.manifest import DIGEST_BYTES, digest_of
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.transfer.holder import Holder, RemoteVersion
 from asyncckpt.worker.transfer.locator import Locator
@@ -27,7 +28,7 @@ from asyncckpt.worker.transfer.mirror_buffer import MirrorBuffer
 from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.server import TransferServer
 from asyncckpt.worker.transfer.sockets import CONNECTIONS
-from asyncckpt.worker.transfer.versions import DIGEST_BYTES, SPAN_BYTES, VersionImage, digest_of
+from asyncckpt.worker.transfer.versions import SPAN_BYTES, VersionImage
 
 logger = logging.getLogger(__name__)
 

@@ -11,22 +11,20 @@ import logging
 import pickle
 import threading
 import time
-from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from queue import SimpleQueue
 
-from asyncckpt.errors import CheckpointError, DamagedCheckpointError, SaveDroppedError
-from asyncckpt.worker.held_image import CopiedRank, HeldImage, ImageKey
-from asyncckpt.worker.manifest import checksum
+from asyncckpt.errors import CheckpointError, SaveDroppedError
+from asyncckpt.worker.held_image import CopiedRank, ImageKey
 from asyncckpt.worker.messages import Rendezvous, Replicated
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.store_connection import Patience
-from asyncckpt.worker.transfer.copies import Copies, Incoming
-from asyncckpt.worker.transfer.holder import Holder, RemoteImage
+from asyncckpt.worker.transfer.copies import Copies
+from asyncckpt.worker.transfer.holder import Holder
+from asyncckpt.worker.transfer.image_copy import ImageCopy, RateLimit
 from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.sockets import CONNECTIONS
 from asyncckpt.worker.write_request import WriteRequest
@@ -35,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 _KIND = "replicated"
 _ADDRESS = "serves"
-# What is fetched at once, by one of some threads.
-_CHUNK_BYTES = 16 << 20
 # How long the holder waits for the next image before it says that there is none; and a puller before it tries again.
 _NEXT_S = 3.0
 _PAUSE_S = 0.5
@@ -73,7 +69,7 @@ class Replicator:
         """
         self.copies = Copies(segment_store)
         self._rendezvous, self._timeout = rendezvous, timeout
-        self._transport, self._limit, self._send = transport, _Limit(rate), send
+        self._transport, self._limit, self._send = transport, RateLimit(rate), send
         self._rounds = Rounds(rendezvous, timeout, Patience(timeout))
         self._outcomes = Rounds(rendezvous, timeout, Patience(timeout))
         self._lock = threading.Condition()
@@ -165,7 +161,7 @@ class Replicator:
                 return
             try:
                 incoming = self.copies.begin(image.held)
-                incoming.finish(_copy(image, incoming, pool, self._limit))
+                incoming.finish(*ImageCopy(image, incoming, self._limit).run(pool))
             except CheckpointError as error:
                 logger.warning("save %d of rank %d is not copied: %s", request.save_id, key.rank, error)
                 self._rounds.fail_soon(round_name(_KIND, request.save_id), error, self._timeout)
@@ -305,69 +301,3 @@ class _Puller:
                         self._fetch(holder, key, pool)
                     except FileNotFoundError:  # it was overwritten just before
                         continue
-
-
-class _Limit:
-    """Lets threads go on at a rate, in bytes a second; None: at any."""
-
-    def __init__(self, rate: float | None) -> None:
-        self._rate = rate
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes may be fetched."""
-        if self._rate is not None:
-            with self._lock:
-                at = max(self._free_at, time.monotonic())
-                self._free_at = at + nbytes / self._rate
-            time.sleep(max(0.0, at - time.monotonic()))
-
-
-def _copy(image: RemoteImage, incoming: Incoming, pool: ThreadPoolExecutor, limit: _Limit) -> array[int]:
-    """Bring all of an image to where it is kept, each span checked. Returns the checksums.
-
-    Raises ``OSError``, ``DamagedCheckpointError``.
-    """
-    held, memory = image.held, incoming.memory
-    if not incoming.has_constants():
-        for region in held.layout.constants():
-            image.read(region.offset, memory[region.offset : region.offset + region.nbytes])
-    offset = incoming.layout.slots[incoming.slot] - held.layout.slots[held.request.slot]
-
-    def fetch(chunk: _Chunk) -> array[int]:
-        begin, bounds, first = chunk
-        into = memory[begin + offset + bounds[0] : begin + offset + bounds[-1]]
-        limit.wait(len(into))
-        image.read(begin + bounds[0], into)
-        checksums = image.checksums(first, first + len(bounds) - 1)
-        for (start, end), expected in zip(pairwise(bounds), checksums, strict=True):
-            if checksum(into[start - bounds[0] : end - bounds[0]]) != expected:
-                raise DamagedCheckpointError("an image did not arrive as it was sent", path=held.request.path)
-        return checksums
-
-    found = array("Q")
-    for checksums in pool.map(fetch, _chunks(held, memory)):
-        found.extend(checksums)
-    return found
-
-
-_Chunk = tuple[int, list[int], int]
-
-
-def _chunks(held: HeldImage, memory: memoryview) -> Iterator[_Chunk]:
-    """Spans that are fetched at once: where their file begins in the segment, their bounds there, and the number of the
-    first.
-    """
-    before = 0
-    for file in held.layout.data_files:
-        words = memory[file.spans.offset : file.spans.offset + file.spans.nbytes].cast("Q")
-        begin, bounds = held.layout.data(held.request.slot, file).offset, words.tolist()
-        first = 0
-        while first < file.checksums:
-            last = first + 1
-            while last < file.checksums and bounds[last + 1] - bounds[first] <= _CHUNK_BYTES:
-                last += 1
-            yield begin, bounds[first : last + 1], before + first
-            first = last
-        before += file.checksums

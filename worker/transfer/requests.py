@@ -4,11 +4,11 @@ Any number of connections may stand between the two.
 
     reader  OpenImage                 let me read this one
     holder  Opened                    under a lease that ends with this connection      (or NotHeld)
-    reader  AskChecksums              of some spans of it
-    holder  Checksums
+    reader  AskImageDigests           of some spans of it
+    holder  Digests
     reader  OpenVersion               let me read what you have published as that version, or are just getting yourself
     holder  OpenedVersion             under a lease as above                            (or NotHeld)
-    reader  AskDigests                of those of its spans that are there
+    reader  AskVersionDigests         of those of its spans that are there
     holder  Digests                   of at least one, or of none after some seconds; or it will never be whole
     reader  CloseImage                I have what I need of it
     reader  ReadBytes                 of an image that is open, on this connection or another one
@@ -70,19 +70,12 @@ class CloseImage:
 
 
 @dataclass(frozen=True)
-class AskChecksums:
+class AskImageDigests:
     """Of the spans from ``first`` up to ``last`` of an image that is open."""
 
     lease: str
     first: int
     last: int
-
-
-@dataclass(frozen=True)
-class Checksums:
-    """``checksums``: unsigned 64-bit numbers."""
-
-    checksums: bytes
 
 
 @dataclass(frozen=True)
@@ -149,7 +142,7 @@ class OpenedVersion:
 
 
 @dataclass(frozen=True)
-class AskDigests:
+class AskVersionDigests:
     """Of the spans of a version that is open, from ``first`` on. ``seconds``: to wait for one to be there."""
 
     lease: str

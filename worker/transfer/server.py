@@ -151,13 +151,13 @@ class TransferServer:
                     with _heard(peer):
                         answer = self._open(peer, key, transport, with_checksums)
                     peer.send(answer)
-                case requests.AskChecksums(name, first, last):
+                case requests.AskImageDigests(name, first, last):
                     with self._used(name) as leased:
-                        found = leased.checksums(first, last).tobytes() if isinstance(leased, LeasedImage) else b""
-                        peer.send(requests.Checksums(found))
+                        found = leased.digests(first, last) if isinstance(leased, LeasedImage) else None
+                        peer.send(requests.Digests(found))
                 case requests.OpenVersion(epoch, version, transport):
                     peer.send(self._open_version(peer, epoch, version, transport))
-                case requests.AskDigests(name, first, seconds):
+                case requests.AskVersionDigests(name, first, seconds):
                     with self._used(name) as leased:
                         digests = leased.image.digests(first, seconds) if isinstance(leased, LeasedVersion) else None
                         peer.send(requests.Digests(digests))

@@ -12,26 +12,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-import xxhash
-
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.shm.slot_locks import lease
 from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.worker.manifest import DIGEST_BYTES, digest_of
 from asyncckpt.worker.segment_layout import Region, WeightsLayout
 from asyncckpt.worker.segment_store import HostedSegment, SegmentStore
 
 SPAN_BYTES = 256 << 10
-DIGEST_BYTES = 16
 # Digests that are told at once, of some 64 MiB: those of whole images are made when they are first asked for.
 _AT_ONCE = 256
 # How often it is looked what the trainer has published: it tells its readers, and nobody else.
 _LOOK_S = 0.01
-
-
-def digest_of(data: memoryview) -> bytes:
-    """The digest of a span, XXH3 of 128 bits."""
-    return xxhash.xxh3_128_digest(data)
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[Region, ...]:

@@ -44,7 +44,7 @@ def _copy(source: SegmentStore, copies: Copies, save_id: int) -> int:
         incoming.memory[region.offset : region.offset + region.nbytes] = memory[region.offset :][: region.nbytes]
     begin, its = incoming.layout.slots[incoming.slot], held.layout.slots[0]
     incoming.memory[begin : begin + NBYTES] = memory[its : its + NBYTES]
-    incoming.finish(array("Q", held.checksums))
+    incoming.finish(b"", array("Q", held.checksums))
     return incoming.slot
 
 
