@@ -134,8 +134,7 @@ class Rounds:
             if also is not None and (failure := self._failure(self._keys(also))) is not None:
                 raise failure
             self._check_missing(keys, timeout if left <= slice_s else None, lost)
-        self._call(lambda store: store.remove(f"{keys}/reports"))
-        if (failure := self._failure(keys)) is not None:
+        if ENDS in reports and (failure := self._failure(keys)) is not None:
             raise failure
         return [self._opened(f"{keys}/value/{rank}", reports.get(rank, b"")) for rank in range(every)]
 
@@ -217,13 +216,10 @@ class Rounds:
         keys = self._keys(round_name(kind, number))
         old = self._keys(round_name(kind, number - keep))
 
-        def send(store: StoreClient) -> None:
-            store.remove(f"{keys}/reports")
-            if number > keep:
-                for part in ("failure", "outcome", "reports"):
-                    store.remove(f"{old}/{part}")
-
-        self._call(send)
+        gone = [f"{keys}/reports"]
+        if number > keep:
+            gone += [f"{old}/{part}" for part in ("failure", "outcome", "reports")]
+        self._call(lambda store: store.remove(*gone))
 
     def put(self, name: str, value: bytes) -> None:
         """Have all ranks find ``value`` under ``name`` and the number of this rank."""

@@ -109,9 +109,11 @@ class StoreClient:
             if left <= slice_s:
                 return None
 
-    def remove(self, key: str) -> None:
-        """Forget it."""
-        self._ask(Operation.REMOVE, key)
+    def remove(self, *keys: str) -> None:
+        """Forget them."""
+        self._send(b"".join(_request(Operation.REMOVE, key) for key in keys))
+        for _ in keys:
+            self._answer()
 
     def is_lost(self) -> bool:
         """Whether the other end has left while nobody asked for anything."""
@@ -128,8 +130,10 @@ class StoreClient:
     def _ask(
         self, operation: Operation, key: str, number: int = 0, value: bytes = b"", seconds: float = 0.0
     ) -> tuple[int, bytes]:
-        name = key.encode()
-        self._send(REQUEST.pack(operation, len(name), number, seconds, len(value)) + name + value)
+        self._send(_request(operation, key, number, value, seconds))
+        return self._answer()
+
+    def _answer(self) -> tuple[int, bytes]:
         found, nbytes = ANSWER.unpack(self._receive(ANSWER.size))
         return found, self._receive(nbytes)
 
@@ -294,6 +298,11 @@ class StoreConnection:
         return SaveTimeoutError(
             f"the worker of rank 0, which brings the ranks together, does not answer within {seconds:.1f} s", rank=0
         )
+
+
+def _request(operation: Operation, key: str, number: int = 0, value: bytes = b"", seconds: float = 0.0) -> bytes:
+    name = key.encode()
+    return REQUEST.pack(operation, len(name), number, seconds, len(value)) + name + value
 
 
 def _fields(payload: bytes) -> dict[int, bytes]:

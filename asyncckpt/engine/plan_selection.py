@@ -249,9 +249,7 @@ class PlanSelection:
         settling, is_first = plan.settling, found.buffer.is_unused
         plan.since_check += 1
         is_checked = is_first or plan.since_check >= self.config.check_unchanged_every
-        names = found.buffer.changed(
-            found.tensors, self.threads, lambda name: is_checked or not settling.is_assumed(name)
-        )
+        names = found.buffer.changed(found.tensors, self.threads, with_promised=is_checked)
         plan.since_check = 0 if is_checked else plan.since_check
         if names and is_first and found.buffer.refill():
             return False
@@ -307,7 +305,7 @@ class PlanSelection:
             least = group.ask_all("memory", number, allocate, lambda slots: [min(slots)] * len(slots))
             made[0].limit(least)
             tensors = wanted.capture(plan)
-            if made[0].changed(tensors, self.threads, lambda _: True):  # it was that of a trainer before this
+            if made[0].changed(tensors, self.threads):  # it was that of a trainer before this
                 made[0].close()
                 made[0] = self.buffers.make(wanted.key, plan, client)
             self.buffers.keep(wanted.key, made[0])

@@ -9,11 +9,13 @@ What has settled need not stand in each slot, either (``Settled.SHARED``): see `
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from itertools import starmap
 from operator import and_
 from typing import TypeAlias
@@ -32,6 +34,14 @@ _LEAST_BYTES, _LEAST_BYTES_PER_TENSOR = 1 << 20, 1 << 10
 _LONG = 8
 # To look at a tensor takes longer than to copy it, if it is smaller.
 _LEAST_SHARED = 64 << 10
+
+
+@functools.lru_cache(maxsize=16)
+def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """Whether a name is one of ``patterns``. It is asked in each save, for each name."""
+    are_names = {pattern for pattern in patterns if not any(map(pattern.__contains__, "*?["))}
+    matches = re.compile("|".join(map(translate, patterns))).match
+    return functools.lru_cache(maxsize=1 << 20)(lambda name: name in are_names or matches(name) is not None)
 
 
 @dataclass
@@ -78,7 +88,7 @@ class Settling:
 
     def is_assumed(self, name: str) -> bool:
         """Whether it is promised that the tensor of that name does not change."""
-        return any(fnmatchcase(name, pattern) for pattern in self.assumed)
+        return bool(self.assumed) and _matcher(self.assumed)(name)
 
     def without(self, names: Collection[str]) -> Settling:
         """The same, when the tensors of these ``names`` have changed. Where that comes soon, and again, nothing has

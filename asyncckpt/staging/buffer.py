@@ -168,7 +168,9 @@ class StagingBuffer:
             for offset in self._offsets if place < layout.slot_bytes else (shared_from,):
                 view[offset + place : offset + place + len(data)] = data
         self._stagers = [SlotStager(layout, self.segment, offset, layout.converted) for offset in self._offsets]
-        self._shared = SharedPart(layout, self.segment, self._shared_at) if layout.shared_bytes else None
+        self._shared: SharedPart | None = None
+        if isinstance(plan, CheckpointPlan) and layout.shared_bytes:
+            self._shared = SharedPart(layout, self.segment, self._shared_at, plan.settling.is_assumed)
 
     @property
     def is_unused(self) -> bool:
@@ -224,14 +226,14 @@ class StagingBuffer:
         return all(save is None or (save.is_written and save.copied.is_set()) for save in self.saves)
 
     def changed(
-        self, tensors: Sequence[torch.Tensor], threads: CopyThreads, which: Callable[[str], bool]
+        self, tensors: Sequence[torch.Tensor], threads: CopyThreads, *, with_promised: bool = True
     ) -> Sequence[str]:
         """The names of the tensors that do not change, as was thought, and have. Args: as of ``SharedPart.changed``."""
         if self._shared is None:
             return ()
         if self._is_filled and not self._shared.is_filled:  # by a trainer before this one
             self._shared.recognize(threads)
-        return self._shared.changed(tensors, threads, which) if self._shared.is_filled else ()
+        return self._shared.changed(tensors, threads, with_promised=with_promised) if self._shared.is_filled else ()
 
     def refill(self) -> bool:
         """Have what slots share copied anew by the next ``copy``: it was prepared, with other values, and nothing was

@@ -27,18 +27,22 @@ _UNIT_BYTES = 8 << 20
 class SharedPart:
     """What all slots of a staging buffer share. The methods are for one thread at a time."""
 
-    def __init__(self, layout: DataLayout, segment: Segment, offset: int) -> None:
+    def __init__(
+        self, layout: DataLayout, segment: Segment, offset: int, is_promised: Callable[[str], bool] = lambda _: False
+    ) -> None:
         """Nothing is in it yet.
 
         Args:
             layout: That of the image.
             segment: The memory; it cannot be unmapped until ``close``.
             offset: Where this begins in the segment, in bytes; its size is ``layout.shared_bytes``.
+            is_promised: Whether somebody has promised that the tensor of a name does not change.
         """
         self._begin = offset - layout.slot_bytes  # where an image would begin that had it in one piece
         self._layout, self._segment = layout, segment
         self._stager = SlotStager(layout, segment, self._begin, layout.converted, shared=True)
         self._numbers = self._stager.numbers
+        self._unpromised = [number for number in self._numbers if not is_promised(layout.specs[number].name)]
         self._digests: dict[_Piece, bytes] = {}
 
     @property
@@ -63,15 +67,14 @@ class SharedPart:
         self._digests = self._look(self._numbers, staged, threads)
 
     def changed(
-        self, tensors: Sequence[torch.Tensor], threads: CopyThreads, which: Callable[[str], bool] = lambda _: True
+        self, tensors: Sequence[torch.Tensor], threads: CopyThreads, *, with_promised: bool = True
     ) -> list[str]:
-        """The names of the tensors that are not as they are here; ``which`` says by its name whether one is looked at.
+        """The names of the tensors that are not as they are here; ``with_promised``: those are looked at, too.
 
         Args: ``tensors`` and ``threads`` as of ``fill``. Raises ``UnsavableStateError`` where one has no memory.
         """
         specs = self._layout.specs
-        numbers = [number for number in self._numbers if which(specs[number].name)]
-        found = self._look(numbers, tensors, threads)
+        found = self._look(self._numbers if with_promised else self._unpromised, tensors, threads)
         names = (specs[piece.number].name for piece, digest in found.items() if digest != self._digests[piece])
         return list(dict.fromkeys(names))
 
