@@ -30,7 +30,7 @@ class Config:
 
     slots: int | None = None
     """Images of the state held in shared memory, each as large as the state. With two, one save can be staged while
-    the one before is being written. None: two, or one if memory is short."""
+    the one before is being written. None: one, and another while saves overlap, if there is memory for it."""
 
     when_busy: WhenBusy = "wait"
     """If all slots have a save that is not committed: ``wait`` for one, ``skip`` this save, or take the place of the
@@ -350,7 +350,7 @@ _OPTIONS = {
         "the state keeps its structure from save to save: what was planned and taken for the first one is used for all,"
         " and the ranks do not compare notes before each (default: no)",
     ),
-    "slots": _Option("--async-ckpt-slots", int, "images of the state in memory (default: 2, or 1 if memory is short)"),
+    "slots": _Option("--async-ckpt-slots", int, "images of the state in memory (default: 1, or 2 while saves overlap)"),
     "when_busy": _Option(
         "--async-ckpt-when-busy", str, "when all slots are being written: wait, skip or latest (default: wait)"
     ),

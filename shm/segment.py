@@ -130,8 +130,9 @@ class Segment:
         """
         return _mapped(self.fileno(), self.nbytes, writable=True, shared=False)
 
-    def touch(self, end: int | None = None) -> None:
-        """Take the memory now, up to ``end`` (None: all): no later write has to wait for the kernel, or can fail.
+    def touch(self, end: int | None = None, begin: int = 0) -> None:
+        """Take the memory from ``begin`` up to ``end`` (None: all) now: no later write has to wait for the kernel, or
+        can fail.
 
         Raises ``OutOfMemoryError`` when the kernel cannot give it.
         """
@@ -140,9 +141,9 @@ class Segment:
         address = self.address
         # Fewer, larger pages where the host gives them to shared memory (shmem_enabled: advise); a hint, else nothing.
         _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self.nbytes), MADV_HUGEPAGE)
-        whole = self.nbytes if end is None else end
-        for offset in range(0, whole, _TOUCH_BYTES):
-            nbytes = min(_TOUCH_BYTES, whole - offset)
+        end = self.nbytes if end is None else end
+        for offset in range(begin, end, _TOUCH_BYTES):
+            nbytes = min(_TOUCH_BYTES, end - offset)
             if _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
                 continue
             code = ctypes.get_errno()

@@ -48,6 +48,7 @@ class WorkerClient:
         self._connection, self._endpoint = self._process.connection, options.endpoint
         self.saves, self._sending = OpenSaves(), threading.Lock()
         self._questions = Questions(self._send, self._give_back)
+        self._taken: dict[int, Callable[[CheckpointError | None], object]] = {}
         self._death: WorkerDiedError | None = None
         self._closing = self._detaching = self._is_told = False
         self.has_endpoint = False
@@ -82,10 +83,14 @@ class WorkerClient:
         """
         return self._questions.ask(question, expect, timeout, doing, fd)[0]
 
-    def allocate(self, nbytes: int, timeout: float) -> tuple[int, Segment]:
-        """A new segment: its number, and its memory, to be closed. Raises ``OutOfMemoryError``."""
+    def allocate(self, nbytes: int, timeout: float, end: int | None = None) -> tuple[int, Segment]:
+        """A new segment: its number, and its memory, to be closed; taken up to byte ``end`` (None: all of it).
+
+        Raises ``OutOfMemoryError``.
+        """
         doing = f"allocating {nbytes:,} bytes of shared memory"
-        answer, segment = self._questions.ask(messages.Allocate(nbytes), messages.Allocated, timeout, doing)
+        allocate = messages.Allocate(nbytes, nbytes if end is None else end)
+        answer, segment = self._questions.ask(allocate, messages.Allocated, timeout, doing)
         if segment is None:
             raise CheckpointError("the worker sent no memory: please report this")
         return answer.segment, segment
@@ -155,6 +160,17 @@ class WorkerClient:
     def staged(self, save_id: int, timings: dict[str, float]) -> None:
         """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
         self._send(messages.Staged(save_id, timings))
+
+    def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
+        """Have the worker take more memory of a segment. ``taken`` is told, by the thread that listens, when it has; or
+        why it has not. Who waits with ``wait_for`` then looks again.
+        """
+        self._taken[request.segment] = taken
+        self._send(request)
+
+    def give_back(self, request: messages.GiveBack) -> None:
+        """Have the worker give memory of a segment back."""
+        self._send(request)
 
     def release(self, segment: int) -> None:
         """Have the worker forget a segment. No save in it may be open."""
@@ -301,6 +317,10 @@ class WorkerClient:
             match message:
                 case messages.Written(save_id, inode, timings):
                     self.saves.on_written(save_id, inode, timings)
+                case messages.Taken(number, failure):
+                    if (taken := self._taken.pop(number, None)) is not None:
+                        taken(failure)
+                    self.saves.look_again()
                 case messages.Replicated(save_id, failure):
                     self.saves.on_replicated(save_id, failure)
                 case messages.Committed(save_id):

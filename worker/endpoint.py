@@ -162,8 +162,8 @@ def host_lock(timeout: float) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def announce_memory(fd: int) -> Iterator[None]:
-    """While this lasts, the memory file ``fd`` of this process counts for ``announced_bytes``."""
+def announce_memory(fd: int, end: int) -> Iterator[None]:
+    """While this lasts, the memory file ``fd`` of this process counts for ``announced_bytes``, up to byte ``end``."""
     name = f"{os.getpid()}-{fd}{_MEMORY}"
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
@@ -172,6 +172,7 @@ def announce_memory(fd: int) -> Iterator[None]:
             held.callback(os.close, file)
             _flock(file)  # which ends with this process
             held.callback(_unlink, name, folder)
+            os.write(file, str(end).encode())
         yield
 
 
@@ -183,8 +184,17 @@ def announced_bytes() -> int:
             with contextlib.suppress(OSError):
                 if name.endswith(_MEMORY) and not _is_stale(name, folder):
                     facts = os.stat("/proc/{}/fd/{}".format(*name.removesuffix(_MEMORY).split("-")))
-                    total += max(0, facts.st_size - facts.st_blocks * 512)
+                    total += max(0, (_announced_end(name, folder) or facts.st_size) - facts.st_blocks * 512)
     return total
+
+
+def _announced_end(name: str, folder: int) -> int:
+    """Up to where the memory is taken; 0: that is not written yet. Raises ``OSError``."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return int(os.read(fd, 32) or b"0")
+    finally:
+        os.close(fd)
 
 
 def _is_stale(name: str, folder: int) -> bool:

@@ -21,23 +21,31 @@ _TURN_S = 120.0
 HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
 
 
-def take_memory(segment: Segment, wait_released: Callable[[], bool] = lambda: False) -> None:
-    """Take all of the memory of ``segment``. Raises ``OutOfMemoryError``, when some of it may be taken.
+def take_memory(
+    segment: Segment, wait_released: Callable[[], bool] = lambda: False, end: int | None = None, begin: int = 0
+) -> None:
+    """Take memory of ``segment``. Raises ``OutOfMemoryError``, when some of it may be taken.
 
-    ``wait_released``: waits for memory that will be free in a moment; whether there was any.
+    Args:
+        segment: All before ``begin`` is taken.
+        wait_released: Waits for memory that will be free in a moment; whether there was any.
+        end: Up to which byte; None: all.
+        begin: From which.
     """
+    end = segment.nbytes if end is None else end
+    nbytes = end - begin
     with contextlib.ExitStack() as announced:
         # Two that look at once would take the same. The taking itself, a second for each two GiB or so, is done side by
         # side.
         with host_lock(_TURN_S) as alone:
             if not alone:
-                logger.warning("%d bytes are taken without looking whether others take as much", segment.nbytes)
+                logger.warning("%d bytes are taken without looking whether others take as much", nbytes)
             try:
-                budget.require(segment.nbytes + announced_bytes(), "staging", HINT)
+                budget.require(nbytes + announced_bytes(), "staging", HINT)
             except OutOfMemoryError:
                 # What is held for trainers that may never come back must not deny memory to one that is here.
                 if not (wait_released() or retire_idle_workers(GIVE_BACK_S)):
                     raise
-                budget.require(segment.nbytes + announced_bytes(), "staging", HINT)
-            announced.enter_context(announce_memory(segment.fileno()))
-        segment.touch()
+                budget.require(nbytes + announced_bytes(), "staging", HINT)
+            announced.enter_context(announce_memory(segment.fileno(), end))
+        segment.touch(end, begin)

@@ -96,7 +96,10 @@ class Join:
 
 @dataclass(frozen=True)
 class Allocate:
+    """A segment of ``nbytes``, of which the memory up to byte ``end`` is taken."""
+
     nbytes: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,24 @@ class Clear:
 
 class Cleared:
     """Nobody finds it any more."""
+
+
+@dataclass(frozen=True)
+class Take:
+    """Take the memory of a segment from byte ``begin`` up to ``end`` too, beside all else. ``Taken`` says when."""
+
+    segment: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GiveBack:
+    """Give the memory of a segment from byte ``begin`` on back: that of ``slots``, in which nothing is under way."""
+
+    segment: int
+    begin: int
+    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -229,6 +250,14 @@ class Cancelled:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """What was to be taken of a segment is; or, for ``error``, it is not."""
+
+    segment: int
+    error: CheckpointError | None
+
+
+@dataclass(frozen=True)
 class Written:
     """``inode``: that of a single file, by which it is recognised at its final name. ``timings``: all so far."""
 
@@ -287,8 +316,8 @@ class Answer:
     )
 
 
-FromTrainer = Question | Join | Begin | Staged | Release | Close
-FromWorker = Ready | Answer | Written | Replicated | Committed | Failed | Uploaded | Logged
+FromTrainer = Question | Join | Begin | Staged | Take | GiveBack | Release | Close
+FromWorker = Ready | Answer | Taken | Written | Replicated | Committed | Failed | Uploaded | Logged
 
 
 def send(connection: Connection, message: object) -> None:

@@ -118,6 +118,11 @@ class OpenSaves:
         if save is not None:
             save.on_replicated(failure)
 
+    def look_again(self) -> None:
+        """Something that is waited for may be there."""
+        with self.lock:
+            self.changed.notify_all()
+
     def close(self) -> list[TrackedSave]:
         """The worker is gone: all slots are free. Returns those that were open."""
         with self.lock:

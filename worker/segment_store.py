@@ -151,14 +151,17 @@ class SegmentStore:
         self._staged = 0  # how many images were, of the trainer's own
         self._is_staged, self._is_ending = threading.Condition(self._lock), False
 
-    def allocate(self, nbytes: int) -> tuple[int, Segment]:
-        """Make a segment, touched. Returns its number, and itself. Raises ``OutOfMemoryError``."""
+    def allocate(self, nbytes: int, end: int | None = None) -> tuple[int, Segment]:
+        """Make a segment, touched up to ``end`` (None: all). Returns its number, and itself.
+
+        Raises ``OutOfMemoryError``.
+        """
         try:
             segment = Segment.create("asyncckpt", nbytes)
         except OutOfMemoryError as error:
             raise OutOfMemoryError(f"{error.message}; {HINT}") from error
         try:
-            take_memory(segment, lambda: self._wait_released(GIVE_BACK_S))
+            take_memory(segment, lambda: self._wait_released(GIVE_BACK_S), end)
         except BaseException:
             segment.close()
             raise
@@ -175,6 +178,23 @@ class SegmentStore:
                     request, each.layout, each.staged_at, checksums, each.committed, True, each.is_copy
                 )
         return number
+
+    def take(self, number: int, begin: int, end: int) -> None:
+        """Take more of the memory of a segment. Raises ``OutOfMemoryError``."""
+        hosted = self.hosted(number)
+        with hosted.used():
+            try:
+                take_memory(hosted.segment, lambda: self._wait_released(GIVE_BACK_S), end, begin)
+            except OutOfMemoryError:
+                hosted.segment.give_back(begin)
+                raise
+
+    def give_back(self, number: int, begin: int, slots: tuple[int, ...]) -> None:
+        """Give memory of a segment back, with the images in these ``slots``."""
+        with self._lock:
+            for slot in slots:
+                self._images.pop((number, slot), None)
+            self.hosted(number).segment.give_back(begin)
 
     def clear(self, number: int) -> None:
         """What is in a segment is gone, and it has no layout until it gets another one."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from multiprocess.connection import wait
 
-from asyncckpt.errors import JobTakenError, OutOfMemoryError, StorageError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, JobTakenError, OutOfMemoryError, StorageError, WorkerDiedError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.committer import Committer
@@ -180,6 +180,11 @@ class Server:
                 staged = self._writer.staged(save_id, timings)
                 if staged is not None and staged.is_copied and self._replicator is not None:
                     self._replicator.expect(staged)
+            case messages.Take():
+                # Beside all else: it takes a second for each two GiB or so.
+                threading.Thread(target=self._take, args=[message], name="asyncckpt-memory", daemon=True).start()
+            case messages.GiveBack(number, begin, slots):
+                self._segment_store.give_back(number, begin, slots)
             case messages.Release(number):
                 self._segment_store.release(number)
                 self._writer.forget(number)
@@ -187,8 +192,8 @@ class Server:
     def _answer(self, asked: messages.Question) -> None:
         answer: Any
         match asked.question:
-            case messages.Allocate(nbytes):
-                self._allocate(asked.number, nbytes)
+            case messages.Allocate():
+                self._allocate(asked.number, asked.question)
                 return
             case messages.Cancel(save_id, reason):
                 self._writer.cancel(asked.number, save_id, reason)
@@ -271,11 +276,21 @@ class Server:
             raise WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}") from error
         return messages.Hosting(self._store.port, self._store.address)
 
-    def _allocate(self, asked: int, nbytes: int) -> None:
-        number, segment = self._segment_store.allocate(nbytes)
+    def _allocate(self, asked: int, request: messages.Allocate) -> None:
+        number, segment = self._segment_store.allocate(request.nbytes, request.end)
         with self._sending:
             send(self._connection, messages.Answer(asked, messages.Allocated(number)))
             self._connection.send_descriptor(segment.fileno())
+
+    def _take(self, request: messages.Take) -> None:
+        error: CheckpointError | None = None
+        try:
+            self._segment_store.take(request.segment, request.begin, request.end)
+        except CheckpointError as failure:
+            error = failure
+        except (KeyError, OSError) as failure:  # it was released meanwhile
+            error = CheckpointError(f"the memory is not there any more: {failure}")
+        self._send(messages.Taken(request.segment, error))
 
     def _end(self, request: WriteRequest, outcome: messages.Committed | messages.Failed) -> None:
         self._segment_store.save_ended(outcome.save_id, committed=isinstance(outcome, messages.Committed))

@@ -25,17 +25,21 @@ class PinnedMemory:
     What cannot be registered is copied through the driver's own buffers, which is slower but right; that is logged.
     """
 
-    def __init__(self, segment: Segment, cuts: Sequence[int], device: torch.device) -> None:
+    def __init__(self, segment: Segment, cuts: Sequence[int], device: torch.device, end: int | None = None) -> None:
         """Register ``segment``, if the kind of ``device`` has such a thing.
 
         Args:
             segment: The memory. It stays mapped until ``close`` has been called.
             cuts: The offsets in bytes between which a range may end; rounded down to pages.
             device: Any that this process uses: the calls are made in its context, and open no other.
+            end: Up to which byte; None: all. It is one of ``cuts``, a multiple of the page.
 
         Raises:
             CheckpointError: The driver takes the memory for other memory, so that copies would be lost.
         """
+        self.end = 0
+        """Up to where the segment is registered."""
+        self._segment, self._cuts = segment, cuts
         self.addresses: list[int] = []  # where the registered ranges begin
         self._refusals = 0
         self._device = device
@@ -43,15 +47,21 @@ class PinnedMemory:
         self._view: memoryview | None = segment.view  # mapped for as long as the driver knows it
         kind = kinds.kind_of(device)
         self._pinner = None if kind is None else kind.pinner
+        self.extend(segment.nbytes if end is None else end)
+
+    def extend(self, end: int) -> None:
+        """Register what follows, up to byte ``end``. Args, and raises, as ``__init__``; then nothing is registered."""
+        begin, self.end = self.end, end
         if self._pinner is None:
             return
-        begin = refused = 0
+        first, refused = begin, 0
+        cuts = [cut for cut in self._cuts if begin <= cut <= end]
         started = time.perf_counter()
-        with kinds.use(device):
+        with kinds.use(self._device):
             try:
-                for end in _range_ends(cuts, segment.nbytes, self._pinner.limit):
-                    refused += self._pin(self._pinner, segment, range(begin, end), cuts)
-                    begin = end
+                for stop in _range_ends(cuts, begin, end, self._pinner.limit):
+                    refused += self._pin(self._pinner, self._segment, range(first, stop), cuts)
+                    first = stop
             except BaseException:
                 self.close()
                 raise
@@ -59,25 +69,34 @@ class PinnedMemory:
             logger.warning(
                 "%d of %d bytes of memory are not pinned (%s error %d): copies are slower",
                 refused,
-                segment.nbytes,
-                device.type,
+                end - begin,
+                self._device.type,
                 self._code,
             )
-        logger.info("pinned %d bytes in %.2f s", segment.nbytes - refused, time.perf_counter() - started)
+        logger.info("pinned %d bytes in %.2f s", end - begin - refused, time.perf_counter() - started)
+
+    def cut_back(self, end: int) -> None:
+        """Take the registrations from byte ``end`` on back, at which one ends."""
+        self.end = min(self.end, end)
+        self._unpin(self._segment.address + end)
 
     def close(self) -> None:
         """Take the registrations back; before the segment is unmapped."""
-        with kinds.use(self._device):
-            while self._pinner is not None and self.addresses:
-                code = self._pinner.unregister(self.addresses.pop())
-                if code != 0:  # of a device that is lost, as a rule; then all its calls fail
-                    logger.warning("unpinning memory failed with %s error %d", self._device.type, code)
+        self._unpin(0)
         self._view = None
 
     def __del__(self) -> None:
         """Of an owner that was dropped without being closed: what is registered, the system cannot have back."""
         if getattr(self, "addresses", ()) and self._owner == os.getpid():
             self.close()
+
+    def _unpin(self, begin: int) -> None:
+        """What is registered from that address on."""
+        with kinds.use(self._device):
+            while self._pinner is not None and self.addresses and self.addresses[-1] >= begin:
+                code = self._pinner.unregister(self.addresses.pop())
+                if code != 0:  # of a device that is lost, as a rule; then all its calls fail
+                    logger.warning("unpinning memory failed with %s error %d", self._device.type, code)
 
     def _pin(self, pinner: Pinner, segment: Segment, span: range, cuts: Sequence[int]) -> int:
         """Register a part of ``segment``, in halves where the driver refuses it whole. Returns the bytes it refused."""
@@ -114,13 +133,15 @@ class PinnedMemory:
         return code
 
 
-def _range_ends(cuts: Sequence[int], nbytes: int, limit: int) -> list[int]:
-    """Where ranges of at most ``limit`` bytes end, where ``cuts`` allow that, in whole pages, up to ``nbytes``."""
+def _range_ends(cuts: Sequence[int], begin: int, stop: int, limit: int) -> list[int]:
+    """Where ranges of at most ``limit`` bytes end, from ``begin`` up to ``stop``, where ``cuts`` allow that, in whole
+    pages.
+    """
     ends: list[int] = []
-    begin = last = 0
-    for cut in [*sorted(cut // PAGE * PAGE for cut in cuts), nbytes]:
+    last = begin
+    for cut in [*sorted(cut // PAGE * PAGE for cut in cuts), stop]:
         if cut - begin > limit and last > begin:
             ends.append(last)
             begin = last
         last = cut
-    return [*ends, nbytes]
+    return [*ends, stop]

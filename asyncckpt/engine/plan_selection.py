@@ -296,14 +296,12 @@ class PlanSelection:
             plan.copied_ranks = group.ask_all("copies", number, lambda: place, decide)
         made: list[StagingBuffer] = []
 
-        def allocate() -> int:
+        def allocate() -> None:
             made.append(self.buffers.make(wanted.key, plan, client))
-            return len(made[0].saves)
 
         _warn_untrusted(plan)
         try:
-            least = group.ask_all("memory", number, allocate, lambda slots: [min(slots)] * len(slots))
-            made[0].limit(least)
+            group.ask_all("memory", number, allocate, lambda made: made)
             tensors = wanted.capture(plan)
             if made[0].changed(tensors, self.threads):  # it was that of a trainer before this
                 made[0].close()

@@ -64,6 +64,7 @@ class Saves:
         """
         if self._config.when_busy != "wait" and self._is_dropped(save, buffer):
             return None
+        buffer.fit_memory()
         slot: int | None = None
 
         def claimed() -> bool:
@@ -115,6 +116,7 @@ class Saves:
         group = save.group
         skips, replaced = group.follow_first("slot", save.number, lambda: self._decide(save, buffer))
         if skips:
+            buffer.fit_memory()
             dropped = "skipped: all slots were being written"
             save.is_reported = True
             save.end(SaveDroppedError(dropped, path=save.path, rank=group.rank, step=save.step))

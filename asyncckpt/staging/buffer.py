@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -18,18 +18,20 @@ from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.shm.published_slots import PublishedSlots
-from asyncckpt.shm.segment import PAGE, Segment, round_up
+from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
 from asyncckpt.staging.comparison import same_as_staged
 from asyncckpt.staging.copy_threads import CopyThreads
+from asyncckpt.staging.detached_buffer import DetachedBuffer
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.shared_part import SharedPart
 from asyncckpt.staging.slot_copy import SlotStager
+from asyncckpt.staging.slot_memory import SlotMemory
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.held_image import COPY_SLOTS, HeldImage
 from asyncckpt.worker.messages import Clear, Cleared
 from asyncckpt.worker.open_saves import TrackedSave
-from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
+from asyncckpt.worker.segment_layout import Region
 
 logger = logging.getLogger(__name__)
 
@@ -37,57 +39,35 @@ Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
 _Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 
 
-@dataclass
-class DetachedBuffer:
-    """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
-
-    ``number`` is that of the segment in the worker that has adopted it; 0: none has. It stays ``pinned``: to tell a
-    driver of it again takes 0.1 s a GB. ``is_free``: nobody needs what is in it; else ``is_filled`` says whether what
-    slots share is in it.
-    """
-
-    segment: Segment
-    layout: CheckpointLayout | FileSetLayout | TorchFileLayout
-    held: tuple[HeldImage, ...] = ()
-    number: int = 0
-    pinned: PinnedMemory | None = None
-    is_free: bool = False
-    is_filled: bool = False
-
-    @property
-    def has_shared_part(self) -> bool:
-        """Whether what slots share is in it."""
-        return self.is_filled or bool(self.held)
-
-    def close(self) -> None:
-        """Let go of the memory. Safe to call twice."""
-        self.is_free = False  # first: an exception may come in between
-        if self.pinned is not None:
-            self.pinned.close()
-        self.segment.close()
-
-
 class StagingBuffer:
     """Where the states of one structure are staged: a plan with its segment.
 
-    The segment holds the header page, the constants, then one image a slot, each from a page on. ``saves`` has, for
-    each slot, the save that last took it. ``client`` is the worker whose memory it is.
+    The segment holds the header page, the constants, what all slots share, then one image a slot, each from a page on;
+    not all slots may have memory. ``saves`` has, for each slot, the save that last took it. ``client`` is the worker
+    whose memory it is.
     """
 
     is_closed = False
     """``close`` was called. Where an exception has interrupted that, it has to be called again."""
 
     def __init__(
-        self, plan: Plan, client: WorkerClient, slots: int, timeout: float, detached: list[DetachedBuffer]
+        self,
+        plan: Plan,
+        client: WorkerClient,
+        slots: int,
+        timeout: float,
+        detached: list[DetachedBuffer],
+        taken: int | None = None,
     ) -> None:
         """Take the memory, and write all that is constant.
 
         Args:
             plan: What the images look like.
             client: The worker; it has adopted what is ``detached``.
-            slots: How many images there are to be.
+            slots: How many images there are to be at most.
             timeout: Seconds that each answer of the worker may take.
             detached: Memory that outlived its worker. What was for the same plan is used again; else all is given back.
+            taken: How many of the slots have memory from the beginning; None: all.
 
         Raises:
             OutOfMemoryError: There is too little memory.
@@ -99,24 +79,32 @@ class StagingBuffer:
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
         regions, fixed, end = _laid_out(plan)
-        self._offsets = tuple(end + number * plan.layout.slot_bytes for number in range(slots))
-        self._shared_at = end + slots * plan.layout.slot_bytes
-        self.layout = plan.segment_layout(self._offsets, regions, self._shared_at)
-        nbytes = self._shared_at + plan.layout.shared_bytes
+        self._shared_at, first = end, end + plan.layout.shared_bytes
+        *self._offsets, nbytes = (first + number * plan.layout.slot_bytes for number in range(slots + 1))
+        self.layout = plan.segment_layout(tuple(self._offsets), regions, self._shared_at)
+        taken = slots if taken is None else taken
+        least = first + taken * plan.layout.slot_bytes
         adopted = None
         try:
-            adopted = self._fitting(detached, fixed, nbytes)
+            adopted = self._fitting(detached, fixed, nbytes, least)
             if adopted is not None:
                 self.number, self.segment, self._pinned = adopted.number, adopted.segment, adopted.pinned
-                self.segment.give_back(round_up(nbytes))
-                if adopted.is_free:  # what is in gaps is the same in all slots: it has checksums and digests, too
-                    self.segment.fill_zeros(HEADER_BYTES, nbytes)
             else:
                 self._give_back(detached)
-                self.number, self.segment = client.allocate(nbytes, timeout)
-            self.segment.touch(nbytes)
+                self.number, self.segment = client.allocate(nbytes, timeout, least)
             self._published = PublishedSlots(self.segment, slots)
-            self._set_up(adopted.held if adopted is not None else (), fixed)
+            held = adopted.held if adopted is not None else ()
+            kept = [each.request.slot for each in held] + [*self._published.publications().values()]
+            self._memory = SlotMemory(client, self.number, self.segment, [*self._offsets, nbytes], taken)
+            self._memory.taken = max(self._memory.taken, *(slot + 1 for slot in kept), 0)
+            if adopted is not None:
+                if self._pinned is not None:
+                    self._pinned.cut_back(self._memory.end)
+                self.segment.give_back(self._memory.end)
+                if adopted.is_free:  # what is in gaps is the same in all slots: it has checksums and digests, too
+                    self.segment.fill_zeros(HEADER_BYTES, self._memory.end)
+            self.segment.touch(self._memory.end)
+            self._set_up(held, fixed)
             self._is_filled = self._is_inherited = adopted is not None and adopted.has_shared_part
             self._was_published = bool(self._published.publications())
             client.describe(self.number, self.layout, timeout)
@@ -128,13 +116,17 @@ class StagingBuffer:
                 self._release()
             raise
 
-    def _fitting(self, detached: list[DetachedBuffer], fixed: _Constants, nbytes: int) -> DetachedBuffer | None:
-        """What was for the same plan, down to the last constant byte; or of which nothing is needed any more."""
+    def _fitting(
+        self, detached: list[DetachedBuffer], fixed: _Constants, nbytes: int, least: int
+    ) -> DetachedBuffer | None:
+        """What was for the same plan, down to the last constant byte; or of which nothing is needed any more, if it is
+        ``nbytes`` long, and the memory of the first ``least`` is taken.
+        """
         for each in detached:
             if each.number == 0 or each.segment.closed:
                 continue
             # The worker asks whether there is memory for more, and this would not.
-            if each.is_free and each.segment.taken_bytes >= nbytes:
+            if each.is_free and each.segment.nbytes >= nbytes and each.segment.taken_bytes >= least:
                 return each
             view = each.segment.view
             same = each.layout == self.layout
@@ -165,8 +157,11 @@ class StagingBuffer:
             view[region.offset : region.offset + region.nbytes] = data
         layout, shared_from = plan.layout, self._shared_at - plan.layout.slot_bytes
         for place, data in layout.constants:
-            for offset in self._offsets if place < layout.slot_bytes else (shared_from,):
-                view[offset + place : offset + place + len(data)] = data
+            if place >= layout.slot_bytes:
+                view[shared_from + place : shared_from + place + len(data)] = data
+        self._blank = set(range(len(self.saves)))
+        for slot in range(self._memory.taken):
+            self._write_constants(slot)
         self._stagers = [SlotStager(layout, self.segment, offset, layout.converted) for offset in self._offsets]
         self._shared: SharedPart | None = None
         if isinstance(plan, CheckpointPlan) and layout.shared_bytes:
@@ -177,11 +172,29 @@ class StagingBuffer:
         """Whether nothing was saved from it yet: what is in it was prepared, or is a trainer's before this one."""
         return all(save is None for save in self.saves)
 
-    def limit(self, slots: int) -> None:
-        """Use no more than ``slots`` slots: another rank has no more."""
-        del self.saves[slots:]
-        self._published.count = len(self.saves)
-        self._by_age = [slot for slot in self._by_age if slot < slots]
+    def _write_constants(self, slot: int) -> None:
+        """All that is the same in each image, in a slot that has just got its memory."""
+        view, layout, offset = self.segment.view, self.plan.layout, self._offsets[slot]
+        for place, data in layout.constants:
+            if place < layout.slot_bytes:
+                view[offset + place : offset + place + len(data)] = data
+        self._blank.discard(slot)
+
+    def fit_memory(self) -> None:
+        """Have another slot's memory taken, as no slot is free; or give that of one back, if it was not needed for
+        long: what saves that do not overlap need is one.
+        """
+        last = self._memory.taken - 1
+        if not self._memory.is_too_much:
+            if self.claim_slot() is None:
+                self._memory.take_another()
+        elif last != self._by_age[-1] and self._is_free(last) and self._published.claim(last):
+            self.saves[last] = None
+            self.plan.objects.forget_slots()
+            self._blank.add(last)
+            if self._pinned is not None:
+                self._pinned.cut_back(self._offsets[last])
+            self._memory.give_back_last()
 
     def claim_slot(self) -> int | None:
         """A slot to stage in, if there is one: that least recently used, so that they take turns.
@@ -192,23 +205,29 @@ class StagingBuffer:
         safe = [save for save in self.saves if save is not None and (save.is_durable or save.is_replicated)]
         last = max(safe, key=lambda save: save.request.save_id, default=None)
         kept = last if last is not None and not last.is_durable and len(self.saves) > 1 else None
-        for slot in self._by_age:
+        # The first, as long as the others are too much.
+        order = sorted(self._by_age) if self._memory.is_too_much else self._by_age
+        for slot in order:
             is_kept = kept is not None and self.saves[slot] is kept
-            if not is_kept and self._is_free(slot) and self._published.claim(slot):
+            if slot < self._memory.taken and not is_kept and self._is_free(slot) and self._published.claim(slot):
                 return slot
         return None
 
     def unused_slots(self) -> list[int]:
         """All that hold nothing yet: nobody reads there, and no save's image is lost by writing there."""
-        return [slot for slot in self._by_age if self.saves[slot] is None and slot not in self._kept]
+        unused = (slot for slot in self._by_age if self.saves[slot] is None and slot not in self._kept)
+        return [slot for slot in unused if slot < self._memory.taken]
 
     def publish(self, slot: int, published: PublishedVersion) -> bool:
         """As ``PublishedSlots.publish_unless_last``."""
         self._was_published = True
+        self._memory.keep_two()
         return self._published.publish_unless_last(slot, published)
 
     def begin(self, slot: int, save: TrackedSave) -> None:
         """``slot`` is taken for ``save``."""
+        others = (other for number, other in enumerate(self.saves) if number != slot and other is not None)
+        self._memory.note(overlaps=not all(map(is_over, others)))
         self.saves[slot] = save
         self._kept.discard(slot)
         self._by_age = [*(other for other in self._by_age if other != slot), slot]
@@ -272,9 +291,11 @@ class StagingBuffer:
             # Only large tensors: small ones are brought over many at a time, and no copy may cross a cut.
             large = sorted(each.payload_at for each in self.plan.layout.tensors if _is_on_pages(each))
             own = bisect_left(large, self.plan.layout.slot_bytes)
-            cuts = [offset + place for offset in self._offsets for place in (0, *large[:own])]
-            cuts += [self._shared_at - self.plan.layout.slot_bytes + place for place in large[own:]]
-            self._pinned = PinnedMemory(self.segment, cuts, device)
+            cuts = [self._shared_at - self.plan.layout.slot_bytes + place for place in large[own:]]
+            cuts += [offset + place for offset in self._offsets for place in (0, *large[:own])]
+            self._pinned = PinnedMemory(self.segment, cuts, device, self._memory.end)
+        elif self._pinned is not None and self._pinned.end < self._memory.end:
+            self._pinned.extend(self._memory.end)
         if self._shared is not None and not self._is_filled:
             self._shared.fill(tensors, ready, threads)
             self._is_filled = True
@@ -282,6 +303,8 @@ class StagingBuffer:
 
     def write_objects(self, slot: int) -> None:
         """Bring the objects in ``slot`` up to what the plan last captured."""
+        if slot in self._blank:
+            self._write_constants(slot)
         begin = self._offsets[slot]
         image = self.segment.view[begin : begin + self.plan.layout.slot_bytes]
         self.plan.objects.write(slot, image, self.plan.layout.objects)
@@ -293,6 +316,7 @@ class StagingBuffer:
         if (
             self.is_closed
             or self._was_published
+            or self._memory.is_coming
             or not self.ended()
             or not all(map(self._published.claim, range(len(self.saves))))
         ):
@@ -329,8 +353,13 @@ class StagingBuffer:
 
     def _is_free(self, slot: int) -> bool:
         save = self.saves[slot]
-        # Written is not enough: where commits are slow, saves that are not committed would pile up in the worker.
-        return save is None or (save.is_written and save.copied.is_set() and (save.has_ended or save.is_withdrawn))
+        return save is None or is_over(save)
+
+
+def is_over(save: TrackedSave) -> bool:
+    """Whether the slot of a save is free."""
+    # Written is not enough: where commits are slow, saves that are not committed would pile up in the worker.
+    return save.is_written and save.copied.is_set() and (save.has_ended or save.is_withdrawn)
 
 
 def copy_bytes(plan: CheckpointPlan) -> int:

@@ -15,14 +15,16 @@ from asyncckpt.errors import OutOfMemoryError, SaveTimeoutError
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.save_handle import Save
-from asyncckpt.staging.buffer import DetachedBuffer, Plan, StagingBuffer
+from asyncckpt.staging.buffer import Plan, StagingBuffer
+from asyncckpt.staging.detached_buffer import DetachedBuffer
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import CopiesKept, KeepCopies
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_SLOTS = 2
+# Unless Config.slots says it: one has memory, and the other while saves overlap.
+_MOST_SLOTS = 2
 # Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
 _MAX_PLANS = 4
 # How fast memory comes that is new to a process.
@@ -143,11 +145,11 @@ class BufferPool:
             self.detached.pop()
 
     def _allocate(self, plan: Plan, client: WorkerClient) -> StagingBuffer:
-        """Memory for ``plan``; where there is too little, for one slot, or in the place of what was not used lately."""
-        slots = self._config.slots or _DEFAULT_SLOTS
+        """Memory for ``plan``; where there is too little, in the place of what was not used lately."""
+        slots, taken = (_MOST_SLOTS, 1) if self._config.slots is None else (self._config.slots, None)
         while True:
             try:
-                buffer = StagingBuffer(plan, client, slots, self._config.timeout, self.detached)
+                buffer = StagingBuffer(plan, client, slots, self._config.timeout, self.detached, taken)
                 try:
                     self._keep_copies(plan, client)
                 except BaseException:
@@ -155,13 +157,11 @@ class BufferPool:
                     raise
                 return buffer
             except OutOfMemoryError as error:
-                if self._config.slots is None and slots > 1:
-                    logger.warning("one slot instead of two, so saves will wait for each other: %s", error)
-                    slots = 1
-                elif placed := [known for known in self.known if known.buffer is not None]:
-                    self._give_back(placed[-1], client, "writing what is in memory that is needed")
-                else:
+                placed = [known for known in self.known if known.buffer is not None]
+                if not placed:
                     raise
+                logger.info("another structure's memory is taken: %s", error)
+                self._give_back(placed[-1], client, "writing what is in memory that is needed")
 
     def _keep_copies(self, plan: Plan, client: WorkerClient) -> None:
         """Have the worker keep copies of what ranks of other hosts stage by that plan."""

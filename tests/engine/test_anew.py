@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ class Trainings:
     """Of one process, the one after the other; none is closed."""
 
     def __init__(self, root: Path, config: Config) -> None:
-        self._root, self._config, self.others = root, config, _children()
+        self._root, self._config, self.others = root, replace(config, slots=2), _children()
         self.step = self.durable = 0
-        self.checkpointer = self.before = Checkpointer(root, config)
+        self.checkpointer = self.before = Checkpointer(root, self._config)
 
     def save(self) -> Save:
         """Under the next step."""

@@ -153,7 +153,7 @@ def _separate_optimizer(checkpointer: Checkpointer) -> None:
 
 
 def _save_on_two(root: str) -> None:
-    checkpointer = Checkpointer(root, Config(linger=60))
+    checkpointer = Checkpointer(root, Config(linger=60, slots=2))
     _separate_optimizer(checkpointer)
     for step in (1, 2):
         checkpointer.save(step, _sharded(float(step))).result(60)

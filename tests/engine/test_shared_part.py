@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine(Config(linger=0), alone=True) as engine:
+    with Engine(Config(linger=0, slots=2), alone=True) as engine:
         yield engine
 
 
@@ -58,7 +58,7 @@ def test_in_memory_it_is_there_once(engine: Engine, tmp_path: Path) -> None:
 def test_with_overlap_it_is_copied(tmp_path: Path) -> None:
     """Nobody may look at it in the call."""
     state = state_of(16)
-    with Engine(Config(linger=0, overlap=True), alone=True) as engine:
+    with Engine(Config(linger=0, overlap=True, slots=2), alone=True) as engine:
         for number in range(6):
             train(state)
             engine.save(tmp_path / str(number), state).result(60)

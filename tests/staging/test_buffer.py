@@ -12,6 +12,7 @@ def test_the_last_step_that_other_hosts_have_stays_while_storage_fails() -> None
     """Claimed is what can be spared: a host that is lost would else take a part of it along."""
     buffer: Any = object.__new__(StagingBuffer)
     buffer._published = SimpleNamespace(claim=lambda slot: True)
+    buffer._memory = SimpleNamespace(taken=2, is_too_much=False)
     common = {"is_written": True, "copied": SimpleNamespace(is_set=lambda: True), "has_ended": True}
 
     def save(number: int, *, durable: bool, replicated: bool) -> Any:

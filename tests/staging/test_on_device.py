@@ -16,7 +16,7 @@ from asyncckpt.devices import pinners
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging import coalesce, device_copy
+from asyncckpt.staging import coalesce, device_copy, slot_memory
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
 pytestmark = pytest.mark.device
@@ -223,6 +223,30 @@ def test_a_refused_registration_leaves_no_error_and_is_no_harm(
         checkpointer.save(1, state).result(60)
         checkpointer.load(into := zeros_like(state))
         assert same({name: tensor.cpu() for name, tensor in into.items()}, {n: t.cpu() for n, t in state.items()})
+
+
+def test_what_is_pinned_follows_the_slots(
+    device_type: str, root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver knows the memory of the second slot before a copy goes there, and no more when that is given back."""
+    monkeypatch.setattr(slot_memory, "_LONG", 2)
+    state = _state(device_type)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.prepare(state)
+        (known,) = checkpointer._engine._buffers.known
+        assert known.buffer is not None and (pinned := known.buffer._pinned) is not None
+        segment, one = known.buffer.segment, pinned.end
+        saves = [checkpointer.save(step, state) for step in (1, 2)]
+        assert one < pinned.end == segment.nbytes
+        gate.touch()
+        for save in saves:
+            save.result(60)
+        for step in range(3, 9):
+            checkpointer.save(step, state).result(60)
+        assert pinned.end == one and max(pinned.addresses) < segment.address + one
+        for step in (2, 8):
+            checkpointer.load(into := zeros_like(state), step)
+            assert same({name: tensor.cpu() for name, tensor in into.items()}, {n: t.cpu() for n, t in state.items()})
 
 
 def test_a_stale_registration_is_replaced(device_type: str) -> None:

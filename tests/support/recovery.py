@@ -26,12 +26,12 @@ NUMBERS = 3_000_000
 """Of elements that the state has."""
 
 
-def _train(root: str, last: int, death: str, fault: str, linger: float, as_files: bool) -> None:
+def _train(root: str, last: int, death: str, fault: str, linger: float, as_files: bool, slots: int | None) -> None:
     if fault:
         real = worker_process.command()
         script = FAULTY
         worker_process.command = lambda: [real[0], script, fault]
-    checkpointer = Checkpointer(root, Config(linger=linger))
+    checkpointer = Checkpointer(root, Config(linger=linger, slots=slots))
     state = empty()
     for step in range(1, last + 1):
         state["w"].fill_(step)
@@ -70,10 +70,17 @@ real_copy = staging.SlotStager.copy
 
 
 def train(
-    root: Path, last: int, death: str = "kill", fault: str = "", linger: float = 600.0, *, as_files: bool = False
+    root: Path,
+    last: int,
+    death: str = "kill",
+    fault: str = "",
+    linger: float = 600.0,
+    *,
+    as_files: bool = False,
+    slots: int | None = 2,
 ) -> psutil.Process | None:
     """Save the steps up to ``last``, then die. Returns the worker, if it is still there."""
-    code, worker = alone(_train, str(root), last, death, fault, linger, as_files)
+    code, worker = alone(_train, str(root), last, death, fault, linger, as_files, slots)
     assert code == {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
     try:
         return psutil.Process(worker) if worker is not None else None
