@@ -18,7 +18,6 @@ from asyncckpt.worker.open_saves import OpenSaves, TrackedSave
 from asyncckpt.worker.process import WorkerOptions, WorkerProcess, how_it_ended
 from asyncckpt.worker.questions import Questions
 from asyncckpt.worker.root_claim import Claim, Claimed
-from asyncckpt.worker.segment_layout import SegmentLayout
 from asyncckpt.worker.uploads import Uploaded
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class WorkerClient:
         self._owner, self._process, self._on_uploaded = os.getpid(), WorkerProcess(options), on_uploaded
         self._connection, self._endpoint = self._process.connection, options.endpoint
         self.saves, self._sending = OpenSaves(), threading.Lock()
-        self._questions = Questions(self._send, self._give_back)
+        self._questions = Questions(self.tell, self._give_back)
         self._taken: dict[int, Callable[[CheckpointError | None], object]] = {}
         self._death: WorkerDiedError | None = None
         self._closing = self._detaching = self._is_told = False
@@ -116,15 +115,6 @@ class WorkerClient:
         fd = segment.fileno()
         return self.ask(messages.Adopt(held), messages.Adopted, timeout, "handing over shared memory", fd).segment
 
-    def describe(self, segment: int, layout: SegmentLayout, timeout: float) -> None:
-        """Tell what stands where in a segment; whoever asks the worker from now on is told so.
-
-        Args:
-            segment: Its number in the worker.
-            layout: What it holds; all that is constant must be written by now.
-        """
-        self.ask(messages.Describe(segment, layout), messages.Described, timeout, "describing shared memory")
-
     def cancel(self, save: TrackedSave, reason: CheckpointError, timeout: float) -> bool:
         """Take back a save that is not being written yet. False, and nothing changes, where it is too late for that.
 
@@ -139,10 +129,6 @@ class WorkerClient:
             self.saves.on_end(save_id, reason)
         return answer.in_time
 
-    def join(self, rendezvous: messages.Rendezvous, timeout: float) -> None:
-        """Have the worker commit together with those of the other ranks."""
-        self._send(messages.Join(rendezvous, timeout))
-
     def begin(self, save: TrackedSave) -> None:
         """Announce a save whose slot is being staged. What the slot is told to hold may be read from now on.
 
@@ -152,29 +138,21 @@ class WorkerClient:
             self.check_usable()
             self.saves.add(save)
         try:
-            self._send(messages.Begin(save.request))
+            self.tell(messages.Begin(save.request))
         except CheckpointError:
             self.saves.discard(save)
             raise
 
     def staged(self, save_id: int, timings: dict[str, float]) -> None:
         """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
-        self._send(messages.Staged(save_id, timings))
+        self.tell(messages.Staged(save_id, timings))
 
     def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
         """Have the worker take more memory of a segment. ``taken`` is told, by the thread that listens, when it has; or
         why it has not. Who waits with ``wait_for`` then looks again.
         """
         self._taken[request.segment] = taken
-        self._send(request)
-
-    def give_back(self, request: messages.GiveBack) -> None:
-        """Have the worker give memory of a segment back."""
-        self._send(request)
-
-    def release(self, segment: int) -> None:
-        """Have the worker forget a segment. No save in it may be open."""
-        self._send(messages.Release(segment))
+        self.tell(request)
 
     def wait_for(
         self, condition: Callable[[], bool], timeout: float, doing: str, check: Callable[[], object] = lambda: None
@@ -264,7 +242,8 @@ class WorkerClient:
     def _may_end(self) -> bool:
         return self._owner == os.getpid() and not self._connection.closed
 
-    def _send(self, message: messages.FromTrainer, fd: int | None = None) -> None:
+    def tell(self, message: messages.FromTrainer, fd: int | None = None) -> None:
+        """Send a message of ``messages.py``, and the descriptor ``fd`` behind it. Raises as ``check_usable``."""
         self.check_usable()
         try:
             with self._sending:

@@ -30,7 +30,7 @@ from asyncckpt.ranks.address import address_to_listen_at, loopback_scope, own_ad
 from asyncckpt.ranks.collectives import cpu_group
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint_messages import Serve, Served
-from asyncckpt.worker.messages import Host, Hosting, Rendezvous
+from asyncckpt.worker.messages import Host, Hosting, Join, Rendezvous
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.store_connection import Patience
@@ -131,7 +131,7 @@ class Group:
             self._rendezvous = self._connect(self._exchange(client))
         elif self.rank == 0:
             _host(client, Host(self._rendezvous.port, self._listens_at, self._secret), self._config)
-        client.join(self._rendezvous, self._config.start_timeout)
+        client.tell(Join(self._rendezvous, self._config.start_timeout))
         if self._config.replicas:
             _serve(client, self._rendezvous.secret, self._config, self.rank)
         self._client = client

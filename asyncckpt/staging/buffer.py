@@ -22,21 +22,20 @@ from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
 from asyncckpt.staging.comparison import same_as_staged
 from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.detached_buffer import DetachedBuffer
+from asyncckpt.staging.detached_buffer import Constants, DetachedBuffer, fitting, give_back
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.shared_part import SharedPart
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.staging.slot_memory import SlotMemory
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.held_image import COPY_SLOTS, HeldImage
-from asyncckpt.worker.messages import Clear, Cleared
+from asyncckpt.worker.messages import Clear, Cleared, Describe, Described, Release
 from asyncckpt.worker.open_saves import TrackedSave
 from asyncckpt.worker.segment_layout import Region
 
 logger = logging.getLogger(__name__)
 
 Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
-_Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 
 
 class StagingBuffer:
@@ -83,31 +82,15 @@ class StagingBuffer:
         *self._offsets, nbytes = (first + number * plan.layout.slot_bytes for number in range(slots + 1))
         self.layout = plan.segment_layout(tuple(self._offsets), regions, self._shared_at)
         taken = slots if taken is None else taken
-        least = first + taken * plan.layout.slot_bytes
-        adopted = None
+        adopted = fitting(detached, self.layout, fixed, nbytes, first + taken * plan.layout.slot_bytes)
         try:
-            adopted = self._fitting(detached, fixed, nbytes, least)
-            if adopted is not None:
-                self.number, self.segment, self._pinned = adopted.number, adopted.segment, adopted.pinned
-            else:
-                self._give_back(detached)
-                self.number, self.segment = client.allocate(nbytes, timeout, least)
-            self._published = PublishedSlots(self.segment, slots)
-            held = adopted.held if adopted is not None else ()
-            kept = [each.request.slot for each in held] + [*self._published.publications().values()]
-            self._memory = SlotMemory(client, self.number, self.segment, [*self._offsets, nbytes], taken)
-            self._memory.taken = max(self._memory.taken, *(slot + 1 for slot in kept), 0)
-            if adopted is not None:
-                if self._pinned is not None:
-                    self._pinned.cut_back(self._memory.end)
-                self.segment.give_back(self._memory.end)
-                if adopted.is_free:  # what is in gaps is the same in all slots: it has checksums and digests, too
-                    self.segment.fill_zeros(HEADER_BYTES, self._memory.end)
-            self.segment.touch(self._memory.end)
-            self._set_up(held, fixed)
+            if adopted is None:
+                give_back(detached, client)
+            self._take_memory(adopted, nbytes, taken, timeout)
+            self._set_up(adopted.held if adopted is not None else (), fixed)
             self._is_filled = self._is_inherited = adopted is not None and adopted.has_shared_part
             self._was_published = bool(self._published.publications())
-            client.describe(self.number, self.layout, timeout)
+            client.ask(Describe(self.number, self.layout), Described, timeout, "describing shared memory")
             detached[:] = [each for each in detached if each is not adopted]
         except BaseException:
             if hasattr(self, "_published"):
@@ -116,33 +99,28 @@ class StagingBuffer:
                 self._release()
             raise
 
-    def _fitting(
-        self, detached: list[DetachedBuffer], fixed: _Constants, nbytes: int, least: int
-    ) -> DetachedBuffer | None:
-        """What was for the same plan, down to the last constant byte; or of which nothing is needed any more, if it is
-        ``nbytes`` long, and the memory of the first ``least`` is taken.
-        """
-        for each in detached:
-            if each.number == 0 or each.segment.closed:
-                continue
-            # The worker asks whether there is memory for more, and this would not.
-            if each.is_free and each.segment.nbytes >= nbytes and each.segment.taken_bytes >= least:
-                return each
-            view = each.segment.view
-            same = each.layout == self.layout
-            if same and all(view[region.offset : region.offset + region.nbytes] == data for region, data in fixed):
-                return each
-        return None
+    def _take_memory(self, adopted: DetachedBuffer | None, nbytes: int, taken: int, timeout: float) -> None:
+        """That of ``taken`` slots, and of all before them; or what was detached, with those of its images."""
+        if adopted is not None:
+            self.number, self.segment, self._pinned = adopted.number, adopted.segment, adopted.pinned
+        else:
+            end = self._offsets[0] + taken * self.plan.layout.slot_bytes
+            self.number, self.segment = self.client.allocate(nbytes, timeout, end)
+        self._published = PublishedSlots(self.segment, len(self.saves))
+        self._memory = SlotMemory(self.client, self.number, self.segment, [*self._offsets, nbytes], taken)
+        if adopted is not None:
+            needed = {each.request.slot for each in adopted.held} | {*self._published.publications().values()}
+            self._memory.taken = max(taken, *(slot + 1 for slot in needed), 0)
+            if self._pinned is not None:
+                self._pinned.cut_back(self._memory.end)
+            self.segment.give_back(self._memory.end)
+            if adopted.is_free:  # what is in gaps is the same in all slots: it has checksums and digests, too
+                self.segment.fill_zeros(HEADER_BYTES, self._memory.end)
+        self.segment.touch(self._memory.end)
+        if self._published.publications():
+            self._memory.keep_two()
 
-    def _give_back(self, detached: list[DetachedBuffer]) -> None:
-        while detached:
-            unfit = detached[-1]  # taken from the list when it is gone, for an exception may come in between
-            unfit.close()
-            if unfit.number:
-                self.client.release(unfit.number)
-            detached.pop()
-
-    def _set_up(self, held: Sequence[HeldImage], fixed: _Constants) -> None:
+    def _set_up(self, held: Sequence[HeldImage], fixed: Constants) -> None:
         """Make the slots free, but for the images that are ``held`` or published, and write the constants."""
         self.slots = SlotTable(self.segment.view)
         kept = [each.request.slot for each in sorted(held, key=lambda each: each.request.save_id)]
@@ -338,7 +316,7 @@ class StagingBuffer:
         if self._pinned is not None:
             self._pinned.close()
         if self.client.alive:
-            self.client.release(self.number)
+            self.client.tell(Release(self.number))
         self.segment.close()
 
     def leave(self) -> DetachedBuffer:
@@ -367,7 +345,7 @@ def copy_bytes(plan: CheckpointPlan) -> int:
     return _laid_out(plan)[2] + COPY_SLOTS * plan.layout.nbytes
 
 
-def _laid_out(plan: Plan) -> tuple[dict[str, Region], _Constants, int]:
+def _laid_out(plan: Plan) -> tuple[dict[str, Region], Constants, int]:
     """Where what is constant stands in a segment, by name; what it is; and where the first slot begins."""
     regions: dict[str, Region] = {}
     fixed: list[tuple[Region, bytes | memoryview]] = []

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.shm.segment import Segment
+from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.held_image import HeldImage
-from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, TorchFileLayout
+from asyncckpt.worker.messages import Release
+from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
+
+Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
+"""What is the same in every save, each with where it stands in the segment."""
 
 
 @dataclass
@@ -38,3 +45,36 @@ class DetachedBuffer:
         if self.pinned is not None:
             self.pinned.close()
         self.segment.close()
+
+
+def fitting(
+    detached: Sequence[DetachedBuffer],
+    layout: CheckpointLayout | FileSetLayout | TorchFileLayout,
+    constants: Constants,
+    nbytes: int,
+    least: int,
+) -> DetachedBuffer | None:
+    """Of what is ``detached``, that which was for the same plan, down to the last constant byte; or of which nothing is
+    needed any more, if it is ``nbytes`` long and the memory of the first ``least`` is taken.
+    """
+    for each in detached:
+        if each.number == 0 or each.segment.closed:
+            continue
+        # The worker asks whether there is memory for more, and this would not.
+        if each.is_free and each.segment.nbytes >= nbytes and each.segment.taken_bytes >= least:
+            return each
+        view = each.segment.view
+        same = each.layout == layout
+        if same and all(view[region.offset : region.offset + region.nbytes] == data for region, data in constants):
+            return each
+    return None
+
+
+def give_back(detached: list[DetachedBuffer], client: WorkerClient) -> None:
+    """Give all that is ``detached`` back, which ``client`` has adopted."""
+    while detached:
+        unfit = detached[-1]  # taken from the list when it is gone, for an exception may come in between
+        unfit.close()
+        if unfit.number:
+            client.tell(Release(unfit.number))
+        detached.pop()

@@ -74,7 +74,7 @@ class SlotMemory:
     def give_back_last(self) -> int:
         """Have the worker give the memory of the last slot back, in which nothing is under way. Returns which it is."""
         self.taken -= 1
-        self._client.give_back(GiveBack(self._number, self.end, (self.taken,)))
+        self._client.tell(GiveBack(self._number, self.end, (self.taken,)))
         return self.taken
 
     def _on_taken(self, refused: CheckpointError | None) -> None:

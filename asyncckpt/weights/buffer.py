@@ -20,6 +20,7 @@ from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.memory import take_memory
+from asyncckpt.worker.messages import Describe, Described, Release
 from asyncckpt.worker.segment_layout import WeightsLayout
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class WeightBuffer:
         """Have readers find nothing here any more, and the worker forget it. A reader keeps what it has leased."""
         self._published.withdraw_all()
         for number in (self._number, *(slot.number for slot in self._slots)):
-            self._client.release(number)
+            self._client.tell(Release(number))
         self.close()
 
     def close(self) -> None:
@@ -189,14 +190,15 @@ class WeightBuffer:
             segment.view[: len(plan.header)] = plan.header
         except BaseException:
             segment.close()
-            self._client.release(number)
+            self._client.tell(Release(number))
             raise
         self._slots.append(_Slot(segment, number))
         self._published.count += 1
         self._describe()
 
     def _describe(self) -> None:
-        self._client.describe(self._number, WeightsLayout(tuple(slot.number for slot in self._slots)), self._timeout)
+        layout = WeightsLayout(tuple(slot.number for slot in self._slots))
+        self._client.ask(Describe(self._number, layout), Described, self._timeout, "describing shared memory")
 
 
 class _Slot:
