@@ -165,7 +165,7 @@ def _die_with_one_stopped(folder: str, places: list[int]) -> None:
     os.environ["ASYNCCKPT_TEST_GATE"] = f"{folder}/gate"
     faulty("create:hold")
     enter_host(folder, places[dist.get_rank()])
-    checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30))
+    checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30, slots=2))
     checkpointer.save(1, replicas(1)).wait_replicated(30)
     worker = checkpointer._engine.worker
     assert worker is not None
