@@ -56,7 +56,7 @@ class Counts:
 def look() -> Counts:
     """At this process and all below it."""
     mine = psutil.Process()
-    found = [(0.0,) * 6]
+    found: list[tuple[float, ...]] = [(0.0,) * 6]
     for process in (mine, *mine.children(recursive=True)):
         # One may end meanwhile.
         with suppress(OSError, psutil.NoSuchProcess):
