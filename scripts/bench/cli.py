@@ -77,6 +77,10 @@ def _memory(args: argparse.Namespace) -> Iterator[Job]:
     return (jobs.take_memory(request, _choices(args)) for request in _requests(args))
 
 
+def _cost(args: argparse.Namespace) -> Iterator[Job]:
+    return (jobs.count(request, _choices(args)) for request in _requests(args))
+
+
 def _ranks(args: argparse.Namespace) -> Iterator[Job]:
     processes, simulated = args.processes, args.simulate
     if not processes and not simulated:
@@ -225,6 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     scale = command("scale", "a save against the number of tensors, and against bytes", _scale, [who])
     scale.add_argument("--tensors", type=int, nargs="+", default=jobs.SCALE_TENSORS)
     scale.add_argument("--bytes", action=argparse.BooleanOptionalAction, default=True, help="also against bytes")
+    command("cost", "what is computed and moved, counted in all processes", _cost, [what])
     command("memory", "memory of all processes, and page cache left behind", _memory, [what])
     ranks = command("ranks", "a save against the number of ranks, real and simulated", _ranks, [where])
     ranks.add_argument("--tensors", type=int, default=400)
@@ -251,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _where(gib: float = 1.0, rounds: int = 5) -> argparse.ArgumentParser:
+def _where(gib: float = 1.0, rounds: int = 7) -> argparse.ArgumentParser:
     """For one command, or for those with the same defaults: parsers share the options of their parents."""
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--folder", help="where to write, on the disk in question (default: the system's temporary)")

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncckpt.shm.segment import PAGE
 from bench import (
+    costs,
     exports,
     frameworks,
     hosts,
@@ -137,6 +138,13 @@ def save_unchanged_by_ranks(gib: float, changing_mib: float, count: int, pace: P
     return Job("unchanged", label, measure, {"rounds": pace.rounds, "pause_s": pace.pause})
 
 
+def count(request: Request, choices: Choices) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return costs.measure(request, choices.names, choices.pace.rounds, folder)
+
+    return Job("cost", _label(request), measure, {"saves": choices.pace.rounds})
+
+
 def take_memory(request: Request, choices: Choices) -> Job:
     def measure(folder: str) -> dict[str, Any]:
         return memory.measure(request, choices.names, choices.pace.rounds, folder)
@@ -221,6 +229,7 @@ def standard(gib: float, device: str, choices: Choices, minutes: float, cores: i
     yield load(request("8000x50kB"), within(0.03))
     yield by_tensors(request("100", gib / 4), replace(within(0.06, but=FEWER), check=False), SCALE_TENSORS)
     yield by_bytes(request("400"), within(0.03, but=FEWER))
+    yield count(request("400"), replace(choices, pace=replace(choices.pace, rounds=7)))
     yield take_memory(request("400"), replace(choices, pace=replace(choices.pace, rounds=2)))
     yield many_ranks(PROCESSES, gib, 400, choices.pace.rounds)
     for tensors in WEIGHTS_TENSORS:

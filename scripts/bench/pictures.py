@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from bench import costs
 from bench.contestants import OURS, title
 from bench.figures import (
     COPY,
@@ -167,6 +168,24 @@ def _scale(found: Result) -> Figure:
     return figure
 
 
+def _cost(found: Result) -> Figure:
+    figure = Figure(figsize=(8, 0.8 + 0.4 * (len(found["results"]) + 1)), layout="constrained")
+    axes = figure.subplots()
+    names = list(reversed(found["results"]))
+    left = [0.0] * len(names)
+    for key, label, colour in (("user_s", "user", PEER_COLOUR), ("system_s", "system", "#e0a458")):
+        means = [sum(its[key]) / len(its[key]) for its in map(found["results"].__getitem__, names)]
+        axes.barh(range(len(names)), means, left=left, color=colour, height=0.6, label=label)
+        left = [one + other for one, other in zip(left, means, strict=True)]
+    floor = sum(median(found["limits"][name]) for name in (costs.COPY, costs.WRITE))
+    axes.axvline(floor, color=LIMIT_COLOUR, label="one copy and one direct write")
+    axes.set_yticks(range(len(names)), list(map(title, names)))
+    axes.set_xlabel("seconds of CPU for each save, in all processes")
+    axes.legend(fontsize=7)
+    figure.suptitle(f"What is computed for a save of {_about(found)}", fontsize=10)
+    return figure
+
+
 def _memory(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.8 + 0.5 * (len(found["results"]) + 1)), layout="constrained")
     axes = figure.subplots()
@@ -270,6 +289,7 @@ _DRAWN = {
     "telemetry": _telemetry,
     "frameworks": _frameworks,
     "scale": _scale,
+    "cost": _cost,
     "memory": _memory,
     "ranks": _ranks,
     "simulation": _ranks,

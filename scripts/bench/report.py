@@ -20,6 +20,7 @@ HEADINGS = {
     "telemetry": "What it costs to be told of events",
     "frameworks": "What a save costs in a framework's trainer",
     "scale": "How a save grows",
+    "cost": "What a save costs the machine",
     "memory": "What memory it takes",
     "ranks": "Many ranks on this machine",
     "simulation": "The first rank of a large job, simulated",
@@ -89,6 +90,14 @@ EXPLANATIONS = {
         "framework leaves in the page cache, after the training, and that counts."
     ),
     "scale": ("In each cell the call, and until when it is durable."),
+    "cost": (
+        "Counted in the trainer and all processes it has started, from before a save until it is durable and all has "
+        "come to rest: a loaded machine makes that slower, but hardly more. *CPU* is what all threads computed, beside "
+        "that of one copy and one direct write of the bytes, which nobody can do without, and of these and a checksum "
+        "(medians); *user* and *system* are means. *Page faults* are pages that were touched anew. *Calls* are those "
+        "that read and write, *written* what was sent to storage. Each runs by itself, after three saves that do not "
+        "count."
+    ),
     "memory": (
         "Beside the state itself, in all processes of each; what the trainer had before its first save is "
         "taken off. *Steady* is a second after the last save. Shared memory is counted once however many "

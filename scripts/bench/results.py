@@ -48,6 +48,7 @@ KINDS = (
     "telemetry",
     "frameworks",
     "scale",
+    "cost",
     "memory",
     "ranks",
     "simulation",

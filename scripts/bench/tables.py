@@ -9,6 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from bench import costs
 from bench.contestants import OURS, title
 from bench.figures import (
     COPY_FILE,
@@ -214,6 +215,20 @@ def scale(found: Result) -> str:
     return _table(["blocked, durable", "the limits", *map(title, names)], rows)
 
 
+def cost(found: Result) -> str:
+    limits = {name: median(each) for name, each in found["limits"].items()}
+    floor = limits[costs.COPY] + limits[costs.WRITE]
+    rows: list[Sequence[object]] = [(name, seconds(each), *[""] * 8) for name, each in limits.items()]
+    for name, each in found["results"].items():
+        cpu, saves = median(each["cpu_s"]), len(each["cpu_s"])
+        ratios = times(cpu / floor), times(cpu / (floor + limits[costs.DIGESTS]))
+        parts = (seconds(sum(each[key]) / saves) for key in ("user_s", "system_s"))
+        counts = f"{median(each['faults']):,.0f}", f"{median(each['calls']):,.0f}", size(median(each["written"]))
+        rows.append((title(name), seconds(cpu), *ratios, *parts, *counts, saves))
+    both = "/ copy and write", "/ with a checksum"
+    return _table(["", "CPU", *both, "user", "system", "page faults", "calls", "written", "saves"], rows)
+
+
 def memory(found: Result) -> str:
     rows = []
     for name, each in found["results"].items():
@@ -321,6 +336,7 @@ TABLES = {
     "telemetry": telemetry,
     "frameworks": frameworks,
     "scale": scale,
+    "cost": cost,
     "memory": memory,
     "ranks": columns,
     "simulation": columns,

@@ -102,6 +102,7 @@ def test_all_other_measurements(tmp_path: Path) -> None:
         tmp_path,
         f"loop {few} asyncckpt,asyncckpt-overlap,torch-save --train-threads 1",
         f"load {few} asyncckpt",
+        f"cost {few} asyncckpt,torch-save",
         f"memory {few} asyncckpt",
         "scale --gib 0.001 --tensors 10 20 --no-bytes --rounds 1 --pause 0 --contestants asyncckpt,torch-save",
         "ranks --gib 0.004 --tensors 4 --processes 1 --simulate 4 --items 2 --rounds 1",
@@ -111,9 +112,13 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     for result in found["loop"]["results"].values():
         assert len(result["cost_s"]) == 1 and min(result["steps"]) >= 4
     assert found["load"]["results"].keys() == loads.OURS.keys() | loads.PEERS.keys()
+    cost = found["cost"]
+    assert not cost["left_out"] and all(min(each) > 0 for each in cost["limits"].values())
+    for result in cost["results"].values():
+        assert result["cpu_s"][0] > 0 and result["calls"][0] > 0 and result["written"][0] >= 4_000_000
     memory = found["memory"]["results"]["asyncckpt"]
     assert memory["page_cache"] == 0 and memory["steady"]["processes"] == 1
-    assert memory["peak"]["total"] >= memory["steady"]["shared"] >= 2 * 4_000_000
+    assert memory["peak"]["total"] >= memory["steady"]["shared"] >= 4_000_000
     assert [point["state"]["tensors"] for point in found["scale"]["points"]] == [10, 20]
     assert found["ranks"]["rows"][0]["processes"] == 1 and found["simulation"]["rows"][0]["ranks"] == 4
     assert not found["publish"]["left_out"]
@@ -129,8 +134,7 @@ def is_of_unchanged(found: dict[str, Any], all_bytes: float) -> None:
         assert result["first"][0]["written"] >= all_bytes and result["worker_cpu_s"][0] > 0
         is_linked = name in (unchanged.DEFAULT, unchanged.PROMISED)
         assert (result["written"][0] < all_bytes / 3) == is_linked and result["allocated"][0] >= result["written"][0]
-        # One image and what changes of another, or two.
-        assert (result["memory"][0] < 1.5 * all_bytes) == is_linked
+        assert result["memory"][0] < 1.5 * all_bytes
 
 
 @pytest.mark.slow
