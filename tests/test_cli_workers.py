@@ -92,7 +92,7 @@ def test_one_whose_trainer_lives(root: Path, shell: Shell) -> None:
         facts = shell.listed(worker := worker_of(checkpointer))
         assert facts is not None and (facts["root"], facts["job_id"], facts["rank"]) == (str(root), "a run", 0)
         assert (facts["trainer"], facts["has_trainer"], facts["does"]) == (os.getpid(), True, "serving")
-        assert facts["bytes"] >= 2 * 1_200_000 and facts["age_s"] >= 0 and facts["lingers_s"] is None
+        assert facts["bytes"] >= 1_200_000 and facts["age_s"] >= 0 and facts["lingers_s"] is None
         assert "waits for its trainer" in shell.row(worker) and f"{root} (job a run)" in shell.row(worker)
         status, out = shell("--end", worker)
         assert status == 2 and f"trainer {os.getpid()}" in out and "--force" in out and is_running(worker)

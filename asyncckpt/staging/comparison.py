@@ -21,12 +21,17 @@ def same_as_staged(
     tensors: Sequence[torch.Tensor], layout: DataLayout, segment: Segment, offset: int, threads: CopyThreads
 ) -> list[int]:
     """The numbers of the ``tensors`` that have the bytes of the image which begins at ``offset`` of a segment: of those
-    that are on the host, in one piece. Most that differ do so on their first page: no more of them is looked at.
+    that are on the host, in one piece, and not in what all slots share. Most that differ do so on their first page: no
+    more of them is looked at.
 
     Raises ``UnsavableStateError`` where a tensor has no memory.
     """
     same = [
-        spec.alias is None and place.payload_bytes > 0 and tensor.is_cpu and tensor.is_contiguous()
+        spec.alias is None
+        and place.payload_bytes > 0
+        and place.at < layout.slot_bytes
+        and tensor.is_cpu
+        and tensor.is_contiguous()
         for spec, place, tensor in zip(layout.specs, layout.tensors, tensors, strict=True)
     ]
     begin = segment.address + offset

@@ -55,6 +55,17 @@ def test_in_memory_it_is_there_once(engine: Engine, tmp_path: Path) -> None:
     check(tmp_path / "4", state)
 
 
+def test_beside_what_is_promised_more_is_learned(tmp_path: Path) -> None:
+    """The second save compares, and what is promised stands elsewhere than in its slot."""
+    state = state_of(16) | {"promised": {str(number): torch.rand(1 << 20) for number in range(8)}}
+    with Engine(Config(linger=0, assume_unchanged=["promised.*"]), alone=True) as engine:
+        for number in range(5):
+            train(state)
+            engine.save(tmp_path / str(number), state).result(60)
+        assert _resident(engine) < 32 + 16.5 and written(tmp_path / "4") < 1 << 20
+    check(tmp_path / "4", state)
+
+
 def test_with_overlap_it_is_copied(tmp_path: Path) -> None:
     """Nobody may look at it in the call."""
     state = state_of(16)

@@ -105,7 +105,7 @@ def test_one_rank_then_two_then_one(tmp_path: Path) -> None:
 
 def _half_saved(root: str, folder: str, all_save: bool) -> tuple[tuple[int, str], str]:
     """Begin a save, on the first rank or on all, and begin anew at once."""
-    constant = Config(timeout=20, commit_timeout=20, assume_constant_structure=True)
+    constant = Config(timeout=20, commit_timeout=20, assume_constant_structure=True, slots=2)
     first = Checkpointer(root, constant)
     first.save(1, replicas(1)).result(30)
     end = ""
