@@ -240,10 +240,10 @@ def test_memory_that_is_short_goes_to_whoever_saves(path: Path, monkeypatch: pyt
     with Engine(alone=True) as engine:
         real = WorkerClient.allocate
 
-        def allocate(client: WorkerClient, nbytes: int, timeout: float) -> tuple[int, Segment]:
+        def allocate(client: WorkerClient, nbytes: int, timeout: float, end: int) -> tuple[int, Segment]:
             if any(known.buffer is not None for known in engine._buffers.known):
                 raise OutOfMemoryError("no memory for two plans (as the test wants)")
-            return real(client, nbytes, timeout)
+            return real(client, nbytes, timeout, end)
 
         monkeypatch.setattr(WorkerClient, "allocate", allocate)
         for size in (10, 20, 10, 30):

@@ -31,7 +31,7 @@ def _die(root: str, steps: int, unstaged: int | None) -> None:
     """Save some steps, and die; ``unstaged`` is a rank that dies in the copy of the last."""
     from asyncckpt.staging import slot_copy as staging
 
-    checkpointer = Checkpointer(root)
+    checkpointer = Checkpointer(root, Config(slots=2))
     for step in range(1, steps + 1):
         state = _state(step)
         dist.barrier()
