@@ -6,10 +6,11 @@ while the save that wants it waits for that, or for the slot of the save before,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.messages import GiveBack, Take
@@ -80,8 +81,9 @@ class SlotMemory:
     def _on_taken(self, refused: CheckpointError | None) -> None:
         """Called by the thread that listens to the worker."""
         if refused is None:
-            # The kernel's tables of this process, which the copy would wait for.
-            self._segment.touch(self._begins[self.taken + 1], self.end)
+            # The kernel's tables of this process, which the copy would wait for; of a segment that may just be closed.
+            with contextlib.suppress(OutOfMemoryError, ValueError):
+                self._segment.touch(self._begins[self.taken + 1], self.end)
             self.taken += 1
         else:
             self._refused = refused
