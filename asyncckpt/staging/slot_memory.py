@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.shm.segment import Segment
@@ -63,8 +64,14 @@ class SlotMemory:
         """Have the worker take the memory of another slot, if there is one; ``taken`` says when it has."""
         if self.is_coming or self._refused is not None or self.taken == len(self._begins) - 1:
             return
+        slot = self.taken
+        request = Take(self._number, self._begins[slot], self._begins[slot + 1])
         self._apart, self.is_coming = 0, True
-        self._client.take(Take(self._number, self.end, self._begins[self.taken + 1]), self._on_taken)
+        try:
+            self._client.take(request, partial(self._on_taken, slot))
+        except BaseException:  # an interrupt: the worker may have been told all the same
+            self.is_coming = False
+            raise
 
     def keep_two(self) -> None:
         """From now on that of another slot is always needed: readers shall find a version while the next is staged."""
@@ -72,19 +79,18 @@ class SlotMemory:
         if self.taken < self._least:
             self.take_another()
 
-    def give_back_last(self) -> int:
-        """Have the worker give the memory of the last slot back, in which nothing is under way. Returns which it is."""
+    def give_back_last(self) -> None:
+        """Have the worker give the memory of the last slot back, in which nothing is under way."""
         self.taken -= 1
         self._client.tell(GiveBack(self._number, self.end, (self.taken,)))
-        return self.taken
 
-    def _on_taken(self, refused: CheckpointError | None) -> None:
+    def _on_taken(self, slot: int, refused: CheckpointError | None) -> None:
         """Called by the thread that listens to the worker."""
         if refused is None:
             # The kernel's tables of this process, which the copy would wait for; of a segment that may just be closed.
             with contextlib.suppress(OutOfMemoryError, ValueError):
-                self._segment.touch(self._begins[self.taken + 1], self.end)
-            self.taken += 1
+                self._segment.touch(self._begins[slot + 1], self._begins[slot])
+            self.taken = max(self.taken, slot + 1)
         else:
             self._refused = refused
             logger.warning("one image in memory, so saves wait for each other: %s", refused)
