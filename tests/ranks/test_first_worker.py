@@ -29,7 +29,12 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 def _config(when_busy: WhenBusy = "wait") -> Config:
     return Config(
-        timeout=LONG_S, commit_timeout=LONG_S, assume_constant_structure=True, when_busy=when_busy, failure="warn"
+        slots=2,
+        timeout=LONG_S,
+        commit_timeout=LONG_S,
+        assume_constant_structure=True,
+        when_busy=when_busy,
+        failure="warn",
     )
 
 
