@@ -13,6 +13,9 @@ from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.messages import Release
 from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 
+# What may be missing: so small a part.
+_FEW = 64
+
 Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 """What is the same in every save, each with where it stands in the segment."""
 
@@ -55,13 +58,14 @@ def fitting(
     least: int,
 ) -> DetachedBuffer | None:
     """Of what is ``detached``, that which was for the same plan, down to the last constant byte; or of which nothing is
-    needed any more, if it is ``nbytes`` long and the memory of the first ``least`` is taken.
+    needed any more, if it is ``nbytes`` long and the memory of the first ``least`` is taken, or nearly.
     """
     for each in detached:
         if each.number == 0 or each.segment.closed:
             continue
-        # The worker asks whether there is memory for more, and this would not.
-        if each.is_free and each.segment.nbytes >= nbytes and each.segment.taken_bytes >= least:
+        # The worker asks whether there is memory for more, and this would not: only some pages may be missing, as
+        # another layout of the same tensors needs for its files.
+        if each.is_free and each.segment.nbytes >= nbytes and each.segment.taken_bytes >= least - least // _FEW:
             return each
         view = each.segment.view
         same = each.layout == layout
