@@ -301,7 +301,7 @@ class PlanSelection:
 
         _warn_untrusted(plan)
         try:
-            group.ask_all("memory", number, allocate, lambda made: made)
+            group.ask_all("memory", number, allocate, lambda each: each)
             tensors = wanted.capture(plan)
             if made[0].changed(tensors, self.threads):  # it was that of a trainer before this
                 made[0].close()

@@ -1,4 +1,4 @@
-"""What a save costs the machine, counted and not timed: what a loaded machine makes slower is not more.
+"""What a save costs the machine, counted. Of these only the time of the cores grows where others use the memory too.
 
 Each contestant runs in a process of its own, with all that it starts. Read before a save and after it, when it is
 durable and all has come to rest: what was computed, by the user's code and by the kernel; page faults, each of which is
@@ -68,7 +68,7 @@ def _of(process: psutil.Process) -> tuple[float, ...]:
     """One, with those of its children that have ended."""
     times = process.cpu_times()
     user, system = times.user + times.children_user, times.system + times.children_system
-    cpu = time.clock_gettime(_cpu_clock(process.pid)) + times.children_user + times.children_system
+    cpu = computed_s(process.pid) + times.children_user + times.children_system
     # Behind the name, which may have anything in it, come the fields from the third on; see proc(5).
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     faults = sum(int(fields[number - 3]) for number in (10, 11, 12, 13))
@@ -76,9 +76,9 @@ def _of(process: psutil.Process) -> tuple[float, ...]:
     return cpu, user, system, faults, counters.read_count + counters.write_count, counters.write_bytes
 
 
-def _cpu_clock(pid: int) -> int:
-    """The clock of what a process computes, as ``clock_getcpuclockid`` makes it."""
-    return (~pid << 3) | 2
+def computed_s(pid: int) -> float:
+    """Seconds that a process has computed; to the nanosecond, where psutil counts in hundredths."""
+    return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid makes it
 
 
 def measure(request: Request, names: Sequence[str], saves: int, folder: str) -> dict[str, Any]:

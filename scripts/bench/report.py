@@ -92,11 +92,11 @@ EXPLANATIONS = {
     "scale": ("In each cell the call, and until when it is durable."),
     "cost": (
         "Counted in the trainer and all processes it has started, from before a save until it is durable and all has "
-        "come to rest: a loaded machine makes that slower, but hardly more. *CPU* is what all threads computed, beside "
-        "that of one copy and one direct write of the bytes, which nobody can do without, and of these and a checksum "
-        "(medians); *user* and *system* are means. *Page faults* are pages that were touched anew. *Calls* are those "
-        "that read and write, *written* what was sent to storage. Each runs by itself, after three saves that do not "
-        "count."
+        "come to rest. On a loaded machine the CPU grows, too, as cores wait for memory: look at the ratios. *CPU* is "
+        "what all threads computed, beside that of one copy and one direct write of the bytes, which nobody can do "
+        "without, and of these and a checksum (medians); *user* and *system* are means. *Page faults* are pages that "
+        "were touched anew. *Calls* are those that read and write, *written* what was sent to storage. Each runs by "
+        "itself, after three saves that do not count."
     ),
     "memory": (
         "Beside the state itself, in all processes of each; what the trainer had before its first save is "

@@ -22,6 +22,7 @@ from asyncckpt import Checkpointer, Config
 from asyncckpt.worker.storage import step_folder
 from bench import contestants, files
 from bench.contestants import told
+from bench.costs import computed_s
 from bench.limits import Limits
 from bench.states import GIB, State, blank, same_tensors, tensors_of, with_tensors
 from bench.turns import Pace, Turns, take
@@ -91,8 +92,8 @@ class Saver:
         return self._train() | {"step": self._step, "lr": 0.1 / self._step, "name": "bench"}
 
     def _computed(self) -> float:
-        """Seconds that the workers have computed; to the nanosecond, where psutil counts in hundredths."""
-        return sum(time.clock_gettime(_cpu_clock(pid)) for pid in self._workers)
+        """Seconds that the workers have."""
+        return sum(map(computed_s, self._workers))
 
     def _written(self) -> Row:
         """Bytes of the newest checkpoint that no other has: their number, and what they take on the disk."""
@@ -108,11 +109,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _started() -> set[int]:
     """The processes that this one has started, and they."""
     return {process.pid for process in psutil.Process().children(recursive=True)}
-
-
-def _cpu_clock(pid: int) -> int:
-    """The clock of what a process computes, as ``clock_getcpuclockid`` makes it."""
-    return (~pid << 3) | 2
 
 
 def _held(pids: set[int]) -> int:
