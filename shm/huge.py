@@ -1,25 +1,77 @@
-"""Buffers on huge pages, for direct I/O: large ones of this process alone.
+"""Memory on huge pages: what direct I/O wants.
 
-A device takes a limited number of physical pages in a request. With pages of 4 KiB requests are cut to half a megabyte
-or so: a virtual disk then wrote 2.1 GB/s in the place of 3.4, and read 1.1 to 3 GB/s in the place of 3.9. Anonymous
-memory files have small pages unless the host says otherwise (``shmem_enabled``); private memory has huge ones nearly
-everywhere.
+A device takes a limited number of physical pages in a request, and the kernel looks at each. Writing 1 GiB from pages
+of 4 KiB took 0.38 s and 44 ms of a core, and from huge ones 0.23 s and 8 ms. Memory files have huge pages only where
+the host says so (``shmem_enabled``) or where somebody asks for each (``MADV_COLLAPSE``, Linux 6.1); private memory has
+them nearly everywhere.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
+import os
 import threading
+import time
+from collections.abc import Iterator
 
-from asyncckpt.shm.segment import MADV_HUGEPAGE, round_up
+from asyncckpt.shm.segment import HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE, PAGE, Segment, round_up
 
-_HUGE_PAGE = 2 << 20
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage"
+_MADV_COLLAPSE = 25  # from asm-generic/mman-common.h
+# Collapsed by one call, and how long that may take: where the kernel has to search for huge pages, small ones will do.
+_AT_ONCE_BYTES = 128 << 20
+_LONG_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _own = threading.local()
+
+
+def take_huge(segment: Segment, begin: int, end: int) -> None:
+    """Take the memory of a segment from ``begin`` up to ``end`` on huge pages, as far as the host has them.
+
+    What is left, ``touch`` takes. A huge page is taken in the time of a few small ones.
+    """
+    address = segment.address
+    for first, last in _parts(begin, end):
+        # It wants a page that is there: of one in each, it makes the whole.
+        for at in range(first, last, HUGE_PAGE):
+            _advise(address + at, PAGE, MADV_POPULATE_WRITE)
+        if not _collapse(address + first, last - first):
+            return
+
+
+def is_huge(segment: Segment) -> bool:
+    """Whether what is taken of a segment is on huge pages. What is not is moved there, if it can be."""
+    address, fd, end = segment.address, segment.fileno(), 0
+    while True:
+        try:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # there is no more
+                return True
+            raise
+        end = os.lseek(fd, begin, os.SEEK_HOLE)
+        if not all(_collapse(address + first, last - first) for first, last in _parts(begin, end)):
+            return False
+
+
+def _parts(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The whole huge pages there, as many at once as are collapsed by one call."""
+    begin, end = round_up(begin, HUGE_PAGE), end // HUGE_PAGE * HUGE_PAGE
+    return ((at, min(at + _AT_ONCE_BYTES, end)) for at in range(begin, end, _AT_ONCE_BYTES))
+
+
+def _collapse(address: int, nbytes: int) -> bool:
+    """Have memory that is taken on huge pages; whether it is, and did not take long."""
+    begun = time.monotonic()
+    return _advise(address, nbytes, _MADV_COLLAPSE) and time.monotonic() - begun < _LONG_S
+
+
+def _advise(address: int, nbytes: int, advice: int) -> bool:
+    return bool(_libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0)
 
 
 def huge_buffer(nbytes: int) -> memoryview:
@@ -27,13 +79,13 @@ def huge_buffer(nbytes: int) -> memoryview:
 
     It is freed with the last view of it.
     """
-    mapping = mmap.mmap(-1, round_up(nbytes) + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, round_up(nbytes) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    begin = -address % _HUGE_PAGE
-    length = min(round_up(nbytes, _HUGE_PAGE), len(mapping) - begin)
+    begin = -address % HUGE_PAGE
+    length = min(round_up(nbytes, HUGE_PAGE), len(mapping) - begin)
     # A fork made while a device writes here must not share these pages.
     for advice in (MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(length), advice)
+        _advise(address + begin, length, advice)
     buffer = memoryview(mapping)[begin : begin + nbytes]
     for page in range(0, nbytes, mmap.PAGESIZE):
         buffer[page] = 0

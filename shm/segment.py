@@ -19,13 +19,14 @@ from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.memcpy import address_of
 
 PAGE = mmap.PAGESIZE
+HUGE_PAGE = 2 << 20
 
 # Not in Python's modules before 3.12/3.13; the values are the kernel's (linux/fcntl.h, asm-generic/mman-common.h).
 _F_ADD_SEALS = 1033
 _F_SEAL_SHRINK = 2
 _F_SEAL_GROW = 4
 MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23
 
 # Through ctypes, in chunks: mmap.madvise would hold Python's lock for all the seconds that fresh memory takes.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -144,7 +145,7 @@ class Segment:
         end = self.nbytes if end is None else end
         for offset in range(begin, end, _TOUCH_BYTES):
             nbytes = min(_TOUCH_BYTES, end - offset)
-            if _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
+            if _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(nbytes), MADV_POPULATE_WRITE) == 0:
                 continue
             code = ctypes.get_errno()
             if code != errno.EINVAL:
@@ -216,9 +217,13 @@ def _mapped(fd: int, nbytes: int, *, writable: bool, shared: bool = True) -> mem
     """Map a file. It is unmapped with the last view of it, also where an exception comes before anybody has one.
 
     Python's ``mmap`` sees to that: it reserves the addresses, and the file takes its place there. It is not given the
-    file, for it would have a descriptor of its own, which nobody can close in a fork.
+    file, for it would have a descriptor of its own, which nobody can close in a fork. A large one begins where a huge
+    page can.
     """
-    view = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE))
+    unit = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
+    view = memoryview(mmap.mmap(-1, nbytes + unit - PAGE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE))
+    begin = -address_of(view) % unit
+    view = view[begin : begin + nbytes]
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags = _MAP_FIXED | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE)
     if _libc.mmap(address_of(view), nbytes, protection, flags, fd, 0) == _MAP_FAILED:

@@ -125,7 +125,8 @@ class FileAttempt(Attempt):
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """The archive is completed in the slot. Returns no checksums: nobody loads it from memory."""
         image = self.image(0, self.layout.data_bytes)
-        with ImageFile(self.opened.create("", large=True), pool, image) as file:
+        is_huge = self.staged_image.hosted.is_huge
+        with ImageFile(self.opened.create("", large=True), pool, image, is_huge) as file:
             self.staged_image.inode = self.opened.inode
             end, _ = self.complete_archive(image, 0, self.layout.sizes, self.request.pickle_bytes[0], file)
             file.finish(end)

@@ -103,7 +103,8 @@ class FolderAttempt(Attempt):
                 its = _LargeFile(each, each.name(self.request.rank), self._bytes_of(each))
                 output = None
                 if not self._link(its, pool):
-                    output = opened.enter_context(ImageFile(self._open(each, its.name), pool, its.image))
+                    is_huge = self.staged_image.hosted.is_huge
+                    output = opened.enter_context(ImageFile(self._open(each, its.name), pool, its.image, is_huge))
                     its.bounds = its.bounds or self._follow(each, output)
                     output.write_rest(its.bounds[-1])
                 written.append((its, output))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm import budget
+from asyncckpt.shm.huge import take_huge
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.endpoint import announce_memory, announced_bytes, host_lock
 from asyncckpt.worker.takeover import retire_idle_workers
@@ -48,4 +49,5 @@ def take_memory(
                     raise
                 budget.require(nbytes + announced_bytes(), "staging", HINT)
             announced.enter_context(announce_memory(segment.fileno(), end))
+        take_huge(segment, begin, end)
         segment.touch(end, begin)

@@ -19,72 +19,17 @@ from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import Readers, lease, reopen
-from asyncckpt.shm.slots import SlotTable, State
+from asyncckpt.shm.slots import State
 from asyncckpt.worker import endpoint_messages
 from asyncckpt.worker.held_image import HeldImage, ImageKey, ImageSummary
+from asyncckpt.worker.hosted_segment import HostedSegment
 from asyncckpt.worker.manifest import checksum, digest_of
 from asyncckpt.worker.memory import GIVE_BACK_S, HINT, take_memory
-from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, SegmentLayout, WeightsLayout
+from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, WeightsLayout
 from asyncckpt.worker.write_request import WriteRequest
 
 # Saves whose ends are remembered, for copies that come later.
 _ENDS = 64
-
-
-class HostedSegment:
-    """A segment with what is known of it."""
-
-    def __init__(self, segment: Segment) -> None:
-        self._lock = threading.Lock()
-        self._users = 1  # its owner, until ``close``
-        self._slots: SlotTable | None = None
-        self.closed = threading.Event()
-        self.segment = segment
-        self.layout: SegmentLayout | None = None
-        self.constants: tuple[int, ...] = ()
-        """Checksums of the layout's constant regions."""
-
-    @property
-    def slots(self) -> SlotTable:
-        """The states of its slots; only for a segment with a header page."""
-        with self._lock:
-            if self._slots is None:
-                self._slots = SlotTable(self.segment.view)
-            return self._slots
-
-    def describe(self, layout: SegmentLayout) -> None:
-        """Set its layout; the constant bytes are in place."""
-        self.layout = layout
-        self.constants = tuple(checksum(self.region(region)) for region in layout.constants())
-
-    def region(self, region: Region) -> memoryview:
-        """Some of its bytes."""
-        return self.segment.view[region.offset : region.offset + region.nbytes]
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Keep the memory, even if this is closed meanwhile."""
-        self.use()
-        try:
-            yield
-        finally:
-            self.close()
-
-    def use(self) -> None:
-        """One more uses the memory, until it calls ``close``."""
-        with self._lock:
-            self._users += 1
-
-    def close(self) -> None:
-        """Let go of the memory, as soon as nobody uses it. To be called once by each that does."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-        if self._slots is not None:
-            self._slots.close()
-        self.segment.close()
-        self.closed.set()
 
 
 @dataclass

@@ -18,8 +18,8 @@ from asyncckpt.shm.huge import only_private, own_buffer
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import State
+from asyncckpt.worker.hosted_segment import HostedSegment
 from asyncckpt.worker.manifest import digest_of
-from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.storage.storage import OutputFile
 from asyncckpt.worker.write_request import WriteRequest
 
@@ -142,15 +142,17 @@ class ImageFile:
     A context manager: when it is left no thread looks at the image any more, and the file is closed.
     """
 
-    def __init__(self, file: OutputFile, pool: ThreadPoolExecutor, image: memoryview) -> None:
+    def __init__(self, file: OutputFile, pool: ThreadPoolExecutor, image: memoryview, is_huge: bool) -> None:
         """Begin.
 
         Args:
             file: The file, which is this object's from now on.
             pool: The threads that write.
             image: Begins on a page and is whole pages.
+            is_huge: Whether these are huge ones.
         """
         self._file, self._pool, self._image = file, pool, image
+        self._is_ready = is_huge or not only_private()
         self._pieces: list[Future[None]] = []
         self._begin = self._good = 0
 
@@ -214,10 +216,10 @@ class ImageFile:
         self._begin = end
 
     def _write(self, begin: int, end: int) -> None:
-        if not (self._file.direct and only_private()):
+        if self._is_ready or not self._file.direct:
             self._file.write(self._image[begin:end], begin)
             return
-        # Through a buffer on huge pages: a copy costs less than direct writes from small pages do.
+        # Through a buffer on huge pages: a copy takes less time than direct writes from small pages do.
         buffer = own_buffer(BUFFER_BYTES)
         for at in range(begin, end, BUFFER_BYTES):
             nbytes = min(BUFFER_BYTES, end - at)

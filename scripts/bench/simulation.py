@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import store_connection
 from asyncckpt.worker.durable_files import DurableFiles
+from asyncckpt.worker.hosted_segment import HostedSegment
 from asyncckpt.worker.manifest import data_name, index_name
 from asyncckpt.worker.messages import Rendezvous
 from asyncckpt.worker.rounds import Rounds, round_name
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
-from asyncckpt.worker.segment_store import HostedSegment
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.store import Store

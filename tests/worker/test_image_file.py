@@ -32,7 +32,7 @@ def _write(
     file: LocalFile, pool: ThreadPoolExecutor, image: memoryview, bounds: Sequence[int], wait_beyond: Any
 ) -> Any:
     """The checksums, and whether the page cache was bypassed."""
-    with ImageFile(file, pool, image) as output:
+    with ImageFile(file, pool, image, is_huge=False) as output:
         output.follow(wait_beyond)
         output.finish(bounds[-1])
         return array("Q", (checksum(image[begin:end]) for begin, end in pairwise(bounds))), output.sync()

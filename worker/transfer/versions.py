@@ -16,9 +16,10 @@ from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.shm.slot_locks import lease
 from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.worker.hosted_segment import HostedSegment
 from asyncckpt.worker.manifest import DIGEST_BYTES, digest_of
 from asyncckpt.worker.segment_layout import Region, WeightsLayout
-from asyncckpt.worker.segment_store import HostedSegment, SegmentStore
+from asyncckpt.worker.segment_store import SegmentStore
 
 SPAN_BYTES = 256 << 10
 # Digests that are told at once, of some 64 MiB: those of whole images are made when they are first asked for.

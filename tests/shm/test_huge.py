@@ -1,0 +1,93 @@
+"""Memory on huge pages: taken so where the host can, and small pages where it cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncckpt.shm import huge
+from asyncckpt.shm.descriptor import Descriptor
+from asyncckpt.shm.huge import is_huge, take_huge
+from asyncckpt.shm.segment import HUGE_PAGE, PAGE, Segment
+
+_COLLAPSE = 25
+
+
+def _mapped_huge(segment: Segment) -> int:
+    """Bytes of the segment that this process has mapped by huge pages, as the kernel says."""
+    text = Path("/proc/self/smaps").read_text()
+    entry = text[text.index(f"{segment.address:x}-") :]
+    return int(re.search(r"ShmemPmdMapped: +(\d+) kB", entry)[1]) << 10  # type: ignore[index]
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    """Four huge pages and a bit, at which this host has been asked whether it has any."""
+    with Segment.create("asyncckpt-test", 4 * HUGE_PAGE + PAGE) as made:
+        with Segment.create("asyncckpt-test", HUGE_PAGE) as tried:
+            take_huge(tried, 0, HUGE_PAGE)
+            if not _mapped_huge(tried):
+                pytest.skip("this host gives shared memory no huge pages")
+        yield made
+
+
+def test_whole_huge_pages_are_taken(segment: Segment) -> None:
+    take_huge(segment, PAGE, 3 * HUGE_PAGE + PAGE)
+    assert _mapped_huge(segment) == 2 * HUGE_PAGE == segment.taken_bytes
+    segment.touch(3 * HUGE_PAGE + PAGE)
+    assert segment.taken_bytes == 3 * HUGE_PAGE + PAGE
+
+
+def test_what_is_small_is_moved_with_what_is_in_it(segment: Segment) -> None:
+    data = os.urandom(2 * HUGE_PAGE)
+    segment.view[: len(data)] = data
+    other = Segment.attach(Descriptor.of(os.dup, segment.fileno()))
+    assert not _mapped_huge(segment) and other.view[7] == data[7]
+    assert is_huge(segment)
+    assert _mapped_huge(segment) == segment.taken_bytes == len(data)  # nothing more is taken
+    other.view[HUGE_PAGE] = 77
+    assert segment.view[: len(data)] == data[:HUGE_PAGE] + bytes([77]) + data[HUGE_PAGE + 1 :]
+    other.close()
+
+
+def test_what_is_given_back_can_be_taken_again(segment: Segment) -> None:
+    segment.touch()
+    assert is_huge(segment)
+    segment.give_back(HUGE_PAGE + PAGE)
+    assert segment.taken_bytes == HUGE_PAGE + PAGE and is_huge(segment)
+    take_huge(segment, HUGE_PAGE + PAGE, segment.nbytes)
+    segment.touch()
+    assert segment.is_taken and is_huge(segment)
+
+
+@pytest.mark.parametrize("refuses", ["all", "late"])
+def test_a_host_that_has_none_left_gives_small_ones(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    advised, collapsed = huge._advise, []
+
+    def advise(address: int, nbytes: int, advice: int) -> bool:
+        if advice != _COLLAPSE:
+            return advised(address, nbytes, advice)
+        collapsed.append(address)
+        return refuses == "late" and len(collapsed) == 1
+
+    monkeypatch.setattr(huge, "_advise", advise)
+    monkeypatch.setattr(huge, "_AT_ONCE_BYTES", HUGE_PAGE)
+    with Segment.create("asyncckpt-test", 4 * HUGE_PAGE) as segment:
+        take_huge(segment, 0, segment.nbytes)
+        assert len(collapsed) == (2 if refuses == "late" else 1)  # and no more are asked for
+        segment.touch()
+        assert segment.is_taken and not is_huge(segment)
+        ctypes.memset(segment.address, 7, segment.nbytes)
+
+
+def test_a_host_that_searches_long_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge, "_LONG_S", 0.0)
+    monkeypatch.setattr(huge, "_AT_ONCE_BYTES", HUGE_PAGE)
+    with Segment.create("asyncckpt-test", 4 * HUGE_PAGE) as segment:
+        take_huge(segment, 0, segment.nbytes)
+        assert segment.taken_bytes <= HUGE_PAGE
