@@ -1,13 +1,16 @@
-"""Copies by address: one, with the C library's ``memcpy``, and many, from one piece of a file to where its parts go."""
-
+"""Copies by address: one, by the C library, and many at once, past the caches where what does that was compiled."""
 from __future__ import annotations
 
 import ctypes
 import operator
+import os
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Callable, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Arguments: to, from, how many bytes. Not ctypes.memmove, which makes an int of the pointer it returns. Other threads
 # run meanwhile.
@@ -25,8 +28,35 @@ memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 # Copies of so many bytes let go of Python's lock, so that several threads copy.
 _COPY_ALONE_BYTES = 256 << 10
-# Copied one by one.
-_FEW = 8
+
+
+def _compiled() -> Callable[..., None] | None:
+    """That of ``_copies.c``, if this was installed where there is a compiler."""
+    stem = os.path.join(os.path.dirname(__file__), "_copies")
+    path = next(filter(os.path.exists, map(stem.__add__, EXTENSION_SUFFIXES)), None)
+    if path is None:
+        return None
+    function: Any = ctypes.CDLL(path).asyncckpt_copy_many
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t]
+    return function  # type: ignore[no-any-return]
+
+
+_copy_many = _compiled()
+IS_COMPILED = _copy_many is not None
+"""Whether ``copy_many`` goes past the caches, and lets other threads of Python run."""
+
+
+def copy_many(to: array[int], source: array[int], sizes: array[int]) -> None:
+    """Copy ``sizes`` bytes from the addresses ``source`` to those in ``to``, each to each; all are of type "Q".
+
+    It is meant for what nobody reads soon: it does not come into the caches.
+    """
+    if _copy_many is not None:
+        _copy_many(*(each.buffer_info()[0] for each in (to, source, sizes)), len(to))
+        return
+    copy = memcpy if sizes and sum(sizes) >= _COPY_ALONE_BYTES * len(sizes) else memcpy_holding
+    deque(map(copy, to, source, sizes), maxlen=0)
 
 
 def address_of(data: memoryview) -> int:
@@ -53,7 +83,7 @@ class Destinations:
     Whoever makes this keeps the memory. ``fill`` is safe to call on several threads for different parts of the file.
     """
 
-    def __init__(self, begins: list[int], ends: list[int], addresses: list[int]) -> None:
+    def __init__(self, begins: Sequence[int], ends: Sequence[int], addresses: Sequence[int]) -> None:
         """Take the columns.
 
         Args:
@@ -61,12 +91,10 @@ class Destinations:
             ends: The end of each part; none is empty.
             addresses: Where each part goes.
         """
-        self._begins = begins
-        self._ends = ends
-        self._addresses = addresses
+        self._begins, self._ends, self._addresses = array("Q", begins), array("Q", ends), array("Q", addresses)
         # Tied tensors have the same bytes, and boxes may lie in each other: then what is between two may stick out.
         self._overlap = any(map(operator.lt, begins[1:], ends))
-        self._reach = list(accumulate(ends, max)) if self._overlap else ends
+        self._reach = array("Q", accumulate(ends, max)) if self._overlap else self._ends
         order = sorted(range(len(begins)), key=addresses.__getitem__)
         self.tied = any(addresses[b] < addresses[a] + ends[a] - begins[a] for a, b in pairwise(order))
         """Whether some go to the same memory: they are to be filled one after the other."""
@@ -87,25 +115,17 @@ class Destinations:
         first, last = self._touched(begin, end)
         if first >= last:
             return
-        source = address_of(data) - begin
-        # In C all that can be: of 100,000 small ones each microsecond would be a tenth of a second.
-        low = first if self._overlap or last - first < _FEW else first + 1
-        high = low if self._overlap or last - first < _FEW else last - 1
-        deque(
-            map(
-                memcpy_holding,
-                addresses[low:high],
-                map(source.__add__, begins[low:high]),
-                map(operator.sub, ends[low:high], begins[low:high]),
-            ),
-            maxlen=0,
-        )
-        for number in (*range(first, low), *range(high, last)):
-            inner_begin, inner_end = max(begins[number], begin), min(ends[number], end)
-            nbytes = inner_end - inner_begin
-            if nbytes > 0:
-                copy = memcpy if nbytes >= _COPY_ALONE_BYTES else memcpy_holding
-                copy(addresses[number] + inner_begin - begins[number], source + inner_begin, nbytes)
+        # Of 100,000 small ones each microsecond would be a tenth of a second: only those at the edges, which may stick
+        # out, are cut; where some overlap, any may.
+        cut = range(first, last) if self._overlap else sorted({first, last - 1})
+        to, froms, until = addresses[first:last], begins[first:last], ends[first:last]
+        for number in cut:
+            at = number - first
+            froms[at] = min(max(begins[number], begin), end)
+            until[at] = max(min(ends[number], end), froms[at])
+            to[at] += froms[at] - begins[number]
+        sizes = array("Q", map(operator.sub, until, froms))
+        copy_many(to, array("Q", map((address_of(data) - begin).__add__, froms)), sizes)
 
     def _touched(self, begin: int, end: int) -> tuple[int, int]:
         """Those that have to do with a part of the file, first and last + 1; with an overlap, some that have not."""

@@ -229,6 +229,11 @@ def synchronize_used() -> None:
         unknown.synchronize()
 
 
+def is_unknown_used() -> bool:
+    """Whether this process uses an accelerator without a kind."""
+    return _module_of_unknown() is not None
+
+
 def _module_of_unknown() -> Any:
     """The module of torch for this machine's accelerator, if that has no kind, and is used; else None."""
     try:

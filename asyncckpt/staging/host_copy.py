@@ -1,15 +1,15 @@
 """Copies out of the host's memory into a slot, cut into units that a few threads take one after the other.
 
-Small tensors are copied in batches, each by one call of torch that lets go of Python's lock; large ones by ``memcpy``,
-some bytes at a time. What is not contiguous goes through ``Tensor.copy_``, which knows every layout.
+Small tensors are copied in batches, large ones some bytes at a time, each by one call that lets go of Python's lock.
+What is not contiguous goes through ``Tensor.copy_``, which knows every layout.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,24 +21,13 @@ import torch
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
-from asyncckpt.shm.memcpy import memcpy
+from asyncckpt.shm.memcpy import copy_many
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging.copy_threads import CopyThreads
 
-# Tensors of fewer elements are copied in batches, 0.6 us each. From here on each copy would start threads of torch's
-# own (at::internal::GRAIN_SIZE), ours and those would fight, and a call of memcpy is the cheaper anyway.
-_GRAIN = 32768
-# Those dtypes that Tensor.copy_ has always known; the bytes of others are moved by memcpy.
-_COPYABLE = frozenset(
-    {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    }
-)
 # What one call copies: so little that the threads end together, so much that the call is no matter.
 _BATCH_TENSORS = 1000
-_BATCH_BYTES = 16 << 20
-_MEMCPY_BYTES = 4 << 20
+_BATCH_BYTES = 4 << 20
 # Below most of a host's memory. What lies lower (a heap at a fixed address, say) is only looked at more closely.
 _LOWEST_ADDRESS = 1 << 40
 _THREADS = max(1, min(4, os.cpu_count() or 1))
@@ -127,23 +116,34 @@ class CopyUnit(Protocol):
 
 
 class _ByteCopy:
-    """Some bytes of a large tensor on the host, from byte ``offset`` of the tensor on."""
+    """Tensors on the host, or some bytes of one, which are stored as they are."""
 
-    def __init__(self, number: int, offset: int, views: SlotViews) -> None:
-        place = views.places[number]
-        self.begin = place.payload_at + offset
-        self._number, self._offset, self._views = number, offset, views
-        self._nbytes = min(_MEMCPY_BYTES, place.payload_bytes - offset)
-        self._address = views.address(number) + offset
+    def __init__(self, numbers: Sequence[int], views: SlotViews, offset: int = 0) -> None:
+        """Describe the copy.
+
+        Args:
+            numbers: The numbers of the tensors.
+            views: Where they go.
+            offset: Of a large one, the byte to begin with; the end is a unit later.
+        """
+        places = [views.places[number] for number in numbers]
+        self.begin = places[0].payload_at + offset
+        self._pick, self._numbers = picker(numbers), numbers
+        self._specs = [views.specs[number] for number in numbers]
+        self._is_complex = any(spec.dtype.is_complex for spec in self._specs)
+        self._views, self._offset = views, offset
+        self._to = array("Q", map(offset.__add__, map(views.address, numbers)))
+        self._sizes = array("Q", (place.payload_bytes for place in places))
+        if len(numbers) == 1:
+            self._sizes[0] = min(self._sizes[0] - offset, _BATCH_BYTES)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        tensor = tensors[self._number]
-        (address,) = checked_addresses([tensor], [self._views.specs[self._number]])
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-            memcpy(self._address, address + self._offset, self._nbytes)
-        elif self._offset == 0:  # the whole tensor; its other units do nothing
-            with torch.inference_mode():
-                self._views.tensor(self._number).copy_(tensor)
+        picked = self._pick(tensors)
+        addresses = checked_addresses(picked, self._specs)
+        if _are_plain(picked, is_complex=self._is_complex):
+            copy_many(self._to, array("Q", map(self._offset.__add__, addresses)), self._sizes)
+        elif self._offset == 0:  # all of them; the other units of a large one do nothing
+            BatchCopy(self._numbers, self._views).copy(tensors)
 
 
 class BatchCopy:
@@ -171,16 +171,20 @@ class BatchCopy:
             torch._foreach_copy_(self._into, picked, non_blocking=self._non_blocking)
 
 
+def _are_plain(tensors: Sequence[torch.Tensor], *, is_complex: bool) -> bool:
+    """Whether the values of ``tensors``, of which some may be complex, are their bytes from the first to the last."""
+    if not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+        return False
+    return not (is_complex and any(map(torch.Tensor.is_conj, tensors)))
+
+
 def host_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
-    """The units of tensors on the CPU whose bytes are stored as they are."""
-    small = [number for number in numbers if _is_small(views.specs[number])]
-    large = [number for number in numbers if not _is_small(views.specs[number])]
-    units: list[CopyUnit] = [
-        _ByteCopy(number, offset, views)
-        for number in large
-        for offset in range(0, views.places[number].payload_bytes, _MEMCPY_BYTES)
-    ]
-    return units + batch_units(small, views)
+    """The units of tensors on the host whose bytes are stored as they are."""
+    units: list[CopyUnit] = []
+    for batch in batches(numbers, views.places, _BATCH_BYTES):
+        nbytes = views.places[batch[0]].payload_bytes if len(batch) == 1 else 0
+        units += (_ByteCopy(batch, views, offset) for offset in range(0, max(nbytes, 1), _BATCH_BYTES))
+    return units
 
 
 def batch_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
@@ -291,7 +295,3 @@ def copy_units(
 def copy_threads() -> CopyThreads:
     """The threads that copy beside the caller's own. Raises ``CheckpointError`` where there may be no more."""
     return CopyThreads(max(1, _THREADS - 1), "asyncckpt-copy")
-
-
-def _is_small(spec: TensorSpec) -> bool:
-    return math.prod(spec.shape) < _GRAIN and spec.dtype in _COPYABLE

@@ -81,7 +81,8 @@ class SlotStager:
             queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
-        if ready or self._device_copies or not self._devices:  # else all were on the host, and are
+        # Else all were on the host, and are.
+        if ready or self._device_copies or not self._devices or kinds.is_unknown_used():
             self._divide(mine)
         units = [*self._host, *(unit for each in self._device_copies for unit in each.units)]
         # Not for the host's alone: a worker that writes meanwhile wants the same cores, and the copy took 15% longer

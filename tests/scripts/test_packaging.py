@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -59,6 +61,22 @@ def test_the_wheel_has_one_package(built: Path) -> None:
     assert "asyncckpt/py.typed" in names
 
 
+@pytest.mark.parametrize("compiler", ["cc", "none"])
+def test_it_is_built_without_a_compiler_too(built: Path, tmp_path: Path, compiler: str) -> None:
+    if compiler == "cc" and shutil.which("cc") is None:
+        pytest.skip("there is no compiler")
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    (sources,) = tmp_path.iterdir()
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(sources)]
+    environ = os.environ | ({"CC": "/nowhere/cc"} if compiler == "none" else {})
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=tmp_path, env=environ, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    compiled = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert len(compiled) == (1 if compiler == "cc" else 0)
+
+
 def test_the_sources_are_complete(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     top = f"asyncckpt-{_version()}"
@@ -68,7 +86,8 @@ def test_the_sources_are_complete(built: Path) -> None:
     wanted = {str(path.relative_to(HERE)) for each in folders for path in (HERE / each).rglob("*") if path.is_file()}
     wanted |= {path.name for path in HERE.glob("*") if path.is_file() and not path.name.startswith(".")}
     assert {"scripts/docs", "LICENSE"} <= wanted  # names without a dot, too
-    assert {name for name in wanted - names if "__pycache__" not in name and ".egg-info" not in name} == set()
+    made = ("__pycache__", ".egg-info", ".so")
+    assert {name for name in wanted - names if not any(each in name for each in made)} == set()
 
 
 def test_the_quickstart_runs_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
