@@ -1,4 +1,5 @@
 """Copies by address: one, by the C library, and many at once, past the caches where what does that was compiled."""
+
 from __future__ import annotations
 
 import ctypes

@@ -1,7 +1,7 @@
 """All or nothing: from a slot, as it fills, to a committed checkpoint or a single file.
 
-A checkpoint in this order, each step durable before the next: on every rank its data files and their indexes; then on
-the first rank DCP's ``.metadata``, the manifest, and the final name. A single file: its bytes, then the name. So
+A checkpoint in this order, each step durable before the next: on every rank its data files and their indexes, and on
+the first DCP's ``.metadata``; then there the manifest, and the final name. A single file: its bytes, then the name. So
 whatever has its final name is complete. ``committer.py`` decides when that name is given, storage how.
 """
 

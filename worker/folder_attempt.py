@@ -113,6 +113,7 @@ class FolderAttempt(Attempt):
             for its, _ in written:
                 checksums += self._note(its)
             note(self.timings, "checksum", begun, self.request.called_at)
+            self._write_beside()
             for its, output in written:
                 if output is not None:
                     output.finish(its.bounds[-1])
@@ -185,12 +186,15 @@ class FolderAttempt(Attempt):
     def _index_name(self, number: int) -> str:
         return index_name(self.request.rank, number)
 
-    def seal(self) -> bytes:
+    def _write_beside(self) -> None:
+        """What there is beside the large files, while these are being written: it may be a twentieth of the bytes."""
         for number, (each, tail) in enumerate(zip(self._large, self._tails, strict=True)):
             self._write_small(self._index_name(number), self.region(each.index_head), tail)
         for folder, region in self._metadata if self.request.rank == 0 else ():
             tail = storage_meta(os.path.join(self.request.path, folder).rstrip("/"), self.request.attempt)
             self._write_small(os.path.join(folder, METADATA_NAME), self.region(region)[:-1], tail)
+
+    def seal(self) -> bytes:
         call = Call.of_save(self.request.step, self.request.path)
         timings = {CALLED_AT: self.request.called_at, **self.timings}
         report = {"files": self._files, "timings": timings, "plan": self.request.plan, "call": call}

@@ -141,7 +141,8 @@ class _ByteCopy:
         picked = self._pick(tensors)
         addresses = checked_addresses(picked, self._specs)
         if _are_plain(picked, is_complex=self._is_complex):
-            copy_many(self._to, array("Q", map(self._offset.__add__, addresses)), self._sizes)
+            source = map(self._offset.__add__, addresses) if self._offset else addresses
+            copy_many(self._to, array("Q", source), self._sizes)
         elif self._offset == 0:  # all of them; the other units of a large one do nothing
             BatchCopy(self._numbers, self._views).copy(tensors)
 

@@ -48,9 +48,9 @@ def test_everything_is_durable_before_it_is_finalized(tmp_path: Path, monkeypatc
     kinds = [(kind, path) for kind, path, _ in recorder.events]
     assert kinds == [
         ("fsync", str(tmp_path)),  # that there is a root
-        ("fsync", f"{hidden}/__0_0.distcp"),
         ("fsync", f"{hidden}/__0_0.index.json"),
         ("fsync", f"{hidden}/.metadata"),
+        ("fsync", f"{hidden}/__0_0.distcp"),
         ("fsync", f"{hidden}/asyncckpt.json"),
         ("fsync", hidden),
         ("rename", f"{root}/final"),
