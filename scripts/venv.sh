@@ -11,7 +11,7 @@ asyncckpt_venv() {
     local wanted stamp="$VENV/asyncckpt.stamp" pip=("$VENV/bin/python" -m pip install --disable-pip-version-check)
     # The extras already there stay: scripts with other needs share the environment.
     EXTRAS=$(printf '%s\n' "${EXTRAS:-}" "$(sed -n 's/^extras //p' "$stamp" 2>/dev/null)" | tr ',' '\n' | sed '/^$/d' | sort -u | paste -sd, -)
-    wanted=$(printf 'torch %s\nextras %s\nroot %s\n%s\n' "$TORCH" "$EXTRAS" "$ROOT" "$(cksum "$ROOT"/{setup.cfg,pyproject.toml,shm/_copies.c})")
+    wanted=$(printf 'torch %s\nextras %s\nroot %s\n%s\n' "$TORCH" "$EXTRAS" "$ROOT" "$(cksum "$ROOT"/{setup.cfg,pyproject.toml,shm/_copies.c,asyncckpt/planning/_forms.c})")
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
         return
     fi

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import operator
-import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+
+from asyncckpt.shm.compiled import compiled
 
 # Arguments: to, from, how many bytes. Not ctypes.memmove, which makes an int of the pointer it returns. Other threads
 # run meanwhile.
@@ -32,12 +32,10 @@ _COPY_ALONE_BYTES = 256 << 10
 
 
 def _compiled() -> Callable[..., None] | None:
-    """That of ``_copies.c``, if this was installed where there is a compiler."""
-    stem = os.path.join(os.path.dirname(__file__), "_copies")
-    path = next(filter(os.path.exists, map(stem.__add__, EXTENSION_SUFFIXES)), None)
-    if path is None:
+    """That of ``_copies.c``."""
+    if (library := compiled(__file__, "_copies")) is None:
         return None
-    function: Any = ctypes.CDLL(path).asyncckpt_copy_many
+    function: Any = library.asyncckpt_copy_many
     function.restype = None
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t]
     return function  # type: ignore[no-any-return]

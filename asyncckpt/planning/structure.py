@@ -10,7 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import chain, compress, repeat
-from operator import attrgetter, eq, itemgetter, methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import MismatchError, UnsavableStateError
+from asyncckpt.planning.forms import Forms
 
 # Of these types, a strided tensor is nothing but its bytes. A subclass may be anything.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -26,8 +27,6 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _STATELESS = PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool, str, bytes, type(None)}
 
 _SHARD_ATTRIBUTES = ("global_offsets", "global_shape", "local_offsets", "local_sizes")
-
-_form = attrgetter("dtype", "shape", "layout")
 
 
 class StructureChanged(Exception):
@@ -254,19 +253,16 @@ class Structure:
 
 
 class Fingerprint:
-    """What of a list of strided tensors must be as planned: dtypes, shapes, layouts, and which share their bytes.
-
-    It is looked at on every save, so it is one pass over all tensors, in C, that keeps nothing: 0.25 us a tensor.
-    """
+    """What of a list of strided tensors must be as planned: dtypes, shapes, layouts, and which share their bytes."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], aliases: Sequence[tuple[int, int]]) -> None:
         """``aliases``: pairs of positions whose tensors are the same bytes in the same form."""
-        self._forms = list(map(_form, tensors))
+        self._forms = Forms(tensors)
         self._aliases = aliases
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise ``StructureChanged`` unless ``tensors`` have this fingerprint too."""
-        if not all(map(eq, map(_form, tensors), self._forms)):
+        if not self._forms.are_those_of(tensors):
             raise StructureChanged("a tensor's dtype, shape or layout changed")
         for one, other in self._aliases:
             if alias_key(tensors[one]) != alias_key(tensors[other]):

@@ -1,0 +1,46 @@
+/* Compares the forms of many tensors: 0.1 us each, where Python's attributes take 0.25. Built if there is a compiler, and
+   called by ctypes (forms.py), which keeps Python's lock.
+
+   A tensor says what it is by DLPack's exchange API (its dlpack.h, version 1): a function of the framework's that fills
+   a DLTensor and makes nothing. So this knows neither torch nor the insides of Python. */
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct {
+    void *data;
+    int32_t device_type, device_id, ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+
+typedef int (*Describe)(void *tensor, DLTensor *found);
+
+extern void *PyList_GetItem(void *list, ptrdiff_t number); /* lends it */
+
+/* Writes the form of each tensor of a list, one number for its dtype, one for its dimensions, and its shape, to found,
+   which has room for them; or, where found is NULL, compares them with those expected. Returns how many tensors were
+   described and as expected before the first that was not; Python has an exception then, if it could not be described. */
+ptrdiff_t asyncckpt_forms(Describe describe, void *list, ptrdiff_t count, const int64_t *expected, int64_t *found) {
+    for (ptrdiff_t i = 0; i < count; i++) {
+        DLTensor its;
+        void *tensor = PyList_GetItem(list, i);
+        if (tensor == NULL || describe(tensor, &its) != 0)
+            return i;
+        int64_t dtype = (int64_t)its.code << 32 | (int64_t)its.bits << 16 | its.lanes;
+        if (found) {
+            *found++ = dtype, *found++ = its.ndim;
+            for (int32_t d = 0; d < its.ndim; d++)
+                *found++ = its.shape[d];
+            continue;
+        }
+        if (*expected++ != dtype || *expected++ != its.ndim)
+            return i;
+        for (int32_t d = 0; d < its.ndim; d++)
+            if (*expected++ != its.shape[d])
+                return i;
+    }
+    return count;
+}
