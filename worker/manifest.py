@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise, starmap
+from itertools import chain, pairwise, starmap
 from typing import Any, NamedTuple
 
 import xxhash
@@ -340,12 +340,16 @@ def _check_items(index: Index) -> None:
     """That all is of its type. Raises ``ValueError``, ``TypeError``."""
     if not (type(index.data) is type(index.asked) is str and _is_size(index.nbytes)):
         raise ValueError("the name, the digest or the size of the file")
-    for item in index.items:
-        name, kind, dtype, shape, offsets, *numbers = item
-        if not (type(name) is type(kind) is type(dtype) is str and type(shape) is type(offsets) is list):
-            raise ValueError("what it says of an item")
-        if len(shape) != len(offsets) or not all(map(_is_size, (*numbers, *shape, *offsets))):
-            raise ValueError(f"what it says of {name!r}")
+    if not index.items:
+        return
+    # By columns: of 100,000 items each microsecond would be a tenth of a second.
+    names, kinds, dtypes, shapes, offsets, *numbers = zip(*index.items, strict=True)
+    are_typed = {*map(type, chain(names, kinds, dtypes))} == {str} and {*map(type, chain(shapes, offsets))} == {list}
+    if not are_typed or list(map(len, shapes)) != list(map(len, offsets)):
+        raise ValueError("what it says of an item")
+    sizes = [*chain(*numbers), *chain.from_iterable(shapes), *chain.from_iterable(offsets)]
+    if {*map(type, sizes)} != {int} or not 0 <= min(sizes) <= max(sizes) < _MOST_BYTES:
+        raise ValueError("a size of an item")
 
 
 def _check_file(name: str, facts: Mapping[str, Any]) -> None:

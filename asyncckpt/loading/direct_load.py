@@ -1,21 +1,27 @@
-"""Loading without a plan: where every value is stored in the form it is loaded to, its bytes go straight to it.
+"""Loading without a plan: the bytes of every value go straight to it, from where the indexes say that they are.
 
-DCP's planner can load any placement into any other, and makes some ten objects a tensor for that, which takes longer
-than the bytes of a small one. For most states the indexes of a checkpoint say enough. A state that is not as plain as
-that is left to DCP, whole, and so is saying what is wrong with it.
+DCP's planner makes some ten objects a tensor, and has the first rank see all of them, which takes longer than the bytes
+of a small one. The indexes of a checkpoint say which box of a tensor stands where, and each rank takes of these what it
+has a part of. A state that is not as plain as that is left to DCP, whole, and so is saying what is wrong with it.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from operator import add, sub
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
@@ -33,8 +39,8 @@ logger = logging.getLogger(__name__)
 # Every rank reads the indexes of all ranks. For more than these, DCP's metadata, one file, is the quicker way.
 _MOST_FILES = 64
 
-# By its name, where a value is stored; None: in pieces.
-_Stored = dict[str, "tuple[ChecksummedFile, Item] | None"]
+# By its name, where a value is stored, or each part of it.
+_Stored = dict[str, "list[tuple[ChecksummedFile, Item]]"]
 
 
 class _NotPlain(Exception):
@@ -96,7 +102,8 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
         left = left_out(leaves.tensors.keys() | leaves.others.keys(), stored)
         if not leaves.containers.isdisjoint(left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
-        return DirectLoad(state_dict, path, _requests(leaves, stored), left)
+        with torch.no_grad():  # a DTensor's part is its own then, and no view of it
+            return DirectLoad(state_dict, path, _requests(leaves, stored), left)
     except (_NotPlain, CheckpointError) as error:
         logger.debug("%s is loaded by DCP: %s", path, error)
         return None
@@ -160,6 +167,8 @@ class _Leaves:
                 if name in tensors or value.layout != torch.strided or value.is_meta or value.is_quantized:
                     raise _NotPlain(f"{name} is there twice, or no plain tensor")
                 tensors[name] = value
+            elif type(value) is DTensor and name not in tensors:
+                tensors[name] = value
             elif isinstance(value, torch.Tensor):
                 raise _NotPlain(f"{name} is no plain tensor")
             elif not is_leaf(value):
@@ -181,25 +190,84 @@ def _stored(source: Source, held: ExitStack) -> _Stored:
     for name in sorted(names):
         file = held.enter_context(closing(source.open(name)))
         for item in file.index.items:
-            stored[item.name] = (file, item) if item.name not in stored else None
+            stored.setdefault(item.name, []).append((file, item))
     return stored
 
 
 def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, ReadRequests]:
     requests: defaultdict[ChecksummedFile, ReadRequests] = defaultdict(ReadRequests)
+    part_of = functools.cache(_part_of)
     for name, tensor in leaves.tensors.items():
-        found = stored.get(name)
-        if found is None or found[1].kind != "tensor":
-            raise _NotPlain(f"{name} is not there, or in pieces, or no tensor")
-        file, item = found
-        # The size says the same, unless whoever wrote the index means harm.
-        same = tensor.dtype == dtype_named(item.dtype) and [*tensor.shape] == item.shape
-        if not same or tensor.nbytes != item.payload_bytes or not has_room(tensor):
-            raise _NotPlain(f"{name} is stored in another form, or has no memory to fill")
-        requests[file].whole(tensor, item)
+        found = stored.get(name, ())
+        local, offsets = tensor, None
+        if type(tensor) is DTensor:
+            lengths, offsets = part_of(tensor.shape, tensor.device_mesh, tensor.placements)
+            local = tensor.to_local()
+            if type(local) not in PLAIN or local.layout != torch.strided or local.shape != lengths:
+                raise _NotPlain(f"{name} is no plain tensor on this rank")
+        if not found or not has_room(local):
+            raise _NotPlain(f"{name} is not there, or has no memory to fill")
+        for _, item in found:
+            if not _is_of(item, tensor.dtype):
+                raise _NotPlain(f"{name} is stored in another form")
+        if offsets is None and len(found) == 1 and [*tensor.shape] == item.shape:
+            requests[found[0][0]].whole(tensor, item)
+        else:
+            _request_part(name, tensor.shape, local, offsets or (0,) * tensor.dim(), found, requests)
     for name, keys in leaves.others.items():
-        found = stored.get(name)
-        if found is None or found[1].kind != "object":
+        found = stored.get(name, ())
+        if len(found) != 1 or found[0][1].kind != "object":
             raise _NotPlain(f"{name} is not there, or a tensor")
-        requests[found[0]].object(found[1], (name, keys))
+        requests[found[0][0]].object(found[0][1], (name, keys))
     return requests
+
+
+def _is_of(item: Item, dtype: torch.dtype) -> bool:
+    """Whether it is a tensor of that dtype. Its size says the same, unless whoever wrote the index means harm."""
+    is_such = item.kind == "tensor" and dtype_named(item.dtype) == dtype
+    return is_such and item.payload_bytes == dtype.itemsize * math.prod(item.shape)
+
+
+def _part_of(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The part of this rank, as its lengths and where it begins, in elements. Raises ``_NotPlain``."""
+    if not {Shard, Replicate}.issuperset(map(type, placements)) or mesh.get_coordinate() is None:
+        raise _NotPlain("a DTensor is placed in a way of its own")
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def _request_part(
+    name: str,
+    shape: Sequence[int],
+    local: torch.Tensor,
+    offsets: Sequence[int],
+    found: Sequence[tuple[ChecksummedFile, Item]],
+    requests: Mapping[ChecksummedFile, ReadRequests],
+) -> None:
+    """Fill ``local``, the part of a tensor of that ``shape`` that begins at ``offsets``, from those of the stored parts
+    that have some of it. Raises ``_NotPlain`` where they are not such a tensor, whole and once.
+    """
+    ends = zip(*(map(add, item.offsets, item.shape) for _, item in found), strict=True)
+    nbytes = sum(item.payload_bytes for _, item in found)
+    is_whole = nbytes == math.prod(shape) * local.itemsize
+    is_once = len({tuple(item.offsets) for _, item in found}) == len(found)
+    if (
+        not (is_whole and is_once)
+        or any(len(item.shape) != len(shape) for _, item in found)
+        or [*map(max, ends)] != [*shape]
+    ):
+        raise _NotPlain(f"{name} is stored in another shape")
+    left, limits = local.numel(), list(map(add, offsets, local.shape))
+    for file, item in found:
+        begins = list(map(max, offsets, item.offsets))
+        lengths = list(map(sub, map(min, limits, map(add, item.offsets, item.shape)), begins))
+        if min(lengths, default=1) <= 0:
+            continue
+        left -= math.prod(lengths)
+        its = local.detach()
+        for dim, (begin, first, length) in enumerate(zip(begins, offsets, lengths, strict=True)):
+            its = its if length == its.shape[dim] else its.narrow(dim, begin - first, length)
+        requests[file].box(its, item, list(map(sub, begins, item.offsets)), lengths)
+    if left:
+        raise _NotPlain(f"{name} is stored with gaps, or twice")

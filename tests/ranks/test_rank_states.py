@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from asyncckpt import Checkpointer
 from asyncckpt.engine import shared as engines
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, MismatchError
 from asyncckpt.integrations import dcp
+from asyncckpt.loading import load as reader
 from asyncckpt.loading.source import StorageSource, read_manifest, verify
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -104,11 +105,19 @@ def test_fsdp2_and_adamw_reshard(tmp_path: Path, saved_at: int, loaded_at: tuple
 
 
 def _save_placements(root: str) -> None:
+    """All loads are of the indexes alone: DCP's planner is asked only where something does not fit."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(1)
     whole = torch.randn(10, 6)
     placed = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Replicate()), (Replicate(), Replicate())]
     state = {str(number): distribute_tensor(whole + number, mesh, way) for number, way in enumerate(placed)}
+    load_by_dcp, asked = vars(reader)["load_by_dcp"], []
+
+    def ask(*args: Any, **options: Any) -> None:
+        asked.append(True)
+        load_by_dcp(*args, **options)
+
+    vars(reader)["load_by_dcp"] = ask
     with Checkpointer(root, QUICK) as checkpointer:
         checkpointer.save(1, state).result(60)
         for way in placed:
@@ -116,6 +125,14 @@ def _save_placements(root: str) -> None:
             checkpointer.load(into)
             for number in range(len(placed)):
                 assert torch.equal(into[str(number)].full_tensor(), whole + number)
+        plain = {str(number): torch.zeros(10, 6) for number in range(len(placed))}
+        checkpointer.load(plain)
+        assert all(torch.equal(plain[str(number)], whole + number) for number in range(len(placed)))
+        assert not asked
+        for shape in ((8, 6), (12, 6), (10, 3, 2)):
+            with pytest.raises(MismatchError, match="'0'"):
+                checkpointer.load({"0": distribute_tensor(torch.zeros(shape), mesh, placed[0])})
+        assert len(asked) == 3
 
 
 def test_any_placement_becomes_any_other(tmp_path: Path) -> None:
