@@ -239,7 +239,7 @@ def _part_of(
 
 def _request_part(
     name: str,
-    shape: Sequence[int],
+    shape: torch.Size,
     local: torch.Tensor,
     offsets: Sequence[int],
     found: Sequence[tuple[ChecksummedFile, Item]],
@@ -248,20 +248,16 @@ def _request_part(
     """Fill ``local``, the part of a tensor of that ``shape`` that begins at ``offsets``, from those of the stored parts
     that have some of it. Raises ``_NotPlain`` where they are not such a tensor, whole and once.
     """
-    ends = zip(*(map(add, item.offsets, item.shape) for _, item in found), strict=True)
-    nbytes = sum(item.payload_bytes for _, item in found)
-    is_whole = nbytes == math.prod(shape) * local.itemsize
-    is_once = len({tuple(item.offsets) for _, item in found}) == len(found)
-    if (
-        not (is_whole and is_once)
-        or any(len(item.shape) != len(shape) for _, item in found)
-        or [*map(max, ends)] != [*shape]
-    ):
+    items = [item for _, item in found]
+    is_whole = sum(item.payload_bytes for item in items) == math.prod(shape) * local.itemsize
+    is_once = len({tuple(item.offsets) for item in items}) == len(items)
+    ends = [tuple(map(add, item.offsets, item.shape)) for item in items]
+    if not is_whole or not is_once or {*map(len, ends)} != {len(shape)} or tuple(map(max, *ends, ends[0])) != shape:
         raise _NotPlain(f"{name} is stored in another shape")
     left, limits = local.numel(), list(map(add, offsets, local.shape))
-    for file, item in found:
+    for (file, item), end in zip(found, ends, strict=True):
         begins = list(map(max, offsets, item.offsets))
-        lengths = list(map(sub, map(min, limits, map(add, item.offsets, item.shape)), begins))
+        lengths = list(map(sub, map(min, limits, end), begins))
         if min(lengths, default=1) <= 0:
             continue
         left -= math.prod(lengths)

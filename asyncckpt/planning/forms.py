@@ -61,10 +61,8 @@ class _Header(ctypes.Structure):
 @functools.cache
 def _exchange() -> _Exchange | None:
     """None: torch has none, or nothing was compiled."""
-    library, capsule = (
-        compiled(__file__, "_forms", ctypes.PyDLL),
-        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
-    )
+    library = compiled(__file__, "_forms", ctypes.PyDLL)
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if library is None or capsule is None:
         return None
     pointer = ctypes.pythonapi.PyCapsule_GetPointer

@@ -7,12 +7,14 @@ What is not contiguous goes through ``Tensor.copy_``, which knows every layout.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
 from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -139,12 +141,16 @@ class _ByteCopy:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked = self._pick(tensors)
-        addresses = checked_addresses(picked, self._specs)
+        addresses = array("Q", checked_addresses(picked, self._specs))
+        if self._offset:
+            addresses[0] += self._offset
         if _are_plain(picked, is_complex=self._is_complex):
-            source = map(self._offset.__add__, addresses) if self._offset else addresses
-            copy_many(self._to, array("Q", source), self._sizes)
-        elif self._offset == 0:  # all of them; the other units of a large one do nothing
-            BatchCopy(self._numbers, self._views).copy(tensors)
+            copy_many(self._to, addresses, self._sizes)
+        elif not self._offset:  # all of them; the other units of a large one do nothing
+            plain = [_are_plain([tensor], is_complex=self._is_complex) for tensor in picked]
+            copy_many(*(array("Q", compress(each, plain)) for each in (self._to, addresses, self._sizes)))
+            others = list(compress(self._numbers, map(operator.not_, plain)))
+            BatchCopy(others, self._views).copy(tensors)
 
 
 class BatchCopy:
