@@ -231,6 +231,16 @@ def _mapped(fd: int, nbytes: int, *, writable: bool, shared: bool = True) -> mem
     return view if writable else view.toreadonly()
 
 
+def forget_written(view: memoryview, begin: int, end: int) -> None:
+    """Have a private view be as the file is from byte ``begin`` up to ``end``, which are borders of pages.
+
+    Raises ``OSError``.
+    """
+    address = ctypes.c_void_p(address_of(view) + begin)
+    if _libc.madvise(address, ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED) != 0:
+        raise OSError(code := ctypes.get_errno(), os.strerror(code))
+
+
 def refusal(error: BaseException) -> str:
     """Why the kernel has refused a memory file, and what to do."""
     if isinstance(error, OSError) and error.errno == errno.EFBIG:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-from typing import Any
-
 import numpy as np
 
 from asyncckpt.shm.memcpy import address_of
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import PAGE, Segment, forget_written
 
 # Of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst): the page is the file's, and not a copy
 # that a write has made; it is in memory, or swapped out.
@@ -45,7 +42,6 @@ class PrivateViews:
 
 def _forget_written(view: memoryview) -> bool:
     """Make ``view`` as the segment is. Returns whether that was possible."""
-    mapping: Any = view.obj
     first, count = address_of(view) // PAGE, -(-len(view) // PAGE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
@@ -55,7 +51,7 @@ def _forget_written(view: memoryview) -> bool:
                 written = np.flatnonzero((found & np.uint64(_IS_OF_FILE) == 0) & (found & np.uint64(_IS_THERE) != 0))
                 if len(written):
                     begin, end = at + int(written[0]), at + int(written[-1]) + 1
-                    mapping.madvise(mmap.MADV_DONTNEED, begin * PAGE, min(end * PAGE, len(view)) - begin * PAGE)
+                    forget_written(view, begin * PAGE, end * PAGE)
     except OSError:
         return False
     return True

@@ -215,7 +215,7 @@ def test_a_worker_that_is_killed_while_it_sends(
     workers: list[int] = []
 
     def kill(asked: Asked) -> str | None:
-        if workers and ".index.json" in asked.path:
+        if workers and ".distcp" in asked.path:  # which is sent last
             os.kill(workers.pop(), signal.SIGKILL)
             return "cut"
         return None
