@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from support.pages import DOCS, HERE, first_steps, run
 
+from asyncckpt.shm.memcpy import IS_COMPILED
+
 VERSION = re.compile(r"\b\d+\.\d+\.\d+\b")
 
 
@@ -75,6 +77,10 @@ def test_it_is_built_without_a_compiler_too(built: Path, tmp_path: Path, compile
     (wheel,) = tmp_path.glob("*.whl")
     compiled = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert len(compiled) == (2 if compiler == "cc" else 0)
+
+
+def test_what_these_tests_run_with_is_compiled() -> None:
+    assert IS_COMPILED or shutil.which("cc") is None
 
 
 def test_the_sources_are_complete(built: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from array import array
 from collections.abc import Callable
 
@@ -22,10 +21,6 @@ def copying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(memcpy, "_copy_many", None)
     elif not IS_COMPILED:
         pytest.skip("nothing was compiled here")
-
-
-def test_it_is_compiled_where_there_is_a_compiler() -> None:
-    assert IS_COMPILED or shutil.which("cc") is None
 
 
 def test_every_byte_comes_and_no_other_is_touched() -> None:
