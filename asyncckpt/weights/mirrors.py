@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, JobTakenError
+from asyncckpt.errors import CheckpointError, JobTakenError, WorkerDiedError
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.endpoint_messages import Follow, Followed
@@ -72,6 +72,9 @@ class MirrorOptions:
         except BaseException as error:
             worker.close(config.timeout)
             if isinstance(error, JobTakenError):  # another reader was faster, or a trainer publishes here
+                return
+            if isinstance(error, WorkerDiedError):  # it had come up, so the next question starts another
+                logger.warning("the mirror of this host was lost as it began: %s", error)
                 return
             raise
         worker.detach()

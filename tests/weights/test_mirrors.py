@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from support.workers import wait_for
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, WeightsTimeoutError
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
+from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE, connect, endpoint_names, peer_pid
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -143,6 +145,30 @@ def test_a_worker_that_is_killed_is_replaced(at: At) -> None:
             assert version_in(weights) == 1  # what is mapped stays
             weights.release()
             assert at.workers() != [worker]
+
+
+@pytest.mark.parametrize("when", ["ask", "listen", "detach"])
+def test_a_worker_that_is_killed_as_it_begins_is_replaced(when: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    go_on: Any = getattr(WorkerClient, when)
+
+    def kill(worker: WorkerClient, *arguments: Any) -> Any:
+        if not killed:
+            killed.append(worker.pid)
+            os.kill(worker.pid, signal.SIGKILL)
+        return go_on(worker, *arguments)
+
+    at(0)
+    with WeightPublisher(ADDRESS, config=CONFIG) as publisher:
+        locator = publisher.serve("127.0.0.1")
+        publisher.publish(model(1), 1)
+        monkeypatch.setattr(WorkerClient, when, kill)
+        at(1)
+        with WeightSubscriber(ADDRESS, locator=locator, config=CONFIG) as reader, reader.acquire(timeout=60) as weights:
+            assert version_in(weights) == 1
+        assert killed
+        assert killed != at.workers()
+        at(0)
 
 
 def _publish(folder: str, version: int, file: str, told: Connection) -> None:
