@@ -293,7 +293,7 @@ def test_a_segment_given_back_while_its_save_is_finished(
 ) -> None:
     """A segment can go as soon as its images are written; what else there is to write is taken from it later."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
-    faulty_worker("create:hold:2")
+    faulty_worker("create:hold:4")  # the manifest
     with Engine(alone=True) as engine:
         first = engine.save(tmp_path / "1", {"w": torch.zeros(10)})
         while not (tmp_path / "gate.reached").exists():
