@@ -104,8 +104,10 @@ class Loads:
 
         def counted(path: str, source: Source | None = None) -> None:
             nonlocal nbytes
-            nbytes = fill(path, source=source)
-            self._engine.plan_as(partial(read_plan, path, source, rank_of(self._ranks)))
+            nbytes = fill(path, source=source, on_loaded=planned)
+
+        def planned(source: Source) -> None:
+            self._engine.plan_as(partial(read_plan, source, rank_of(self._ranks)))
 
         source: Literal["memory", "local", "storage"] = "memory"
         found, nbytes_from = None, dict[str, int]()

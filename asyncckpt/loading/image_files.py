@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class ImageFiles(ABC):
 
     def __init__(self, held: HeldImage) -> None:
         self.held = held
+        self._indexes: WeakValueDictionary[int, Index] = WeakValueDictionary()  # parsed once, while somebody has them
         self.is_damaged = self.is_gone = False
         """What was found while it was read: bytes that are not those that were staged; that nobody answers any more."""
 
@@ -47,12 +49,14 @@ class ImageFiles(ABC):
     def file(self, number: int) -> ChecksummedFile:
         """The data file of that ``number``. Raises as ``metadata``."""
         held, layout = self.held, self.held.layout
-        before, each = layout.data_files[:number], layout.data_files[number]
+        each = layout.data_files[number]
         path = os.path.join(held.request.path, each.name(held.request.rank))
-        first = sum(file.checksums for file in before)
-        checksums = array("Q", held.checksums)[first : first + each.checksums]
-        self._constant(each.spans)
-        index = Index.parse(self._constant(each.index_head) + Index.tail(each.length, checksums), path)
+        if (index := self._indexes.get(number)) is None:
+            first = sum(file.checksums for file in layout.data_files[:number])
+            checksums = array("Q", held.checksums)[first : first + each.checksums]
+            self._constant(each.spans)
+            index = Index.parse(self._constant(each.index_head) + Index.tail(each.length, checksums), path)
+            self._indexes[number] = index
         return self._data_file(path, index, layout.data(held.request.slot, each))
 
     @abstractmethod

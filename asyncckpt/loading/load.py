@@ -40,6 +40,7 @@ def load(
     source: Source | None = None,
     progress: bool = False,
     warns: bool = True,
+    on_loaded: Callable[[Source], object] | None = None,
 ) -> int:
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
@@ -55,6 +56,7 @@ def load(
         process_group: The ranks that load together; None: all of the job. What goes wrong on one is raised on all.
         no_dist: This process loads alone.
         progress, warns: Show a bar on the terminal; say that values were not asked for, as of a fresh optimizer.
+        on_loaded: Told of the source, if the checkpoint is ours, while what was opened of it is still open.
 
     Raises:
         CheckpointNotFoundError, StorageError: There is no checkpoint, or it cannot be read.
@@ -76,6 +78,8 @@ def load(
             dcps = {"storage_reader": on_all(open_reader, ranks), "process_group": process_group, "no_dist": no_dist}
             planner = planner or CheckingPlanner(path, weights_only=weights_only, warns=warns)
             load_by_dcp(states, planner=planner, **dcps)
+        if source is not None and on_loaded is not None:
+            on_loaded(source)
     give_states(state_dict, states)
     return bar.nbytes
 

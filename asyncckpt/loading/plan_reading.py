@@ -5,29 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from asyncckpt.loading.source import Source, StorageSource
+from asyncckpt.loading.source import Source
 from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.worker.manifest import data_of_rank
-from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage_meta import without_storage_meta
 
 logger = logging.getLogger(__name__)
 
 
-def read_plan(path: str, source: Source | None, rank: int) -> StoredPlan | None:
-    """What a rank needs of the plan; None: that is not stored, or cannot be read, which is no reason to fail.
-
-    Args:
-        path, source: As of ``load``.
-        rank: The number of this rank.
+def read_plan(source: Source, rank: int) -> StoredPlan | None:
+    """What the rank of that number needs of the plan; None: that is not stored, or cannot be read, which is no reason
+    to fail.
     """
     try:
-        if source is not None:
-            return _read(source, rank)
-        with storage_for(path).reading(path):
-            return _read(StorageSource(path), rank)
+        return _read(source, rank)
     except Exception as error:  # whatever it is: the other ranks have loaded, and go on
-        logger.info("the next save is planned anew, as the plan of %s is not known: %s", path, error)
+        logger.info("the next save is planned anew, as the plan of attempt %s is not known: %s", source.attempt, error)
         return None
 
 

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, StoredPart, read_pool
@@ -141,6 +142,7 @@ class StorageSource:
     def __init__(self, path: str) -> None:
         """Read its ``manifest``. Raises also ``CheckpointNotFoundError``."""
         self.path = path
+        self._indexes: WeakValueDictionary[str, Index] = WeakValueDictionary()  # parsed once, while somebody has them
         self.manifest = read_manifest(path)
         self.attempt = self.manifest.attempt
         self._storage = storage_for(path)
@@ -181,7 +183,8 @@ class StorageSource:
         facts, indexes = self._facts(data), []
         for name in indexes_of(facts):
             path = os.path.join(self.path, name)
-            index = Index.parse(self.read(name), path)
+            if (index := self._indexes.get(name)) is None:
+                index = self._indexes[name] = Index.parse(self.read(name), path)
             nbytes = index.nbytes if index.extents is None else facts["bytes"]
             if (index.data, index.extents is None, nbytes) != (data, "index" in facts, facts["bytes"]):
                 raise DamagedCheckpointError(
