@@ -288,7 +288,7 @@ class Index:
             _check_format(found, path)
             checksums = _little_endian(array("Q", base64.b64decode(found["checksums"], validate=True)))
             extents = list(starmap(Extent, found["extents"])) if "extents" in found else None
-            items, asked = list(starmap(Item, found["items"])), found.get("asked", "")
+            items, asked = list(map(Item._make, found["items"])), found.get("asked", "")
             index = cls(found["data"], found["bytes"], items, checksums, extents, asked)
             _check_items(index)
             # Before anything is made of these numbers: there is a checksum for each span.

@@ -199,6 +199,8 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
     part_of = functools.cache(_part_of)
     for name, tensor in leaves.tensors.items():
         found = stored.get(name, ())
+        if len(found) == 1 and type(tensor) in PLAIN and requests[found[0][0]].row(tensor, found[0][1]):
+            continue
         local, offsets = tensor, None
         if type(tensor) is DTensor:
             lengths, offsets = part_of(tensor.shape, tensor.device_mesh, tensor.placements)

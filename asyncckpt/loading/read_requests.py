@@ -65,6 +65,28 @@ class ReadRequests:
         self._addresses: list[int] = []  # 0: collected, or empty
         self._collected: dict[int, Any] = {}  # by the number of the row: what it becomes, or the key of an object
 
+    def row(self, tensor: torch.Tensor, item: Item) -> bool:
+        """Fill a plain ``tensor``, if it is the bytes of ``item`` in a row, on the host. Returns whether it is.
+
+        All at once: of 100,000 tensors each microsecond would be a tenth of a second.
+        """
+        shape, dtype, begin, nbytes = item.shape, item.dtype, item.payload_at, item.payload_bytes
+        is_row = (
+            tensor.is_cpu
+            and item.kind == "tensor"
+            and dtype_named(dtype) == tensor.dtype
+            and [*tensor.shape] == shape
+            and tensor.nbytes == nbytes > 0
+            and tensor.is_contiguous()
+            and not (tensor.is_neg() or tensor.is_conj())
+            and (address := tensor.data_ptr())
+        )
+        if is_row:
+            self._begins.append(begin)
+            self._ends.append(begin + nbytes)
+            self._addresses.append(address)
+        return bool(is_row)
+
     def whole(self, tensor: torch.Tensor, item: Item) -> None:
         """Fill ``tensor`` with the stored tensor ``item``, of the same dtype and shape."""
         if _is_filled_by_bytes(tensor):
