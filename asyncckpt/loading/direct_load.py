@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from operator import add, sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -196,26 +196,32 @@ def _stored(source: Source, held: ExitStack) -> _Stored:
 
 def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, ReadRequests]:
     requests: defaultdict[ChecksummedFile, ReadRequests] = defaultdict(ReadRequests)
-    part_of = functools.cache(_part_of)
+    # Of a layer as of the one before.
+    part_of, pieces_of = functools.cache(_part_of), functools.cache(_pieces_of)
     for name, tensor in leaves.tensors.items():
         found = stored.get(name, ())
-        if len(found) == 1 and type(tensor) in PLAIN and requests[found[0][0]].row(tensor, found[0][1]):
-            continue
-        local, offsets = tensor, None
+        shape = tensor.shape
         if type(tensor) is DTensor:
-            lengths, offsets = part_of(tensor.shape, tensor.device_mesh, tensor.placements)
+            part = part_of(shape, tensor.device_mesh, tensor.placements)
             local = tensor.to_local()
-            if type(local) not in PLAIN or local.layout != torch.strided or local.shape != lengths:
+            if type(local) not in PLAIN or local.layout != torch.strided or local.shape != part.lengths:
                 raise _NotPlain(f"{name} is no plain tensor on this rank")
+        elif len(found) == 1 and requests[found[0][0]].row(tensor, found[0][1]):
+            continue
+        else:
+            part, local = _Box((0,) * len(shape), shape), tensor
         if not found or not has_room(local):
             raise _NotPlain(f"{name} is not there, or has no memory to fill")
         for _, item in found:
             if not _is_of(item, tensor.dtype):
                 raise _NotPlain(f"{name} is stored in another form")
-        if offsets is None and len(found) == 1 and [*tensor.shape] == item.shape:
-            requests[found[0][0]].whole(tensor, item)
-        else:
-            _request_part(name, tensor.shape, local, offsets or (0,) * tensor.dim(), found, requests)
+        for piece in pieces_of(shape, part, tuple([(*item.offsets, *item.shape) for _, item in found])):
+            file, item = found[piece.number]
+            if piece.stored is None:
+                if not requests[file].row(local, item):
+                    requests[file].whole(local, item)
+            else:
+                requests[file].box(_narrowed(local, piece.place), item, *piece.stored)
     for name, keys in leaves.others.items():
         found = stored.get(name, ())
         if len(found) != 1 or found[0][1].kind != "object":
@@ -230,42 +236,58 @@ def _is_of(item: Item, dtype: torch.dtype) -> bool:
     return is_such and item.payload_bytes == dtype.itemsize * math.prod(item.shape)
 
 
-def _part_of(
-    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> tuple[Sequence[int], Sequence[int]]:
-    """The part of this rank, as its lengths and where it begins, in elements. Raises ``_NotPlain``."""
+class _Box(NamedTuple):
+    """A part of a tensor, or of a part of one: where it begins, and its lengths, in elements of each dimension."""
+
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+
+
+class _Piece(NamedTuple):
+    """What the stored part of that ``number`` has of the part of this rank: where it is in the one, and in the other;
+    None: the two are the same.
+    """
+
+    number: int
+    place: _Box
+    stored: _Box | None
+
+
+def _part_of(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> _Box:
+    """The part of this rank. Raises ``_NotPlain``."""
     if not {Shard, Replicate}.issuperset(map(type, placements)) or mesh.get_coordinate() is None:
         raise _NotPlain("a DTensor is placed in a way of its own")
-    return compute_local_shape_and_global_offset(shape, mesh, placements)
+    lengths, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return _Box(tuple(offsets), torch.Size(lengths))
 
 
-def _request_part(
-    name: str,
-    shape: torch.Size,
-    local: torch.Tensor,
-    offsets: Sequence[int],
-    found: Sequence[tuple[ChecksummedFile, Item]],
-    requests: Mapping[ChecksummedFile, ReadRequests],
-) -> None:
-    """Fill ``local``, the part of a tensor of that ``shape`` that begins at ``offsets``, from those of the stored parts
-    that have some of it. Raises ``_NotPlain`` where they are not such a tensor, whole and once.
+def _pieces_of(shape: torch.Size, part: _Box, stored: Sequence[Sequence[int]]) -> Sequence[_Piece]:
+    """What fills a ``part`` of a tensor of that ``shape``, from stored parts of which each has offsets and lengths.
+
+    Raises ``_NotPlain`` where these are not such a tensor, whole and once.
     """
-    items = [item for _, item in found]
-    is_whole = sum(item.payload_bytes for item in items) == math.prod(shape) * local.itemsize
-    is_once = len({tuple(item.offsets) for item in items}) == len(items)
-    ends = [tuple(map(add, item.offsets, item.shape)) for item in items]
-    if not is_whole or not is_once or {*map(len, ends)} != {len(shape)} or tuple(map(max, *ends, ends[0])) != shape:
-        raise _NotPlain(f"{name} is stored in another shape")
-    left, limits = local.numel(), list(map(add, offsets, local.shape))
-    for (file, item), end in zip(found, ends, strict=True):
-        begins = list(map(max, offsets, item.offsets))
-        lengths = list(map(sub, map(min, limits, end), begins))
-        if min(lengths, default=1) <= 0:
-            continue
-        left -= math.prod(lengths)
-        its = local.detach()
-        for dim, (begin, first, length) in enumerate(zip(begins, offsets, lengths, strict=True)):
-            its = its if length == its.shape[dim] else its.narrow(dim, begin - first, length)
-        requests[file].box(its, item, list(map(sub, begins, item.offsets)), lengths)
-    if left:
-        raise _NotPlain(f"{name} is stored with gaps, or twice")
+    dims = len(shape)
+    boxes = [_Box(each[: len(each) // 2], each[len(each) // 2 :]) for each in stored]
+    ends = [tuple(map(add, *box)) for box in boxes]
+    is_whole = sum(math.prod(box.lengths) for box in boxes) == math.prod(shape)
+    is_once = len({box.offsets for box in boxes}) == len(boxes)
+    if not is_whole or not is_once or {*map(len, ends)} != {dims} or tuple(map(max, *ends, ends[0])) != shape:
+        raise _NotPlain("it is stored in another shape")
+    pieces, limits = [], tuple(map(add, *part))
+    for number, (box, end) in enumerate(zip(boxes, ends, strict=True)):
+        begins = tuple(map(max, part.offsets, box.offsets))
+        lengths = tuple(map(sub, map(min, limits, end), begins))
+        if min(lengths, default=1) > 0:
+            place = _Box(tuple(map(sub, begins, part.offsets)), lengths)
+            piece = _Box(tuple(map(sub, begins, box.offsets)), lengths)
+            pieces.append(_Piece(number, place, None if lengths == part.lengths == box.lengths else piece))
+    if sum(math.prod(piece.place.lengths) for piece in pieces) != math.prod(part.lengths):
+        raise _NotPlain("it is stored with gaps, or twice")
+    return pieces
+
+
+def _narrowed(tensor: torch.Tensor, box: _Box) -> torch.Tensor:
+    found = tensor.detach()
+    for dim, (begin, length) in enumerate(zip(*box, strict=True)):
+        found = found if length == found.shape[dim] else found.narrow(dim, begin, length)
+    return found
