@@ -63,7 +63,12 @@ def _loop(args: argparse.Namespace) -> Iterator[Job]:
 
 
 def _load(args: argparse.Namespace) -> Iterator[Job]:
-    return (jobs.load(request, _choices(args)) for request in _requests(args))
+    if args.ranks == 1:
+        yield from (jobs.load(request, _choices(args)) for request in _requests(args))
+    else:
+        # All ranks take the same turns: none loses its patience before another.
+        pace = Pace(rounds=args.rounds, pause=args.pause, patience=3600.0)
+        yield jobs.load_by_ranks(args.gib, args.layers, args.ranks, pace)
 
 
 def _scale(args: argparse.Namespace) -> Iterator[Job]:
@@ -209,7 +214,9 @@ def _parser() -> argparse.ArgumentParser:
     save.add_argument("--changing", type=int, default=0, help="how many of them change before each save")
     train = command("loop", "what a save costs the training loop", _loop, [what])
     train.add_argument("--train-threads", type=int, nargs="+", help="of the trainer (default: 1, then all cores)")
-    command("load", "what a load costs, from memory and from storage", _load, [what])
+    load = command("load", "what a load costs, from memory and from storage", _load, [what])
+    load.add_argument("--ranks", type=int, default=1, help="of a job under FSDP2, from storage (default: %(default)s)")
+    load.add_argument("--layers", type=int, default=400, help="of its model, in the place of a state (%(default)s)")
     trainers = command(
         "frameworks",
         "what a save costs in trainers of Hugging Face, Lightning and torchtitan",

@@ -13,6 +13,7 @@ from bench import (
     frameworks,
     hosts,
     loads,
+    loads_by_ranks,
     loop,
     memory,
     publications,
@@ -85,6 +86,13 @@ def load(request: Request, choices: Choices) -> Job:
         return loads.measure(request, list(loads.PEERS), choices.pace, folder)
 
     return Job("load", _label(request), measure, choices.settings())
+
+
+def load_by_ranks(gib: float, layers: int, count: int, pace: Pace) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return loads_by_ranks.measure(gib, layers, count, pace, folder)
+
+    return Job("load", f"{layers}-layers-{count}-ranks", measure, {"rounds": pace.rounds, "pause_s": pace.pause})
 
 
 def save_to_store(gib: float, tensors: int, pace: Pace) -> Job:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from bench.models import ARCHITECTURES, Part
 
@@ -131,6 +132,11 @@ def with_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(with_tensors(each, function) for each in value)
     return value
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor the part of this rank; of another all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def blank(state: State) -> State:

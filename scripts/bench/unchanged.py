@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed.tensor import DTensor
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.worker.storage import step_folder
@@ -24,7 +23,7 @@ from bench import contestants, files
 from bench.contestants import told
 from bench.costs import computed_s
 from bench.limits import Limits
-from bench.states import GIB, State, blank, same_tensors, tensors_of, with_tensors
+from bench.states import GIB, State, blank, local_of, same_tensors, tensors_of, with_tensors
 from bench.turns import Pace, Turns, take
 
 MIB = 1 << 20
@@ -80,7 +79,7 @@ class Saver:
         state = self._next()
         self._checkpointer.save(self._step, state).result(LIMIT_S)
         self._checkpointer.load(loaded := blank(state), self._step, memory=False)
-        if not same_tensors(with_tensors(state, _local), with_tensors(loaded, _local)):
+        if not same_tensors(with_tensors(state, local_of), with_tensors(loaded, local_of)):
             raise RuntimeError("its checkpoint has other values")
 
     def close(self) -> None:
@@ -100,10 +99,6 @@ class Saver:
         facts = map(os.stat, files.files_in(step_folder(self._checkpointer.root, self._step)))
         own = [each for each in facts if each.st_nlink == 1]
         return {"written": sum(each.st_size for each in own), "allocated": sum(each.st_blocks for each in own) * 512}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _started() -> set[int]:

@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from bench.limits import Limits
 from bench.ranks import launch
-from bench.states import GIB, State, tensors_of
+from bench.states import GIB, State, local_of, tensors_of
 from bench.turns import Pace
 from bench.unchanged import (
     COPY_CHANGING,
@@ -140,7 +139,7 @@ class Training:
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
             for parameter in model.parameters():
-                local = _local(parameter)
+                local = local_of(parameter)
                 local.uniform_(-0.02, 0.02) if parameter.dim() > 1 else local.fill_(1.0)
         self._model = model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -160,13 +159,9 @@ class Training:
         return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of this rank's part."""
-    return sum(_local(tensor).nbytes for tensor in tensors)
+    return sum(local_of(tensor).nbytes for tensor in tensors)
 
 
 def _rank(

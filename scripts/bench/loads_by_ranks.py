@@ -1,0 +1,94 @@
+"""What a load of several ranks costs under FSDP2: each fills its shards, out of a checkpoint that all have saved.
+
+The model is a stack of square linear layers. Files are out of the page cache before each load.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import asyncckpt
+from asyncckpt.worker.storage import step_folder
+from bench import files
+from bench.limits import Limits, ReadLimit
+from bench.loads import LIMIT_S, OURS, PEERS, STEP, Load
+from bench.ranks import launch
+from bench.states import GIB, State, local_of, same_tensors, tensors_of, with_tensors
+from bench.turns import Pace, take
+
+LOADS: dict[str, Load] = {name: (OURS | PEERS)[name] for name in ("asyncckpt, storage", "dcp-load")}
+
+
+def _sharded(nbytes: int, layers: int) -> State:
+    """The state of such a model, of which this rank has its shards."""
+    width = max(1, round(math.sqrt(nbytes / layers / 4)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for each in [*model, model]:
+        fully_shard(each, mesh=mesh)
+    return {"model": model.state_dict(), "step": STEP}
+
+
+def _rank(rank: int, count: int, rendezvous: str, folder: str, nbytes: int, layers: int, pace: Pace) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=count, timeout=limit)
+    state = _sharded(nbytes, layers)
+    with asyncckpt.Checkpointer(f"{folder}/ours") as checkpointer:
+        checkpointer.save(STEP, state).result(LIMIT_S)
+    shards = with_tensors(state, local_of)
+    expected = with_tensors(shards, torch.clone)
+    ours = sum(tensor.nbytes for tensor in tensors_of(shards))
+    read = ReadLimit(os.path.join(step_folder(f"{folder}/ours", STEP), f"__{rank}_0.distcp"))
+
+    def turn(load: Load) -> float:
+        for tensor in tensors_of(shards):
+            tensor.detach().fill_(1)
+        elapsed = together(partial(load, folder, state))
+        if not same_tensors(expected, shards):
+            raise RuntimeError("it has loaded something else")
+        return elapsed
+
+    def together(call: Callable[[], float]) -> float:
+        dist.barrier()
+        if rank == 0:
+            files.forget(folder)
+        dist.barrier()
+        return call()
+
+    with Limits(ours, folder) as limits:
+        turns = {name: partial(together, call) for name, call in limits.of_copies().items()}
+        turns["direct read"] = partial(together, read.direct_read)
+        turns |= {name: partial(turn, load) for name, load in LOADS.items()}
+        taken = take(turns, pace, f"load by {count} ranks")
+    every: list[Any] = [None] * count
+    dist.all_gather_object(every, (ours, taken.found, taken.left_out))
+    if rank == 0:
+        found = {name: [max(each) for each in zip(*(its[name] for _, its, _ in every), strict=True)] for name in turns}
+        facts = {
+            "state": {"tensors": layers, "bytes": sum(nbytes for nbytes, _, _ in every), "device": "cpu"},
+            "limits": {name: seconds[1:] for name, seconds in found.items() if name not in LOADS},
+            "results": {name: {"load_s": found[name][1:], "first_load_s": found[name][0]} for name in LOADS},
+            "left_out": {},
+        }
+        Path(folder, "result.json").write_text(json.dumps(facts))
+    dist.destroy_process_group()
+
+
+def measure(gib: float, layers: int, count: int, pace: Pace, folder: str) -> dict[str, Any]:
+    """Loads by a job of ``count`` ranks, of which the slowest counts, and the limits for all of them at once."""
+    found = launch(_rank, count, folder, int(gib * GIB), layers, pace)
+    found["state"] |= {"description": f"{layers:,} layers under FSDP2, {count} ranks"}
+    return found  # type: ignore[no-any-return]
