@@ -20,18 +20,17 @@ from asyncckpt.errors import StorageError, StructureChangedError
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.durable_files import DurableFile, DurableFiles
 from asyncckpt.worker.extent import unpacked
+from asyncckpt.worker.index import Index, spans
 from asyncckpt.worker.joint_file import JointOutput
 from asyncckpt.worker.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
-    Index,
     Manifest,
     checksum,
     checksums_in,
     digest_of,
     index_name,
     merged,
-    spans,
 )
 from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.segment_layout import (

@@ -1,45 +1,37 @@
-"""The files that say what a checkpoint is: its manifest, and an index for each data file.
+"""The manifest, which says what a checkpoint is: its files, and what they have to be.
 
-The manifest, ``asyncckpt.json``, is JSON, free of pickles, and ends with a checksum of itself. A folder without it is
-no checkpoint of ours. The index, ``__RANK_0.index.json``, says which tensor stands where, and has a checksum (XXH3,
-64 bits) for every span. The *spans* cover the whole data file, envelopes and gaps included: each begins where an item
-begins, or ``SPAN_BYTES`` after the one before in a longer item. So a bad byte is traced to its tensor, and a reader can
-check just what it reads.
+``asyncckpt.json`` is JSON, free of pickles, and ends with a checksum of itself. A folder without it is no checkpoint of
+ours. What stands in a data file, its index says (``index.py``).
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import operator
 import os
 import re
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
-from itertools import chain, pairwise, starmap
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import xxhash
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
-from asyncckpt.worker.extent import Extent, check_order
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
-SPAN_BYTES = 8 << 20
 _DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
 _LONGEST_S = 1e12  # also of moments, in seconds since the epoch
 _SHORT_BYTES = 240
 DIGEST_BYTES = 16
-_MOST_BYTES, _MOST_RANKS = 1 << 63, 10_000_000
+MOST_BYTES, _MOST_RANKS = 1 << 63, 10_000_000
 # What a text raises that is no manifest, or no index, in one of many ways.
-_NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+NOT_AS_WRITTEN = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 # Fields that have another name in the file.
 _KEYS = {"nbytes": "bytes"}
 
@@ -141,12 +133,12 @@ class Manifest:
         Raises ``DamagedCheckpointError``.
         """
         try:
-            found = _parsed(text)
-            _check_format(found, path)
+            found = parsed_json(text)
+            check_format(found, path)
             manifest = cls(**{each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)})
             _check_fields(manifest)
             encoded = manifest.encode()
-        except _NOT_AS_WRITTEN as error:
+        except NOT_AS_WRITTEN as error:
             raise DamagedCheckpointError(f"this manifest is damaged ({error})", path=path) from error
         # Byte for byte, so that not even a changed space goes unseen.
         if encoded != text:
@@ -199,113 +191,7 @@ def merged(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict
     return files
 
 
-class Item(NamedTuple):
-    """One stored value of a data file.
-
-    ``kind`` is "tensor" or "object"; ``dtype``, ``shape`` and ``offsets`` (of this chunk in the whole tensor) are empty
-    for objects. It takes ``nbytes`` at ``at``; a tensor's own bytes are ``payload_bytes`` at ``payload_at`` (both from
-    the start of the file). An object's bytes are followed by zeros, its space to grow.
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    shape: list[int]
-    offsets: list[int]
-    at: int
-    nbytes: int
-    payload_at: int
-    payload_bytes: int
-
-
-def spans(starts: Iterable[int], nbytes: int) -> array[int]:
-    """The boundaries of the spans of a file of ``nbytes`` whose items begin at ``starts``, from 0 to ``nbytes``."""
-    edges = sorted({0, nbytes, *starts})
-    if max(map(operator.sub, edges[1:], edges), default=0) <= SPAN_BYTES:  # a great many, all of them short
-        return array("Q", edges)
-    bounds = array("Q", edges[:1])
-    for edge in edges[1:]:
-        bounds.extend(range(bounds[-1] + SPAN_BYTES, edge, SPAN_BYTES))
-        bounds.append(edge)
-    return bounds
-
-
-@dataclass(frozen=True)
-class Index:
-    """The index of a data file, or of a part of a joint one: then ``nbytes`` are those of the part, in which all stands
-    as if it stood alone, and ``extents`` say where in the file. ``asked``: a digest of what the rank was asked to
-    save; "": it says nothing of that.
-    """
-
-    data: str
-    nbytes: int
-    items: list[Item]
-    checksums: Sequence[int]
-    extents: Sequence[Extent] | None = None
-    asked: str = ""
-
-    @cached_property
-    def bounds(self) -> array[int]:
-        """The spans' boundaries; span ``i`` is from ``bounds[i]`` to ``bounds[i + 1]``."""
-        return spans((item.at for item in self.items), self.nbytes)
-
-    def damage(self, begin: int, end: int) -> str:
-        """What to say where the checksum of the bytes from ``begin`` to ``end`` is not theirs."""
-        where = f"the bytes {begin:,} to {end:,}" if self.extents is None else f"{end - begin:,} bytes of one rank"
-        names = ", ".join(map(repr, self.names_at(begin, end)))
-        return f"{where} are damaged: {names or 'of no value, but of the space between them'}"
-
-    def names_at(self, begin: int, end: int) -> list[str]:
-        """The names of the items in the bytes from ``begin`` to ``end``."""
-        return [item.name for item in self.items if item.at < end and begin < item.at + item.nbytes]
-
-    @staticmethod
-    def head(data: str, items: Sequence[Item], extents: Sequence[Extent] | None = None, asked: str = "") -> bytes:
-        """The constant part of an index, where ``tail`` goes on.
-
-        Args:
-            data: The name of the data file.
-            items: What stands in it, in the order of the file.
-            extents, asked: As of an index.
-        """
-        rows = ",\n".join(json.dumps(item, separators=(",", ":")) for item in items)
-        about: dict[str, Any] = {} if extents is None else {"extents": extents}
-        about |= {"asked": asked} if asked else {}
-        start = json.dumps({"format": FORMAT, "data": data, **about, "fields": list(Item.__annotations__)})
-        return f'{start[:-1]}, "items": [\n{rows}\n]'.encode()
-
-    @staticmethod
-    def tail(nbytes: int, checksums: array[int]) -> bytes:
-        """What follows the head: the size of the file, and the checksums, as base64 of little-endian 64-bit numbers."""
-        text = base64.b64encode(_little_endian(checksums).tobytes())
-        return b', "bytes": %d, "checksums": "%s"}\n' % (nbytes, text)
-
-    @classmethod
-    def parse(cls, text: bytes, path: str) -> Index:
-        """Read an index; ``path`` is for the error. Raises ``DamagedCheckpointError``."""
-        try:
-            found = _parsed(text)
-            _check_format(found, path)
-            checksums = _little_endian(array("Q", base64.b64decode(found["checksums"], validate=True)))
-            extents = list(starmap(Extent, found["extents"])) if "extents" in found else None
-            items, asked = list(map(Item._make, found["items"])), found.get("asked", "")
-            index = cls(found["data"], found["bytes"], items, checksums, extents, asked)
-            _check_items(index)
-            # Before anything is made of these numbers: there is a checksum for each span.
-            starts = [item.at for item in index.items]
-            if not 0 <= index.nbytes <= len(checksums) * SPAN_BYTES:
-                raise ValueError("the checksums do not fit the size")
-            if starts and not 0 <= min(starts) <= max(starts) <= index.nbytes:
-                raise ValueError("an item stands outside of the file")
-            if len(index.bounds) != len(checksums) + 1:
-                raise ValueError("the checksums do not fit the items")
-            check_order(extents or (), index.nbytes)
-        except _NOT_AS_WRITTEN as error:
-            raise DamagedCheckpointError(f"this index of a data file is damaged ({error})", path=path) from error
-        return index
-
-
-def _parsed(text: bytes) -> Any:
+def parsed_json(text: bytes) -> Any:
     """What JSON says, in which there is no NaN, and nothing infinite. Raises ``ValueError``, ``RecursionError``."""
 
     def refuse(name: str) -> None:
@@ -314,12 +200,12 @@ def _parsed(text: bytes) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def _is_size(number: object) -> bool:
-    return type(number) is int and 0 <= number < _MOST_BYTES
+def is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < MOST_BYTES
 
 
 def _check_fields(manifest: Manifest) -> None:
-    """That all is of its type, and can be computed with. Raises one of ``_NOT_AS_WRITTEN``."""
+    """That all is of its type, and can be computed with. Raises one of ``NOT_AS_WRITTEN``."""
     its = manifest
     wrong = {
         "attempt": type(its.attempt) is not str,
@@ -327,29 +213,13 @@ def _check_fields(manifest: Manifest) -> None:
         "created": type(its.created) not in (int, float) or not math.isfinite(its.created),
         "world_size": type(its.world_size) is not int or not 1 <= its.world_size <= _MOST_RANKS,
         "keep": type(its.keep) is not bool,
-        "bytes": not _is_size(its.nbytes),
+        "bytes": not is_size(its.nbytes),
     }
     if any(wrong.values()):
         raise ValueError(f"what it says of {', '.join(name for name, is_wrong in wrong.items() if is_wrong)}")
     for name, facts in its.files.items():
         _check_file(name, facts)
     _check_timings(its.timings, its.world_size)
-
-
-def _check_items(index: Index) -> None:
-    """That all is of its type. Raises ``ValueError``, ``TypeError``."""
-    if not (type(index.data) is type(index.asked) is str and _is_size(index.nbytes)):
-        raise ValueError("the name, the digest or the size of the file")
-    if not index.items:
-        return
-    # By columns: of 100,000 items each microsecond would be a tenth of a second.
-    names, kinds, dtypes, shapes, offsets, *numbers = zip(*index.items, strict=True)
-    are_typed = {*map(type, chain(names, kinds, dtypes))} == {str} and {*map(type, chain(shapes, offsets))} == {list}
-    if not are_typed or list(map(len, shapes)) != list(map(len, offsets)):
-        raise ValueError("what it says of an item")
-    sizes = [*chain(*numbers), *chain.from_iterable(shapes), *chain.from_iterable(offsets)]
-    if {*map(type, sizes)} != {int} or not 0 <= min(sizes) <= max(sizes) < _MOST_BYTES:
-        raise ValueError("a size of an item")
 
 
 def _check_file(name: str, facts: Mapping[str, Any]) -> None:
@@ -363,7 +233,7 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
         is_told = digest is None and isinstance(indexes, list) and len(indexes) > 0
         is_told = is_told and all(isinstance(index, str) and is_index(index) for index in indexes)
         is_told = is_told and len(indexes) == len({*indexes})
-    if not _is_size(nbytes) or not is_told:
+    if not is_size(nbytes) or not is_told:
         raise ValueError(f"what it says of {name!r}")
 
 
@@ -379,7 +249,7 @@ def _is_timing(number: object) -> bool:
     return type(number) in (int, float) and 0 <= number < _LONGEST_S  # type: ignore[operator]
 
 
-def _check_format(found: Mapping[str, Any], path: str) -> None:
+def check_format(found: Mapping[str, Any], path: str) -> None:
     if found["format"] != FORMAT:
         raise DamagedCheckpointError(
             f"this file has format {found['format']!r} and this asyncckpt reads format {FORMAT}: use one that fits",
@@ -389,11 +259,3 @@ def _check_format(found: Mapping[str, Any], path: str) -> None:
 
 def _dump(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, indent=1).encode() + b"\n"
-
-
-def _little_endian(numbers: array[int]) -> array[int]:
-    """``numbers`` between the host's order of bytes and the file's."""
-    if sys.byteorder == "big":
-        numbers = array("Q", numbers)
-        numbers.byteswap()
-    return numbers

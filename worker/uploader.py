@@ -34,8 +34,9 @@ from asyncckpt.errors import (
 )
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.worker.extent import check_whole
+from asyncckpt.worker.index import Index
 from asyncckpt.worker.joint_file import JointInput
-from asyncckpt.worker.manifest import MANIFEST_NAME, Index, Manifest, checksum, indexes_of
+from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, checksum, indexes_of
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.storage import FileStamp, InputFile, LinkSource, OpenAttempt, Storage, exists_error
 from asyncckpt.worker.upload_notes import UploadNotes

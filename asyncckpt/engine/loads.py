@@ -106,7 +106,7 @@ class Loads:
             nonlocal nbytes
             nbytes = fill(path, source=source, on_loaded=planned)
 
-        def planned(source: Source) -> None:
+        def planned(source: Source | None) -> None:
             self._engine.plan_as(partial(read_plan, source, rank_of(self._ranks)))
 
         source: Literal["memory", "local", "storage"] = "memory"

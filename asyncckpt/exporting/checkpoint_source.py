@@ -13,7 +13,8 @@ from asyncckpt.loading.source import StorageSource
 from asyncckpt.loading.unpickle import load_metadata
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
-from asyncckpt.worker.manifest import METADATA_NAME, Item
+from asyncckpt.worker.index import Item
+from asyncckpt.worker.manifest import METADATA_NAME
 
 
 def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = "") -> StoredState:

@@ -27,7 +27,8 @@ from asyncckpt.exporting.selection import Selection
 from asyncckpt.exporting.stored import DictKey
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.metadata import pickle_metadata
-from asyncckpt.worker.manifest import METADATA_NAME, Index, Item, Manifest, data_name, index_name, spans
+from asyncckpt.worker.index import Index, Item, spans
+from asyncckpt.worker.manifest import METADATA_NAME, Manifest, data_name, index_name
 from asyncckpt.worker.storage import step_of
 from asyncckpt.worker.storage.history import time_of_creation
 from asyncckpt.worker.storage_meta import storage_meta

@@ -13,7 +13,7 @@ from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile, StoredFile,
 from asyncckpt.loading.set_of_file import SetsOfFiles
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.memcpy import address_of
-from asyncckpt.worker.manifest import Index, Item
+from asyncckpt.worker.index import Index, Item
 from asyncckpt.worker.storage import is_address, storage_for
 from asyncckpt.worker.storage.storage import FileStamp, InputFile
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.source import StorageSource, is_stock
-from asyncckpt.worker.manifest import MANIFEST_NAME, Index
+from asyncckpt.worker.index import Index
+from asyncckpt.worker.manifest import MANIFEST_NAME
 from asyncckpt.worker.storage import named_steps, step_folder, step_of, storage_for
 
 

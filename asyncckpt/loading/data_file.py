@@ -18,8 +18,8 @@ from asyncckpt.loading.shared_files import explained
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.worker.index import Index
 from asyncckpt.worker.joint_file import JointInput
-from asyncckpt.worker.manifest import Index
 from asyncckpt.worker.storage import is_address
 from asyncckpt.worker.storage.storage import InputFile
 

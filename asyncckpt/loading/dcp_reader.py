@@ -36,7 +36,8 @@ from asyncckpt.loading.stock_metadata import check_metadata
 from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, has_shards, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import cpu_group, many
-from asyncckpt.worker.manifest import METADATA_NAME, Item
+from asyncckpt.worker.index import Item
+from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage import absolute, is_address, storage_for
 
 logger = logging.getLogger(__name__)

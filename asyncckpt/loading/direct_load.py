@@ -32,7 +32,7 @@ from asyncckpt.loading.source import Source
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.per_rank import of_any_rank
 from asyncckpt.planning.structure import PLAIN, Keys, any_has_shards, is_leaf, put_leaf
-from asyncckpt.worker.manifest import Item
+from asyncckpt.worker.index import Item
 
 logger = logging.getLogger(__name__)
 

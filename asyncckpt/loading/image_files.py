@@ -19,7 +19,8 @@ from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.held_image import HeldImage, ImageKey
-from asyncckpt.worker.manifest import Index, checksum
+from asyncckpt.worker.index import Index
+from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.segment_layout import Region
 
 if TYPE_CHECKING:

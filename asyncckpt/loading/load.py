@@ -40,7 +40,7 @@ def load(
     source: Source | None = None,
     progress: bool = False,
     warns: bool = True,
-    on_loaded: Callable[[Source], object] | None = None,
+    on_loaded: Callable[[Source | None], object] = lambda source: None,
 ) -> int:
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
@@ -53,17 +53,14 @@ def load(
         planner: DCP's planner to use; None: the default one, where a plan is needed at all.
         verify: Check all bytes while they are copied. After an error part of ``state_dict`` may have bad bytes.
         weights_only: No value may run code while it is unpickled, see ``unpickle.py``.
-        process_group: The ranks that load together; None: all of the job. What goes wrong on one is raised on all.
-        no_dist: This process loads alone.
+        process_group, no_dist: The ranks that load; None: all of the job; or this one alone. Errors are raised on all.
         progress, warns: Show a bar on the terminal; say that values were not asked for, as of a fresh optimizer.
-        on_loaded: Told of the source, if the checkpoint is ours, while what was opened of it is still open.
+        on_loaded: Told of the source, while what was opened of it is open; None: it is stock DCP's.
 
     Raises:
-        CheckpointNotFoundError, StorageError: There is no checkpoint, or it cannot be read.
-        DamagedCheckpointError: Bytes are missing, or are not those that were written.
+        CheckpointNotFoundError, StorageError, DamagedCheckpointError: There is no whole checkpoint.
         MismatchError: The checkpoint lacks a key, or has another shape, or a dtype that the tensor's cannot hold.
-        UntrustedValueError: A value could run code, and ``weights_only`` forbids that.
-        CheckpointError: A value fails to unpickle, or ``planner`` raises.
+        UntrustedValueError, CheckpointError: A value could run code, or fails to unpickle; or ``planner`` raises.
     """
     path, ranks = absolute(path), False if no_dist else process_group
     per_rank = per_rank_values(state_dict)
@@ -75,11 +72,10 @@ def load(
         if planner is None and (direct := _drafted_by_all(states, source, path, held, ranks)) is not None:
             on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns), ranks)
         else:
-            dcps = {"storage_reader": on_all(open_reader, ranks), "process_group": process_group, "no_dist": no_dist}
+            reader = on_all(open_reader, ranks)
             planner = planner or CheckingPlanner(path, weights_only=weights_only, warns=warns)
-            load_by_dcp(states, planner=planner, **dcps)
-        if source is not None and on_loaded is not None:
-            on_loaded(source)
+            load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
+        on_loaded(source)
     give_states(state_dict, states)
     return bar.nbytes
 

@@ -13,10 +13,12 @@ from asyncckpt.worker.storage_meta import without_storage_meta
 logger = logging.getLogger(__name__)
 
 
-def read_plan(source: Source, rank: int) -> StoredPlan | None:
-    """What the rank of that number needs of the plan; None: that is not stored, or cannot be read, which is no reason
-    to fail.
+def read_plan(source: Source | None, rank: int) -> StoredPlan | None:
+    """What the rank of that number needs of the plan; None: that is not stored, as by stock DCP (where there is no
+    ``source``), or cannot be read, which is no reason to fail.
     """
+    if source is None:
+        return None
     try:
         return _read(source, rank)
     except Exception as error:  # whatever it is: the other ranks have loaded, and go on

@@ -19,7 +19,7 @@ from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
 from asyncckpt.shm.segment import round_up
-from asyncckpt.worker.manifest import Item
+from asyncckpt.worker.index import Item
 
 # Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor. Where
 # some go to devices: some ms on the link, and the next are read meanwhile.

@@ -18,8 +18,9 @@ from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, Mi
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, StoredPart, read_pool
 from asyncckpt.loading.shared_files import CheckedFile, CheckedFiles, distrusted
 from asyncckpt.worker.extent import check_whole
+from asyncckpt.worker.index import Index
 from asyncckpt.worker.joint_file import JointInput
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Index, Manifest, checksum, indexes_of
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, indexes_of
 from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import history, newest_step, stored_step

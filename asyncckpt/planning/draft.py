@@ -37,7 +37,8 @@ from asyncckpt.planning.replicas import Replicas, digests, warn_differing
 from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key, has_shards
 from asyncckpt.ranks.group import Group
-from asyncckpt.worker.manifest import Index, Item, data_name, spans
+from asyncckpt.worker.index import Index, Item, spans
+from asyncckpt.worker.manifest import data_name
 
 # Who decides what comes of it: to be counted up where we plan, or describe a plan, in another way.
 _PLANNED_BY = (1, *torch.__version__.split(".")[:2])

@@ -22,7 +22,7 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.structure import PLAIN, Fingerprint, StructureChanged, has_no_bytes
 from asyncckpt.shm.segment import round_up
-from asyncckpt.worker.manifest import Index, Item, spans
+from asyncckpt.worker.index import Index, Item, spans
 
 PREFIX_BYTES = 8
 _ALIGNMENT = 8

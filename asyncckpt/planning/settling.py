@@ -10,18 +10,16 @@ What has settled need not stand in each slot, either (``Settled.SHARED``): see `
 from __future__ import annotations
 
 import functools
-import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
-from itertools import starmap
 from operator import and_
 from typing import TypeAlias
 
 from asyncckpt.planning.layout import PlannedFile, Settled
-from asyncckpt.worker.manifest import Item
+from asyncckpt.worker.index import Index
 
 PartKey: TypeAlias = tuple[str, tuple[int, ...]]
 """A stored tensor, or a shard of it: by its name, and its offsets in the whole."""
@@ -138,7 +136,7 @@ class Settling:
         sizes: dict[PartKey, int] = {}
         same: set[PartKey] = set()
         for file, its in zip(files, unchanged, strict=True):
-            for item in starmap(Item, json.loads(file.index_head + b"}")["items"]):
+            for item in Index.items_in(file.index_head):
                 if item.kind == "tensor" and not self.is_assumed(item.name):
                     key = item.name.removeprefix(file.folder and f"{file.folder}/"), tuple(item.offsets)
                     sizes[key] = item.nbytes

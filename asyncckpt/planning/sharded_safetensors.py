@@ -27,7 +27,7 @@ from asyncckpt.planning.safetensors_shards import shard
 from asyncckpt.planning.structure import Fingerprint, stateful_to_dict
 from asyncckpt.shm.segment import round_up
 from asyncckpt.worker.extent import Extent, packed
-from asyncckpt.worker.manifest import Index, Item, spans
+from asyncckpt.worker.index import Index, Item, spans
 from asyncckpt.worker.segment_layout import JointData, Region
 
 # In the image. Of every dtype more than it needs; and a row of small parts is copied from devices at once.

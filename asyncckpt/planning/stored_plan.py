@@ -16,7 +16,7 @@ from asyncckpt.planning.draft import Draft
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.settling import PartKey
 from asyncckpt.planning.structure import StructureChanged
-from asyncckpt.worker.manifest import Index
+from asyncckpt.worker.index import Index
 
 
 @dataclass(frozen=True)

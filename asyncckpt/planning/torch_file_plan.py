@@ -25,7 +25,7 @@ from asyncckpt.planning.objects import bytes_to_reserve
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.shm.segment import round_up
 from asyncckpt.worker.archive import header, lay_out, tail_room
-from asyncckpt.worker.manifest import Index, Item
+from asyncckpt.worker.index import Index, Item
 from asyncckpt.worker.segment_layout import Region, TorchFileLayout
 
 # Most of what a pickle consists of: some twenty for each tensor, and of each the pickler asks whether it is a storage.

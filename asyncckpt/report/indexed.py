@@ -14,8 +14,8 @@ from asyncckpt.loading.data_file import read_plain
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.report.archives import records
 from asyncckpt.report.stored_item import PICKLE, StoredItem
+from asyncckpt.worker.index import Index
 from asyncckpt.worker.joint_file import JointInput
-from asyncckpt.worker.manifest import Index
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.storage import FileIdentity, InputFile
 

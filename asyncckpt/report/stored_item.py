@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 
-from asyncckpt.worker.manifest import Index, Item
+from asyncckpt.worker.index import Index, Item
 
 PICKLE = "/data.pkl"
 """What the name of that record of an archive ends with which may be shorter than what is reserved for it."""

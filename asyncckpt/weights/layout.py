@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from array import array
 from collections.abc import Iterable, Sequence
-from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ import torch
 from asyncckpt.planning import safetensors_plan
 from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
 from asyncckpt.weights.parts import Ranges, ranges
-from asyncckpt.worker.manifest import Index, Item
+from asyncckpt.worker.index import Index
 from asyncckpt.worker.segment_layout import DataFile
 
 # The offsets and the whole shapes of parts of sharded tensors stand under this name in the format's metadata.
@@ -103,7 +101,7 @@ def read_indexes(segment: memoryview, files: Iterable[DataFile]) -> dict[str, Te
     for file in files:
         above = f"{file.folder}/" if file.folder else ""  # indexes name tensors by their place in the whole set
         head = segment[file.index_head.offset :][: file.index_head.nbytes]
-        for item in starmap(Item, json.loads(bytes(head) + Index.tail(0, array("Q")))["items"]):
+        for item in Index.items_in(bytes(head)):
             if item.kind == "tensor":
                 dtype, begin = getattr(torch, item.dtype), file.begin + item.payload_at
                 shape, offsets = tuple(item.shape), tuple(item.offsets)

@@ -18,7 +18,7 @@ from support.states import same, stock_load, zeros_like
 from asyncckpt.exporting import batches, copying
 from asyncckpt.exporting.export import export
 from asyncckpt.loading.source import verify
-from asyncckpt.worker import manifest
+from asyncckpt.worker import index
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8, torch.bool),
@@ -29,7 +29,7 @@ DTYPES = (
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of some kilobytes are read span by span, and written in many batches."""
-    monkeypatch.setattr(manifest, "SPAN_BYTES", 192)
+    monkeypatch.setattr(index, "SPAN_BYTES", 192)
     for module in (batches, copying):
         monkeypatch.setattr(module, "BATCH_BYTES", 512)
     monkeypatch.setattr(copying, "_IN_FLIGHT_BYTES", 2048)

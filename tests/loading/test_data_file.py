@@ -25,7 +25,8 @@ from asyncckpt.loading.load import load
 from asyncckpt.loading.read_requests import ReadRequests
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.segment import PAGE
-from asyncckpt.worker.manifest import Index, Item, checksum, spans
+from asyncckpt.worker.index import Index, Item, spans
+from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.storage import local_file, storage_for
 
 LARGE = 5 << 20  # elements

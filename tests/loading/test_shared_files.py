@@ -21,7 +21,7 @@ from asyncckpt.loading import load as reader
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile
 from asyncckpt.loading.shared_files import CheckedFiles, sharing
 from asyncckpt.loading.source import StorageSource, verify
-from asyncckpt.worker.manifest import Item
+from asyncckpt.worker.index import Item
 from asyncckpt.worker.storage.local import LocalStorage
 
 DATA = "__0_0.distcp"

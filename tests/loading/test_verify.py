@@ -19,7 +19,8 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
 from asyncckpt.loading import load as reader
 from asyncckpt.loading.source import StorageSource, read_manifest, verify
-from asyncckpt.worker.manifest import SPAN_BYTES, Index, Item, Manifest, spans
+from asyncckpt.worker.index import SPAN_BYTES, Index, Item, spans
+from asyncckpt.worker.manifest import Manifest
 
 
 def _state() -> dict[str, Any]:

@@ -30,7 +30,8 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.report.indexed import IndexedCheckpoint
 from asyncckpt.report.stored_item import doubtful
-from asyncckpt.worker.manifest import SPAN_BYTES, Index, Manifest, checksum
+from asyncckpt.worker.index import SPAN_BYTES, Index
+from asyncckpt.worker.manifest import Manifest, checksum
 
 DATA = "__0_0.distcp"
 Diff = Callable[..., dict[str, Any]]

@@ -10,7 +10,7 @@ from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.hosted_segment import HostedSegment
-from asyncckpt.worker.manifest import spans
+from asyncckpt.worker.index import spans
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.storage import storage_for

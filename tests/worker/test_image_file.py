@@ -22,7 +22,8 @@ from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import staged_image
-from asyncckpt.worker.manifest import checksum, spans
+from asyncckpt.worker.index import spans
+from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.staged_image import BUFFER_BYTES, PIECE_BYTES, ImageFile
 from asyncckpt.worker.storage.file_system import translated
 from asyncckpt.worker.storage.local_file import LocalFile
