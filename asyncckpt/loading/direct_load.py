@@ -198,16 +198,14 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
     requests: defaultdict[ChecksummedFile, ReadRequests] = defaultdict(ReadRequests)
     # Of a layer as of the one before.
     part_of, pieces_of = functools.cache(_part_of), functools.cache(_pieces_of)
-    for name, tensor in leaves.tensors.items():
-        found = stored.get(name, ())
+    for name in _no_rows(leaves.tensors, stored, requests):
+        tensor, found = leaves.tensors[name], stored.get(name, ())
         shape = tensor.shape
         if type(tensor) is DTensor:
             part = part_of(shape, tensor.device_mesh, tensor.placements)
             local = tensor.to_local()
             if type(local) not in PLAIN or local.layout != torch.strided or local.shape != part.lengths:
                 raise _NotPlain(f"{name} is no plain tensor on this rank")
-        elif len(found) == 1 and requests[found[0][0]].row(tensor, found[0][1]):
-            continue
         else:
             part, local = _Box((0,) * len(shape), shape), tensor
         if not found or not has_room(local):
@@ -218,8 +216,7 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
         for piece in pieces_of(shape, part, tuple([(*item.offsets, *item.shape) for _, item in found])):
             file, item = found[piece.number]
             if piece.stored is None:
-                if not requests[file].row(local, item):
-                    requests[file].whole(local, item)
+                requests[file].whole(local, item)
             else:
                 requests[file].box(_narrowed(local, piece.place), item, *piece.stored)
     for name, keys in leaves.others.items():
@@ -228,6 +225,25 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
             raise _NotPlain(f"{name} is not there, or a tensor")
         requests[found[0][0]].object(found[0][1], (name, keys))
     return requests
+
+
+def _no_rows(
+    tensors: Mapping[str, torch.Tensor], stored: _Stored, requests: Mapping[ChecksummedFile, ReadRequests]
+) -> Iterable[str]:
+    """Request what is a row of bytes, of each file together. Returns the names of all others."""
+    plain: defaultdict[ChecksummedFile, list[tuple[str, torch.Tensor, Item]]] = defaultdict(list)
+    others = []
+    for name, tensor in tensors.items():
+        found = stored.get(name, ())
+        if len(found) == 1 and type(tensor) in PLAIN:
+            plain[found[0][0]].append((name, tensor, found[0][1]))
+        else:
+            others.append(name)
+    for file, its in plain.items():
+        names, *columns = zip(*its, strict=True)
+        if not requests[file].rows(*columns):
+            others += names
+    return others
 
 
 def _is_of(item: Item, dtype: torch.dtype) -> bool:

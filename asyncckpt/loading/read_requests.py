@@ -6,6 +6,8 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
+from operator import add, attrgetter, eq
 from typing import Any, NamedTuple
 
 import torch
@@ -65,27 +67,28 @@ class ReadRequests:
         self._addresses: list[int] = []  # 0: collected, or empty
         self._collected: dict[int, Any] = {}  # by the number of the row: what it becomes, or the key of an object
 
-    def row(self, tensor: torch.Tensor, item: Item) -> bool:
-        """Fill a plain ``tensor``, if it is the bytes of ``item`` in a row, on the host. Returns whether it is.
+    def rows(self, tensors: Sequence[torch.Tensor], items: Sequence[Item]) -> bool:
+        """Fill plain ``tensors``, if each is the bytes of its item in a row, on the host. Returns whether they are.
 
-        All at once: of 100,000 tensors each microsecond would be a tenth of a second.
+        By columns: of 100,000 tensors each microsecond would be a tenth of a second.
         """
-        shape, dtype, begin, nbytes = item.shape, item.dtype, item.payload_at, item.payload_bytes
-        is_row = (
-            tensor.is_cpu
-            and item.kind == "tensor"
-            and dtype_named(dtype) == tensor.dtype
-            and [*tensor.shape] == shape
-            and tensor.nbytes == nbytes > 0
-            and tensor.is_contiguous()
-            and not (tensor.is_neg() or tensor.is_conj())
-            and (address := tensor.data_ptr())
+        _, kinds, dtypes, shapes, *_, begins, sizes = zip(*items, strict=True)
+        of = torch.Tensor
+        are_rows = (
+            {*kinds} == {"tensor"}
+            and all(map(attrgetter("is_cpu"), tensors))
+            and all(map(of.is_contiguous, tensors))
+            and all(map(eq, map(dtype_named, dtypes), map(attrgetter("dtype"), tensors)))
+            and all(map(eq, shapes, map(list, map(attrgetter("shape"), tensors))))
+            and all(map(eq, sizes, map(attrgetter("nbytes"), tensors)))
+            and not (any(map(of.is_neg, tensors)) or any(map(of.is_conj, tensors)))
+            and 0 not in compress(addresses := list(map(of.data_ptr, tensors)), sizes)  # none was freed
         )
-        if is_row:
-            self._begins.append(begin)
-            self._ends.append(begin + nbytes)
-            self._addresses.append(address)
-        return bool(is_row)
+        if are_rows:
+            self._begins += begins
+            self._ends += map(add, begins, sizes)
+            self._addresses += addresses
+        return are_rows
 
     def whole(self, tensor: torch.Tensor, item: Item) -> None:
         """Fill ``tensor`` with the stored tensor ``item``, of the same dtype and shape."""
