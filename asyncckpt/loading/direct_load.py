@@ -49,12 +49,13 @@ class _NotPlain(Exception):
 
 @dataclass(frozen=True)
 class DirectLoad:
-    """A load that is left to be read: the ``requests`` that fill ``state_dict``, for each open file.
+    """A load that is left to be read: the ``requests`` that fill ``state_dict``, for each open file of a ``source``.
 
     ``path`` is the folder of the checkpoint, for errors; ``left_out`` are values that were not asked for.
     """
 
     state_dict: dict[str, Any]
+    source: Source
     path: str
     requests: Mapping[ChecksummedFile, ReadRequests]
     left_out: Sequence[str]
@@ -77,10 +78,12 @@ class DirectLoad:
         if progress.shown:
             progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
         with DeviceBuffers() as buffers, read_pool(self.path) as pool:
+            metadata = pool.submit(self.source.metadata)  # nothing in it is needed, but it is a part of the checkpoint
             for file, requests in self.requests.items():
                 for (name, keys), data in requests.read(file, pool, buffers, progress.update, verify=verify):
                     value = load_object(io.BytesIO(data), name, self.path, weights_only=weights_only)
                     put_leaf(self.state_dict, keys, value)
+            metadata.result()
 
 
 def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack) -> DirectLoad | None:
@@ -97,13 +100,12 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
     """
     try:
         leaves = _Leaves(state_dict)
-        source.metadata()  # nothing in it is needed, but it is a part of the checkpoint, and is checked as all of it
         stored = _stored(source, held)
         left = left_out(leaves.tensors.keys() | leaves.others.keys(), stored)
         if not leaves.containers.isdisjoint(left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
         with torch.no_grad():  # a DTensor's part is its own then, and no view of it
-            return DirectLoad(state_dict, path, _requests(leaves, stored), left)
+            return DirectLoad(state_dict, source, path, _requests(leaves, stored), left)
     except (_NotPlain, CheckpointError) as error:
         logger.debug("%s is loaded by DCP: %s", path, error)
         return None

@@ -143,6 +143,7 @@ class StorageSource:
     def __init__(self, path: str) -> None:
         """Read its ``manifest``. Raises also ``CheckpointNotFoundError``."""
         self.path = path
+        self._metadata = b""
         self._indexes: WeakValueDictionary[str, Index] = WeakValueDictionary()  # parsed once, while somebody has them
         self.manifest = read_manifest(path)
         self.attempt = self.manifest.attempt
@@ -153,7 +154,8 @@ class StorageSource:
         if METADATA_NAME not in self.manifest.files:
             some = ", ".join(list(self.manifest.files)[:4])
             raise MismatchError(f"this is no state dict, but a set of files: load these, as {some}", path=self.path)
-        return self.read(METADATA_NAME)
+        self._metadata = self._metadata or self.read(METADATA_NAME)
+        return self._metadata
 
     def data_files(self) -> list[str]:
         """Those that ``.metadata`` may be about."""
