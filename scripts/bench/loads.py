@@ -84,10 +84,11 @@ OURS: dict[str, Load] = {"asyncckpt, memory": load_from_memory, "asyncckpt, stor
 PEERS: dict[str, Load] = {"dcp-load": load_by_dcp, "torch-load": load_by_torch}
 
 
-def _turn(load: Load, folder: str, state: State, expected: State) -> float:
+def _turn(load: Load, folder: str, state: State, expected: State, pause: float) -> float:
     for tensor in tensors_of(state):
         tensor.fill_(1)
     files.forget(folder)
+    time.sleep(pause)  # the kernel has to free what it had
     elapsed = load(folder, state)
     if not same_tensors(expected, state):
         raise RuntimeError("it has loaded something else")
@@ -110,7 +111,7 @@ def measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> 
         loads = OURS | {name: PEERS[name] for name in names}
         with Limits(made.nbytes, folder, request.device) as limits:
             turns = limits.of_copies() | {"direct read": read.direct_read}
-            turns |= {name: partial(_turn, load, folder, state, made.state) for name, load in loads.items()}
+            turns |= {name: partial(_turn, load, folder, state, made.state, pace.pause) for name, load in loads.items()}
             taken = take(turns, pace, f"load {request.label}")
     return {
         "state": made.facts(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -65,6 +66,7 @@ def _rank(rank: int, count: int, rendezvous: str, folder: str, nbytes: int, laye
         dist.barrier()
         if rank == 0:
             files.forget(folder)
+            time.sleep(pace.pause)  # the kernel has to free what it had
         dist.barrier()
         return call()
 
