@@ -59,7 +59,8 @@ EXPLANATIONS = {
     ),
     "load": (
         "Into a state that is there, files out of the page cache before. asyncckpt checks every byte, its "
-        "peers none. *Memory* is that of the worker of a trainer that was killed."
+        "peers none. *Memory* is that of the worker of a trainer that was killed. Under FSDP2 each rank fills its "
+        "shards; the slowest counts, and the limits are those of all ranks at once."
     ),
     "store": (
         "S3 as moto serves it, in a process of its own on this machine, over loopback without TLS. moto is written "
@@ -134,11 +135,12 @@ PEERS = (
     "it is, unaligned. They come with the extra `bench`, nvrx by `scripts/peers.sh`; one that is missing, or "
     "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
-COMMANDS = """    python scripts/bench all                  # all of this page, but for the next five
+COMMANDS = """    python scripts/bench all                  # all of this page, but for the next six
     python scripts/bench store
     python scripts/bench export
     python scripts/bench telemetry
     python scripts/bench hosts
+    python scripts/bench load --ranks 2       # and --layers 2000
     python scripts/bench unchanged            # and --ranks 4, for FSDP2
     python scripts/bench save --state 8000x50kB --values 5000 --changing 50
     python scripts/bench --help"""
