@@ -7,11 +7,17 @@ import io
 import pickle
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 
 from asyncckpt.worker.manifest import data_name
@@ -46,13 +52,35 @@ class StoredPlaces(NamedTuple):
 def pickle_metadata(metadata: Metadata) -> bytes:
     """DCP's ``.metadata``, in the form that every torch from 2.6 on reads: the properties of a tensor are the first
     five, which all of them know. The strides that torch 2.14 added are not needed to load.
+
+    Sizes and offsets, which nobody can change, stand there once for all tensors that have the same.
     """
     buffer = io.BytesIO()
     # The last protocol without frames: the worker puts other steps in the place of the last one.
     pickler = pickle.Pickler(buffer, protocol=3)
-    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduce_properties}
+    pickler.dispatch_table = copyreg.dispatch_table | _Sizes().reducers | {TensorProperties: _reduce_properties}
     pickler.dump(metadata)
     return buffer.getvalue()
+
+
+class _Sizes:
+    """How a pickler takes apart what has sizes and offsets, so that it meets equal ones as one object."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+        self.reducers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+            TensorStorageMetadata: lambda its: self._made_of(its, "size"),
+            ChunkStorageMetadata: lambda its: self._made_of(its, "offsets", "sizes"),
+            MetadataIndex: lambda its: self._made_of(its, "offset"),
+        }
+
+    def _made_of(self, value: Any, *names: str) -> tuple[Any, ...]:
+        """As pickle makes it."""
+        parts = dict(vars(value))
+        for name in names:
+            if name in parts:  # MetadataIndex leaves out an offset of None
+                parts[name] = self._known.setdefault(parts[name], parts[name])
+        return copyreg.__newobj__, (type(value),), parts  # type: ignore[attr-defined]
 
 
 def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
