@@ -66,8 +66,9 @@ class SlotMemory:
             return
         slot = self.taken
         request = Take(self._number, self._begins[slot], self._begins[slot + 1])
-        self._apart, self.is_coming = 0, True
+        self._apart = 0
         try:
+            self.is_coming = True
             self._client.take(request, partial(self._on_taken, slot))
         except BaseException:  # an interrupt: the worker may have been told all the same
             self.is_coming = False

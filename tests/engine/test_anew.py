@@ -23,6 +23,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError, MismatchError
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
 from asyncckpt.save_handle import Save
+from asyncckpt.staging.slot_memory import SlotMemory
 from asyncckpt.supervisor import Supervisor, known_supervisors
 from asyncckpt.worker.process import detached_workers
 
@@ -40,8 +41,8 @@ def _state(step: int) -> dict[str, Any]:
 class Trainings:
     """Of one process, the one after the other; none is closed."""
 
-    def __init__(self, root: Path, config: Config) -> None:
-        self._root, self._config, self.others = root, replace(config, slots=2), _children()
+    def __init__(self, root: Path, config: Config, slots: int | None = 2) -> None:
+        self._root, self._config, self.others = root, replace(config, slots=slots), _children()
         self.step = self.durable = 0
         self.checkpointer = self.before = Checkpointer(root, self._config)
 
@@ -99,8 +100,13 @@ def _check_threads(trainings: Trainings) -> None:
 
 def _check(trainings: Trainings, memory: set[int]) -> None:
     """There is one of all, and the memory is the same."""
+    assert set(mapped_segments()) == memory
+    _check_one_of_all(trainings)
+
+
+def _check_one_of_all(trainings: Trainings) -> None:
     _check_threads(trainings)
-    assert set(mapped_segments()) == memory and len(_with_workers()) == 1
+    assert len(mapped_segments()) == 1 and len(_with_workers()) == 1
     deadline = time.monotonic() + 30
     while len(_children() - trainings.others) > 1 and time.monotonic() < deadline:
         detached_workers()  # takes note of those that have ended
@@ -120,6 +126,33 @@ def test_after_an_interrupt_at_any_instruction(root: Path, part: str, overlap: b
         trainings.begin_anew()
         _check(trainings, memory)
     trainings.checkpointer.close()
+
+
+@pytest.mark.timeout(900)
+def test_after_an_interrupt_while_memory_is_taken_and_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another image: it is taken where saves overlap, and goes back after one that did not."""
+    taken: list[None] = []
+    given_back: list[None] = []
+    on_taken, give_back = SlotMemory._on_taken, SlotMemory.give_back_last
+    monkeypatch.setattr("asyncckpt.staging.slot_memory._LONG", 1)
+    monkeypatch.setattr(SlotMemory, "_on_taken", lambda *of: taken.append(on_taken(*of)))
+    monkeypatch.setattr(SlotMemory, "give_back_last", lambda of: given_back.append(give_back(of)))
+    # It takes some time to be written.
+    monkeypatch.setitem(globals(), "_state", lambda step: {"w": torch.full((2_000_000,), float(step)), "step": step})
+    trainings = Trainings(root, Config(keep_last=3), slots=None)
+    trainings.begin_anew()
+
+    def overlap() -> None:
+        for saves in (3, 1, 1, 1):
+            for save in [trainings.save() for _ in range(saves)]:
+                save.result(60)
+
+    for _ in interrupted_everywhere(overlap, "asyncckpt/staging/slot_memory.py", every=5, error=Restarted):
+        trainings.begin_anew()
+        _check_one_of_all(trainings)
+    overlap()
+    trainings.checkpointer.close()
+    assert taken and given_back
 
 
 @pytest.mark.timeout(900)
