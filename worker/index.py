@@ -32,6 +32,9 @@ class Item(NamedTuple):
     ``kind`` is "tensor" or "object"; ``dtype``, ``shape`` and ``offsets`` (of this chunk in the whole tensor) are empty
     for objects. It takes ``nbytes`` at ``at``; a tensor's own bytes are ``payload_bytes`` at ``payload_at`` (both from
     the start of the file). An object's bytes are followed by zeros, its space to grow.
+
+    In an index ``kind`` to ``offsets`` are a *form*, which stands there once for all that have it. Nobody may change
+    its lists: they share them.
     """
 
     name: str

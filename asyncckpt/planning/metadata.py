@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -67,7 +68,7 @@ class _Sizes:
     """How a pickler takes apart what has sizes and offsets, so that it meets equal ones as one object."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
+        self._known: dict[torch.Size, torch.Size] = {}
         self.reducers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
             TensorStorageMetadata: lambda its: self._made_of(its, "size"),
             ChunkStorageMetadata: lambda its: self._made_of(its, "offsets", "sizes"),
@@ -78,7 +79,7 @@ class _Sizes:
         """As pickle makes it."""
         parts = dict(vars(value))
         for name in names:
-            if name in parts:  # MetadataIndex leaves out an offset of None
+            if type(parts.get(name)) is torch.Size:
                 parts[name] = self._known.setdefault(parts[name], parts[name])
         return copyreg.__newobj__, (type(value),), parts  # type: ignore[attr-defined]
 
