@@ -23,7 +23,7 @@ from asyncckpt.worker.extent import Extent, check_order
 from asyncckpt.worker.manifest import FORMAT, MOST_BYTES, NOT_AS_WRITTEN, check_format, is_size, parsed_json
 
 SPAN_BYTES = 8 << 20
-_PLACES = 4  # fields of an item behind its form
+_FIELDS = ("name", "form", "at", "nbytes", "payload_at", "payload_bytes")  # of an item, with its form's number
 
 
 class Item(NamedTuple):
@@ -105,7 +105,7 @@ class Index:
             rows.append(json.dumps((name, form, *place), separators=(",", ":")))
         about: dict[str, Any] = {} if extents is None else {"extents": extents}
         about |= {"asked": asked} if asked else {}
-        fields = {"forms": list(forms), "fields": ["name", "form", *list(Item.__annotations__)[-_PLACES:]]}
+        fields = {"forms": list(forms), "fields": _FIELDS}
         start = json.dumps({"format": FORMAT, "data": data, **about, **fields})
         lines = ",\n".join(rows)
         return f'{start[:-1]}, "items": [\n{lines}\n]'.encode()

@@ -201,6 +201,7 @@ def parsed_json(text: bytes) -> Any:
 
 
 def is_size(number: object) -> bool:
+    """Whether it is a number of bytes, or of elements, that can be computed with."""
     return type(number) is int and 0 <= number < MOST_BYTES
 
 
@@ -250,6 +251,7 @@ def _is_timing(number: object) -> bool:
 
 
 def check_format(found: Mapping[str, Any], path: str) -> None:
+    """Raise ``DamagedCheckpointError`` unless what was ``found`` in the file ``path`` is of this ``FORMAT``."""
     if found["format"] != FORMAT:
         raise DamagedCheckpointError(
             f"this file has format {found['format']!r} and this asyncckpt reads format {FORMAT}: use one that fits",

@@ -200,7 +200,7 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
     requests: defaultdict[ChecksummedFile, ReadRequests] = defaultdict(ReadRequests)
     # Of a layer as of the one before.
     part_of, pieces_of = functools.cache(_part_of), functools.cache(_pieces_of)
-    for name in _no_rows(leaves.tensors, stored, requests):
+    for name in _request_rows(leaves.tensors, stored, requests):
         tensor, found = leaves.tensors[name], stored.get(name, ())
         shape = tensor.shape
         if type(tensor) is DTensor:
@@ -215,7 +215,7 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
         for _, item in found:
             if not _is_of(item, tensor.dtype):
                 raise _NotPlain(f"{name} is stored in another form")
-        for piece in pieces_of(shape, part, tuple([(*item.offsets, *item.shape) for _, item in found])):
+        for piece in pieces_of(shape, part, tuple([_Box((*item.offsets,), (*item.shape,)) for _, item in found])):
             file, item = found[piece.number]
             if piece.stored is None:
                 requests[file].whole(local, item)
@@ -229,7 +229,7 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
     return requests
 
 
-def _no_rows(
+def _request_rows(
     tensors: Mapping[str, torch.Tensor], stored: _Stored, requests: Mapping[ChecksummedFile, ReadRequests]
 ) -> Iterable[str]:
     """Request what is a row of bytes, of each file together. Returns the names of all others."""
@@ -279,17 +279,15 @@ def _part_of(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement
     return _Box(tuple(offsets), torch.Size(lengths))
 
 
-def _pieces_of(shape: torch.Size, part: _Box, stored: Sequence[Sequence[int]]) -> Sequence[_Piece]:
-    """What fills a ``part`` of a tensor of that ``shape``, from stored parts of which each has offsets and lengths.
+def _pieces_of(shape: torch.Size, part: _Box, boxes: Sequence[_Box]) -> Sequence[_Piece]:
+    """What fills a ``part`` of a tensor of that ``shape``, from the stored parts, which are these ``boxes`` of it.
 
     Raises ``_NotPlain`` where these are not such a tensor, whole and once.
     """
-    dims = len(shape)
-    boxes = [_Box(each[: len(each) // 2], each[len(each) // 2 :]) for each in stored]
     ends = [tuple(map(add, *box)) for box in boxes]
     is_whole = sum(math.prod(box.lengths) for box in boxes) == math.prod(shape)
     is_once = len({box.offsets for box in boxes}) == len(boxes)
-    if not is_whole or not is_once or {*map(len, ends)} != {dims} or tuple(map(max, *ends, ends[0])) != shape:
+    if not is_whole or not is_once or {*map(len, ends)} != {len(shape)} or tuple(map(max, *ends, ends[0])) != shape:
         raise _NotPlain("it is stored in another shape")
     pieces, limits = [], tuple(map(add, *part))
     for number, (box, end) in enumerate(zip(boxes, ends, strict=True)):

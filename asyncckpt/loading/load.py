@@ -58,7 +58,7 @@ def load(
         on_loaded: Told of the source, while what was opened of it is open; None: it is stock DCP's.
 
     Raises:
-        CheckpointNotFoundError, StorageError, DamagedCheckpointError: There is no whole checkpoint.
+        CheckpointNotFoundError, StorageError, DamagedCheckpointError: There is none, it cannot be read, or is damaged.
         MismatchError: The checkpoint lacks a key, or has another shape, or a dtype that the tensor's cannot hold.
         UntrustedValueError, CheckpointError: A value could run code, or fails to unpickle; or ``planner`` raises.
     """

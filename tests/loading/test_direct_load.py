@@ -13,12 +13,14 @@ import torch
 from support.states import same, zeros_like
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
 from asyncckpt.loading import dcp_reader
 from asyncckpt.loading import direct_load as direct
 from asyncckpt.loading import load as reader
 from asyncckpt.loading.source import StorageSource
+from asyncckpt.worker.index import Index
 
 Make = Callable[[], dict[str, Any]]
 
@@ -248,3 +250,27 @@ def test_metadata_is_not_unpickled(checkpoint: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dcp_reader, "load_metadata", None)
     reader.load(state := DIRECT["model"](), str(checkpoint))
     assert state["model"]["scalar"] == 3
+
+
+def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the plan of the next save is taken from there, too."""
+    state = {"w": torch.arange(5.0), "step": 1}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).result(60)
+    read: list[str] = []
+    parse, read_small = Index.parse, StorageSource.read
+
+    def parsed(text: bytes, path: str) -> Index:
+        read.append("parsed")
+        return parse(text, path)
+
+    def noted(source: StorageSource, name: str) -> bytes:
+        read.append(name)
+        return read_small(source, name)
+
+    monkeypatch.setattr(Index, "parse", parsed)
+    monkeypatch.setattr(StorageSource, "read", noted)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(into := zeros_like(state), memory=False)
+        assert same(into, state) and checkpointer._engine._plans.stored is not None
+    assert sorted(read) == [".metadata", "__0_0.index.json", "parsed"]

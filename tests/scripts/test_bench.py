@@ -20,6 +20,7 @@ from bench import (
     files,
     hosts,
     loads,
+    loads_by_ranks,
     models,
     publications,
     report,
@@ -123,6 +124,16 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert found["ranks"]["rows"][0]["processes"] == 1 and found["simulation"]["rows"][0]["ranks"] == 4
     assert not found["publish"]["left_out"]
     assert found["publish"]["results"].keys() > publications.WAYS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # processes, each with torch
+def test_loads_of_several_ranks(tmp_path: Path) -> None:
+    found = run(tmp_path, "load --ranks 2 --layers 3 --gib 0.001 --rounds 1 --pause 0")["load"]
+    assert found["state"]["tensors"] == 3 and found["state"]["bytes"] > 1_000_000
+    assert found["results"].keys() == loads_by_ranks.LOADS.keys()
+    for result in found["results"].values():
+        assert len(result["load_s"]) == 1 and min(*result["load_s"], result["first_load_s"]) > 0
 
 
 def is_of_unchanged(found: dict[str, Any], all_bytes: float) -> None:
