@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from asyncckpt.worker.manifest import checksum
@@ -50,8 +50,6 @@ _DATE = (1 << 5) | 1  # the first day that a zip can name
 
 # How much of a storage is checksummed at a time, so that writing need not wait for the end of a large one.
 _PIECE_BYTES = 16 << 20
-# In their order. What has no byteorder is read in that which torch is told to take for granted.
-_CONSTANT_RECORDS = {"byteorder": sys.byteorder.encode(), "version": b"3\n"}
 # Enough for one of the few small records: its header and name, padding apart, its bytes, its descriptor.
 _SMALL_BYTES = 256
 
@@ -108,31 +106,6 @@ def header(record: Record) -> bytes:
     return _LOCAL.pack(LOCAL_MAGIC, version, flags, 0, 0, _DATE, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
-def around(pickled: bytes, nbytes: int, alignment: int) -> tuple[bytes, bytes]:
-    """What stands before and behind a storage, in the shortest archive that ``torch.load`` reads.
-
-    Its records stand in the order of ``torch.save``; those that ``torch.load`` can do without are left out.
-
-    Args:
-        pickled: The tensor as ``torch.save`` pickles it; its storage is the record ``data/0``.
-        nbytes: The bytes of the storage.
-        alignment: The storage begins at a multiple of it.
-
-    Returns:
-        The bytes before the storage, and those behind it. The checksum in them is not the storage's: it is zero.
-    """
-    first = _place("data.pkl", 0, len(pickled), 1)
-    storage = _place("data/0", first.end, nbytes, alignment)
-    image = _Around(storage.payload_at)
-    archive = Archive(image)
-    image[first.at : first.payload_at + len(pickled)] = header(first) + pickled
-    archive.close(first, len(pickled), crc32(pickled))
-    image[storage.at : storage.payload_at] = header(storage)
-    archive.close(storage, nbytes, 0)
-    archive.finish_shortest()
-    return bytes(image.before), bytes(image.behind)
-
-
 def record_at(data: bytes, at: int = 0) -> tuple[bytes, int]:
     """The name of the record of which the header begins ``at`` a byte of ``data``, as far as it stands there, and the
     byte where its own bytes begin. The first ``LOCAL_BYTES`` of the header must be there.
@@ -186,18 +159,6 @@ class Image(Protocol):
     def __setitem__(self, where: slice, data: bytes | bytearray, /) -> None: ...
 
 
-class _Around:
-    """An image, written from its begin to its end, of a storage that begins ``at`` a byte of it: all but that."""
-
-    def __init__(self, at: int) -> None:
-        self._at = at
-        self.before, self.behind = bytearray(), bytearray()
-
-    def __setitem__(self, where: slice, data: bytes | bytearray, /) -> None:
-        part = self.before if where.start < self._at else self.behind
-        part += data
-
-
 class Archive:
     """An archive being completed in memory, in an image in which headers, storages and pickle stand already."""
 
@@ -231,31 +192,20 @@ class Archive:
     def finish(self, alignment: int) -> None:
         """Append the small records and the directory."""
         names = checksum(bytes(self._directory))
-        self._append(_small_records(alignment, names, self._crc), alignment)
-        self._end(large=True)  # as torch.save writes it
-
-    def finish_shortest(self) -> None:
-        """As ``finish``, without what ``torch.load`` can do without."""
-        self._append({name: _CONSTANT_RECORDS[name] for name in ("byteorder", "version")}, 1)
-        self._end(large=self.end >= _LIMIT)
-
-    def _append(self, records: Mapping[str, bytes], alignment: int) -> None:
-        for name, data in records.items():
+        for name, data in _small_records(alignment, names, self._crc).items():
             record = _place(name, self.end, len(data), alignment)
             self.end = record.at
             self._put(header(record) + data)
             self.close(record, len(data), crc32(data))
-
-    def _end(self, *, large: bool) -> None:
-        """The directory, and where it stands; ``large``: by 64-bit fields too."""
         at, nbytes = self.end, len(self._directory)
         self._put(self._directory)
         end, count = self.end, self._records
-        if large:
+        self._put(
             # As long as what follows in it; made and read by; this disk, the directory's.
-            sizes = (_END_64.size - 12, _VERSION_64, _VERSION_64, 0, 0, count, count, nbytes, at)
-            self._put(_END_64.pack(b"PK\6\6", *sizes) + _LOCATOR_64.pack(b"PK\6\7", 0, end, 1))
-        self._put(_END.pack(b"PK\5\6", 0, 0, *2 * (min(count, _LIMIT_16),), min(nbytes, _LIMIT), min(at, _LIMIT), 0))
+            _END_64.pack(b"PK\6\6", _END_64.size - 12, _VERSION_64, _VERSION_64, 0, 0, count, count, nbytes, at)
+            + _LOCATOR_64.pack(b"PK\6\7", 0, end, 1)
+            + _END.pack(b"PK\5\6", 0, 0, *2 * (min(count, _LIMIT_16),), min(nbytes, _LIMIT), min(at, _LIMIT), 0)
+        )
 
     def _put(self, data: bytes | bytearray) -> None:
         self._image[self.end : self.end + len(data)] = data
@@ -274,7 +224,8 @@ def _small_records(alignment: int, *identity: int) -> dict[str, bytes]:
     return {
         ".format_version": b"1",
         ".storage_alignment": str(alignment).encode(),
-        **_CONSTANT_RECORDS,
+        "byteorder": sys.byteorder.encode(),
+        "version": b"3\n",
         ".data/serialization_id": "".join(f"{number:020}" for number in identity).encode(),
     }
 

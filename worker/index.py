@@ -1,6 +1,6 @@
 """The index of a data file: which value stands where, and a checksum (XXH3, 64 bits) for every span.
 
-``__RANK_0.index.json`` is JSON, free of pickles. The *spans* cover the whole data file, envelopes and gaps included.
+``__RANK_0.index.json`` is JSON, free of pickles. The *spans* cover the whole data file, headers and gaps included.
 Each begins where an item begins, or ``SPAN_BYTES`` after the one before in a longer item: so a bad byte is traced to
 its tensor, and a reader can check just what it reads.
 """

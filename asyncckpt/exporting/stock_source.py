@@ -1,7 +1,8 @@
-"""What is stored in a checkpoint that stock DCP wrote: around each tensor stands an archive of ``torch.save``.
+"""What is stored in a checkpoint of DCP's: each tensor as ``torch.save`` writes it, in an archive, or in its older form
+as our own are (see ``asyncckpt/planning/tensor_header.py``).
 
-Where the tensor's bytes are in it, and in what order, is found without running any of it: of the pickle in an archive
-only what rebuilds a plain tensor is known here, and that makes a note of what it was asked for.
+Where the tensor's bytes are in it, and in what order, is found without running any of it: of its pickle only what
+rebuilds a plain tensor is known here, and that makes a note of what it was asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
 from asyncckpt.exporting.checkpoint_source import nesting, whole
@@ -143,7 +145,7 @@ def _read_group(file: InputFile, group: Sequence[_Place]) -> list[tuple[_Place, 
             if note is None:
                 note = _note(read_plain(file, place.at, place.at + min(place.nbytes, _LONGEST_HEAD_BYTES)), place)
             if note is None:
-                raise pickle.UnpicklingError("there is no archive of torch.save with one tensor")
+                raise pickle.UnpicklingError("there is not what torch.save writes of one tensor")
         except UnsavableStateError as error:
             raise UnsavableStateError(error.message, path=file.path) from error
         except Exception as error:  # a pickle that is none fails in many ways
@@ -156,7 +158,11 @@ def _read_group(file: InputFile, group: Sequence[_Place]) -> list[tuple[_Place, 
 
 
 def _note(head: bytes, place: _Place) -> _Note | None:
-    """What stands in the archive that begins with ``head``; None: more has to be read of it."""
+    """What stands in the item that begins with ``head``; None: more has to be read of it."""
+    return _note_of_archive(head, place) if head.startswith(LOCAL_MAGIC) else _note_of_older(head, place)
+
+
+def _note_of_archive(head: bytes, place: _Place) -> _Note | None:
     note: _Note | None = None
     at = 0
     while (at := head.find(LOCAL_MAGIC, at)) >= 0 and at + LOCAL_BYTES <= len(head):
@@ -164,24 +170,51 @@ def _note(head: bytes, place: _Place) -> _Note | None:
         if name.endswith(b"/data.pkl") and note is None:
             if payload_at >= len(head):
                 return None
-            note = _Unpickler(io.BytesIO(head[payload_at:])).load()
-            if not isinstance(note, _Note):
-                raise UnsavableStateError(f"{place.key.fqn!r} is stored as a {type(note).__name__}: no plain tensor")
+            note = _checked(_Unpickler(io.BytesIO(head[payload_at:])).load(), place)
         elif name.endswith(b"/byteorder") and not _BYTE_ORDER.startswith(
             head[payload_at : payload_at + len(_BYTE_ORDER)]
         ):
-            raise UnsavableStateError(f"{place.key.fqn!r} has its bytes in another order than this machine")
+            raise _other_order(place)
         elif name.endswith(b"/data/0") and note is not None:
-            begin = end = payload_at
-            if 0 not in note.shape:  # else it may begin anywhere
-                begin += note.begin * note.dtype.itemsize
-                extent = 1 + sum((n - 1) * stride for n, stride in zip(note.shape, note.strides, strict=True))
-                end = begin + extent * note.dtype.itemsize
-            if min((*note.shape, *note.strides), default=0) < 0 or not payload_at <= begin <= end <= place.nbytes:
-                raise ValueError("its elements do not stand in it")
-            return note._replace(begin=place.at + begin)
+            return _placed(note, payload_at, place)
         at += len(LOCAL_MAGIC)
     return None
+
+
+def _note_of_older(head: bytes, place: _Place) -> _Note:
+    if sys.byteorder != "little":
+        raise _other_order(place)
+    stream = io.BytesIO(head)
+    known = [_Unpickler(stream).load() for _ in range(2)]
+    if known != [MAGIC_NUMBER, PROTOCOL_VERSION]:
+        raise pickle.UnpicklingError(f"it begins with {known!r}")
+    _Unpickler(stream).load()  # of the machine that wrote it
+    note = _checked(_Unpickler(stream).load(), place)
+    if len(_Unpickler(stream).load()) != 1:
+        raise pickle.UnpicklingError("it has not one storage")
+    return _placed(note, stream.tell() + 8, place)  # behind the number of elements
+
+
+def _checked(note: Any, place: _Place) -> _Note:
+    if not isinstance(note, _Note):
+        raise UnsavableStateError(f"{place.key.fqn!r} is stored as a {type(note).__name__}: no plain tensor")
+    return note
+
+
+def _placed(note: _Note, payload_at: int, place: _Place) -> _Note:
+    """The note of a tensor whose storage begins ``payload_at`` a byte of the item."""
+    begin = end = payload_at
+    if 0 not in note.shape:  # else it may begin anywhere
+        begin += note.begin * note.dtype.itemsize
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(note.shape, note.strides, strict=True))
+        end = begin + extent * note.dtype.itemsize
+    if min((*note.shape, *note.strides), default=0) < 0 or not payload_at <= begin <= end <= place.nbytes:
+        raise ValueError("its elements do not stand in it")
+    return note._replace(begin=place.at + begin)
+
+
+def _other_order(place: _Place) -> UnsavableStateError:
+    return UnsavableStateError(f"{place.key.fqn!r} has its bytes in another order than this machine")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -207,8 +240,8 @@ class _Unpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        kind, dtype, _, _, _ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
+        kind, dtype, _, _, _, *view = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or view not in ([], [None]):
             raise pickle.UnpicklingError(f"it refers to {pid!r}")
         return dtype
 

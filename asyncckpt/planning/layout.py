@@ -1,73 +1,29 @@
 """The layout of an image: which byte of its data files stands where.
 
-A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.load`` reads it (a zip with
-the tensor's bytes, its *payload*, in the middle), an object as pickled bytes with more reserved behind them. Between
-saves with the same structure only payloads and objects differ; all else, the *envelopes* and all offsets, is constant.
+A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.load`` reads it (a *header*,
+then the tensor's bytes, its *payload*), an object as pickled bytes with more reserved behind them. Between saves with
+the same structure only payloads and objects differ; all else, the headers and all offsets, is constant.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-import zipfile
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.serialization import skip_data
 
-from asyncckpt.errors import OutOfMemoryError
-from asyncckpt.shm.segment import PAGE, refusal, round_up
-from asyncckpt.worker.archive import around
+from asyncckpt.planning.tensor_header import tensor_header
+from asyncckpt.shm.segment import PAGE, round_up
 
-# What a payload is aligned to, from the start of its zip, as by torch.save; enough for every dtype.
+# What an item is aligned to, and a payload; enough for every dtype.
 _ALIGNMENT = 64
 # Payloads from this size on begin on a page of the file: a reader may then read them past the page cache, in place.
 PAGE_ALIGNED_FROM = 1 << 20
-
-
-@functools.lru_cache(maxsize=65536)
-def _envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What stands before and behind the bytes of a contiguous CPU tensor, whatever its values."""
-    # The pickle is that of torch.save, of a tensor with zeros in the place of the data. Tensor and zip are memory files
-    # full of holes, however many gigabytes they have: torch seeks over the payload. (A fake tensor would need no
-    # memory, but 1.3 s to import what makes it.)
-    nbytes = math.prod(shape) * dtype.itemsize
-    strides = torch.empty(shape, device="meta").stride()
-    try:
-        storage = _hole(nbytes)
-        tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
-        with _memory_file() as file:
-            with skip_data():
-                torch.save(tensor, file)
-            file.flush()
-            with zipfile.ZipFile(file) as archive:
-                (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-                # torch.load never looks at the checksum of the payload, so it need not be right.
-                return around(archive.read(pickled), nbytes, _ALIGNMENT)
-    except OSError as error:
-        raise OutOfMemoryError(
-            f"no memory file of {nbytes:,} bytes, to see how torch saves a tensor: {refusal(error)}"
-        ) from error
-
-
-def _hole(nbytes: int) -> torch.UntypedStorage:
-    with _memory_file() as file:
-        os.ftruncate(file.fileno(), nbytes)  # torch would, and not say which limit was too low
-        try:
-            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, nbytes=nbytes)
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-    return storage  # type: ignore[return-value]
-
-
-def _memory_file() -> IO[bytes]:
-    return os.fdopen(os.memfd_create("asyncckpt-envelope", os.MFD_CLOEXEC), "w+b")
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -119,9 +75,9 @@ class Settled(IntEnum):
 class DataLayout:
     """Where all items of an image stand: those of a data file after those of another, in each tensors, then objects.
 
-    The files begin at ``begins``. They are whole pages, and so are the ``nbytes`` of all. ``constants`` are the bytes
-    around the items, each with its offset. ``converted``: which tensors come in another dtype than they are stored in;
-    empty: none. The last ``shared_bytes`` all images have in common: whole files.
+    The files begin at ``begins``. They are whole pages, and so are the ``nbytes`` of all. ``constants``: the headers,
+    each with its offset. ``converted``: which tensors come in another dtype than they are stored in; empty: none. The
+    last ``shared_bytes`` all images have in common: whole files.
     """
 
     specs: Sequence[TensorSpec]
@@ -165,14 +121,14 @@ class DataLayout:
                 if spec.alias is not None:
                     tensors.append(tensors[spec.alias])
                     continue
-                before, after = _envelope(spec.dtype, spec.shape)
+                header = tensor_header(spec.dtype, spec.shape)
                 payload_bytes = math.prod(spec.shape) * spec.dtype.itemsize
                 alignment = PAGE if payload_bytes >= PAGE_ALIGNED_FROM else _ALIGNMENT
-                payload_at = round_up(end + len(before), alignment)
-                at = payload_at - len(before)
-                end = payload_at + payload_bytes + len(after)
+                payload_at = round_up(end + len(header), alignment)
+                at = payload_at - len(header)
+                end = payload_at + payload_bytes
                 tensors.append(Place(at, end - at, payload_at, payload_bytes))
-                constants += [(at, before), (payload_at + payload_bytes, after)]
+                constants.append((at, header))
             for nbytes in reserved[len(objects) : len(objects) + object_count]:
                 at = round_up(end, _ALIGNMENT)
                 objects.append(Place(at, nbytes, at, nbytes))

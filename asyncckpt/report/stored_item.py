@@ -49,8 +49,8 @@ class StoredItem:
 def doubtful(one: StoredItem, other: StoredItem) -> list[tuple[int, int]] | None:
     """Which bytes of the payloads of two items of the same size may differ, by their checksums; None: some do.
 
-    Around a payload stands its envelope, and between items padding, which may be another where the payload is the same:
-    a span with such bytes says that all of it is the same, but not that some of the payload differs.
+    Before a payload stands a header, and between items padding, which may be another where the payload is the same: a
+    span with such bytes says that all of it is the same, but not that some of the payload differs.
     """
     nbytes, lead = one.item.payload_bytes, one.item.payload_at - one.item.at
     if other.item.payload_at - other.item.at != lead:

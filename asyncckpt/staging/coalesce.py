@@ -8,7 +8,7 @@ slab buffer, memory on the device that looks like that part of the image, and th
 8,000 tensors of 50 kB are 50 ms of calls one by one; as 25 slabs they are some 4 ms of calls, hidden by the 8 ms of
 their bytes.
 
-The slab buffer needs the bytes between the tensors too, the envelopes. They are fetched out of the slot, where they
+The slab buffer needs the bytes between the tensors too, their headers. They are fetched out of the slot, where they
 stand from the beginning: in the other direction of the link, and by one call more for a slab.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support import ranks
+from support.images import DTYPES, any_bits
 from support.shards import save_shards
 from support.states import same
 from torch.distributed.checkpoint import state_dict_saver
@@ -24,6 +26,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import DamagedCheckpointError, MismatchError, UnsavableStateError
 from asyncckpt.exporting.export import export
 from asyncckpt.planning.file_set import FileSet
+from asyncckpt.planning.tensor_header import tensor_header
+from asyncckpt.worker.manifest import METADATA_NAME
 
 
 def _whole() -> dict[str, torch.Tensor]:
@@ -67,12 +71,12 @@ def test_extensions_are_refused(tmp_path: Path) -> None:
         export(tmp_path / "stock", tmp_path / "out")
 
 
-def _put(path: Path, value: Any) -> None:
+def _put(path: Path, value: Any, *, zipped: bool = True) -> None:
     """Have this stored in the place of the only tensor of a checkpoint."""
     metadata = FileSystemReader(path).read_metadata()
     (info,) = metadata.storage_data.values()
     if not isinstance(value, bytes):
-        torch.save(value, buffer := io.BytesIO())
+        torch.save(value, buffer := io.BytesIO(), _use_new_zipfile_serialization=zipped)
         value = buffer.getvalue()
     (path / info.relative_path).write_bytes(value)
     info.offset, info.length = 0, len(value)
@@ -84,15 +88,17 @@ class Harmful:
         return os.mkdir, ("harm",)
 
 
-def test_no_code_of_an_archive_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("zipped", [True, False])
+def test_no_code_of_an_archive_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool) -> None:
     monkeypatch.chdir(tmp_path)
     save_shards({"w": torch.ones(3)}, tmp_path / "stock", {})
-    _put(tmp_path / "stock", Harmful())
+    _put(tmp_path / "stock", Harmful(), zipped=zipped)
     with pytest.raises(UnsavableStateError, match=r"posix\.mkdir"):
         export(tmp_path / "stock", tmp_path / "out")
     assert not (tmp_path / "harm").exists()
 
 
+@pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize(
     "value, error",
     [
@@ -101,11 +107,14 @@ def test_no_code_of_an_archive_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ([torch.ones(3)], UnsavableStateError),
         (b"no archive", DamagedCheckpointError),
         (b"PK\3\4" * 30, DamagedCheckpointError),
+        (tensor_header(torch.float32, (3,)), DamagedCheckpointError),  # nothing behind it
+        (pickle.dumps(1) * 5, DamagedCheckpointError),
+        ({"a": torch.ones(3), "b": torch.ones(3)}, UnsavableStateError),
     ],
 )
-def test_what_is_no_plain_tensor_is_refused(tmp_path: Path, value: Any, error: type[Exception]) -> None:
+def test_what_is_no_plain_tensor_is_refused(tmp_path: Path, value: Any, error: type[Exception], zipped: bool) -> None:
     save_shards({"w": torch.ones(3)}, tmp_path / "stock", {})
-    _put(tmp_path / "stock", value)
+    _put(tmp_path / "stock", value, zipped=zipped)
     with pytest.raises(error, match="w"):
         export(tmp_path / "stock", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -123,6 +132,28 @@ def test_other_forms_of_archives(tmp_path: Path, alignment: int) -> None:
     assert ((tmp_path / "stock/__0_0.distcp").stat().st_size > 5 * 4096) is (alignment == 4096)
     export(tmp_path / "stock", tmp_path / "out")
     assert same(load_file(tmp_path / "out/model.safetensors"), {"w": torch.arange(3.0)})
+
+
+def test_the_older_form(tmp_path: Path) -> None:
+    """A part of a larger storage, with its elements in another order."""
+    save_shards({"w": torch.ones(3, 2)}, tmp_path / "stock", {})
+    value = torch.nn.Parameter(torch.arange(12.0).view(3, 4).t()[1:3].t())
+    _put(tmp_path / "stock", value, zipped=False)
+    export(tmp_path / "stock", tmp_path / "out")
+    assert same(load_file(tmp_path / "out/model.safetensors"), {"w": value.detach()})
+
+
+def test_ours_without_what_is_not_dcps(root: Path, tmp_path: Path) -> None:
+    """As where somebody copies those files that DCP names: of each dtype, of no elements, of no dimensions."""
+    state = {str(dtype): any_bits(dtype, (3, 5)) for dtype in DTYPES}
+    state |= {"none": torch.empty(3, 0, 2), "one": torch.tensor(1.5), "large": torch.randn(1 << 19)}
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"model": state, "step": 1})
+    for name in (METADATA_NAME, "__0_0.distcp"):
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        shutil.copy(root / "step-00000001" / name, tmp_path / "copy")
+    export(tmp_path / "copy", tmp_path / "out.pt", to="torch", only="model")
+    assert same(torch.load(tmp_path / "out.pt"), state)
 
 
 def test_a_set_of_files_is_none_of_a_state_dict(root: Path, tmp_path: Path) -> None:

@@ -93,13 +93,14 @@ def test_what_another_index_says_of_a_shared_file_is_checked(shared: Path) -> No
 
 
 def test_verify_names_all_that_have_a_damaged_file(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(shared / ALL[0] / DATA, _item(shared / ALL[0], "w").payload_at + 50)
+    damaged = _item(shared / ALL[0], "w")
+    flip(shared / ALL[0] / DATA, damaged.payload_at + 50)
     assert cli.main(["verify", str(shared)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and lines[3].endswith("KiB") and "step-00000004: good" in lines[3]
     for name, line in zip(ALL, lines, strict=False):
         others = ", ".join(each for each in ALL if each != name)
-        assert line.startswith(f"{shared / name / DATA}: the bytes 0 to")
+        assert line.startswith(f"{shared / name / DATA}: the bytes {damaged.at} to")
         assert line.endswith(f"'w'; this file is shared with {others}: they are damaged, too; save again")
     # One alone, and several, as they are given.
     assert cli.main(["verify", str(shared / ALL[1]), str(shared / ALL[0])]) == 1

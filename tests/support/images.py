@@ -57,7 +57,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 class Slot:
-    """An image of ``tensors`` at a page of a segment, with its envelopes; closed by the test."""
+    """An image of ``tensors`` at a page of a segment, with its headers; closed by the test."""
 
     def __init__(
         self,
