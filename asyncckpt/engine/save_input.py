@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.stored_plan import StoredPlan, restored_plan
-from asyncckpt.planning.structure import stateful_to_dict
+from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage import is_address, may_be_key
@@ -109,25 +110,34 @@ class SaveInput(ABC):
 class StateToSave(SaveInput):
     """A state dict.
 
-    ``state``: this rank's part, without ``Stateful`` values. ``planner``: DCP's or the user's; None: DCP's default.
-    ``separate``: values whose names begin with it are stored in a file of their own; "": none.
+    ``given``: this rank's part; ``Stateful`` values are asked for theirs. ``planner``: DCP's or the user's; None: DCP's
+    default. ``separate``: values whose names begin with it are stored in a file of their own; "": none.
     """
 
-    state: StateDict
+    given: StateDict
     planner: SavePlanner | None
     separate: str = ""
     asks = False
 
+    @cached_property
+    def state(self) -> StateDict:
+        """Without ``Stateful`` values."""
+        return stateful_to_dict(self.given)
+
     @property
     def key(self) -> Any:
-        return DraftInput(self.state, self.planner, self.separate).key
+        return DraftInput(self.given, self.planner, self.separate).key
 
     @property
     def names(self) -> frozenset[str]:
         return flat_names(self.state, self.planner)
 
     def capture(self, plan: Any) -> Sequence[torch.Tensor]:
-        tensors: Sequence[torch.Tensor] = plan.capture(self.state, self.planner)
+        tensors: Sequence[torch.Tensor]
+        with contextlib.suppress(StructureChanged):  # to look for such values takes as long as to compare the structure
+            tensors = plan.capture(self.given, self.planner, is_raw=True)
+            return tensors
+        tensors = plan.capture(self.state, self.planner)
         return tensors
 
     def make_plan(self, differing: set[str] | None, settling: Settling) -> CheckpointPlan:
@@ -207,9 +217,9 @@ def save_input(
 
     Args:
         group, number, call, check: As of ``SaveInput``.
-        state: A set of files, or a state dict, in which ``Stateful`` values are asked for theirs.
+        state: A set of files, or a state dict.
         planner, separate: As of ``StateToSave``; of no matter for files.
     """
     if isinstance(state, FileSet):
         return FilesToSave(group, number, state, call=call, check=check)
-    return StateToSave(group, number, stateful_to_dict(state), planner, separate, call=call, check=check)
+    return StateToSave(group, number, state, planner, separate, call=call, check=check)

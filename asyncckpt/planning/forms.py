@@ -34,7 +34,7 @@ class Forms:
         """Whether ``tensors`` have them too."""
         if len(tensors) != len(self._forms):
             return False
-        if self._described is not None and _are_as(list(tensors), self._described):
+        if self._described is not None and _are_as(tensors, self._described):
             return True
         return all(map(eq, map(_form, tensors), self._forms))
 
@@ -88,10 +88,11 @@ def _described(tensors: list[torch.Tensor]) -> array[int] | None:
     return found if done == len(tensors) else None
 
 
-def _are_as(tensors: list[torch.Tensor], described: array[int]) -> bool:
+def _are_as(tensors: Sequence[torch.Tensor], described: array[int]) -> bool:
     """Whether they are as ``described``, as many; not, too, where that cannot be said."""
     if (exchange := _exchange()) is None:
         return False
+    tensors = tensors if isinstance(tensors, list) else list(tensors)
     try:
         done = exchange.forms(exchange.describe, tensors, len(tensors), described.buffer_info()[0], None)
     except Exception:  # one has become such that DLPack does not know it

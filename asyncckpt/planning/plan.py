@@ -31,6 +31,7 @@ from asyncckpt.planning.structure import (
     has_no_bytes,
     picker,
     plain_part,
+    stateful_types,
 )
 from asyncckpt.worker.held_image import CopiedRank
 from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
@@ -66,15 +67,23 @@ class CheckpointPlan:
     broken_promise: str = ""
     """What to say where something has changed that was promised not to: this plan is for no state any more."""
 
-    def capture(self, state_dict: StateDict, planner: SavePlanner | None = None) -> Sequence[torch.Tensor]:
+    def capture(
+        self, state_dict: StateDict, planner: SavePlanner | None = None, *, is_raw: bool = False
+    ) -> Sequence[torch.Tensor]:
         """The caller's own tensors, in the order of the layout; the objects are taken into ``objects``.
 
-        ``planner``: the user's for this save, of the kind this was planned with. Raises ``StructureChanged`` if this
-        plan is not for this state dict, ``UnsavableStateError`` if a value cannot be saved.
+        Args:
+            state_dict: What is to be saved.
+            planner: The user's for this save, of the kind this was planned with.
+            is_raw: The state dict may have ``Stateful`` values yet.
+
+        Raises:
+            StructureChanged: This plan is not for this state dict, or that has ``Stateful`` values.
+            UnsavableStateError: A value cannot be saved.
         """
         if self.broken_promise:
             raise StructureChanged(self.broken_promise)
-        tensors, objects = self.values.take(state_dict, planner)
+        tensors, objects = self.values.take(state_dict, planner, is_raw=is_raw)
         self.fingerprint.check(tensors)
         self.objects.refresh(objects)
         return tensors
@@ -152,22 +161,32 @@ class FlatCapture:
         self._sharded = [number for number, at in enumerate(tensor_at) if isinstance(leaves[at], DTensor)]
         self._pick_sharded = picker(self._sharded)
         self._specs = [_spec(leaves[tensor_at[number]]) for number in self._sharded]
+        # Of values that are compared by their types none is ``Stateful`` then.
+        self._is_stateless = nested and not any(stateful_types(state_dict))
+        self._pick_lists = picker([at for at, leaf in enumerate(leaves) if isinstance(leaf, list)])
 
-    def take(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+    def take(
+        self, state_dict: StateDict, planner: SavePlanner | None, *, is_raw: bool = False
+    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         """The tensors and the objects of ``state_dict``, in the order of the layout, not copied.
 
-        Raises ``StructureChanged`` if they are not as planned.
+        Raises ``StructureChanged`` if they are not as planned; ``is_raw``: or where one may be ``Stateful``.
         """
         leaves = self._structure.leaves(state_dict)
         types = list(map(type, leaves))
+        if is_raw and not (self._is_stateless and types == self._types):
+            raise StructureChanged("a value may have a state of its own")
+        if is_raw and any(stateful_types({"lists": self._pick_lists(leaves)})):
+            raise StructureChanged("a list has a value that has a state of its own")
         if types != self._types:
             self._check_types(types)
         if not all(is_opaque(leaves[at]) for at in self._opaque_at):
             raise StructureChanged("a tensor has plain bytes now, and had none")
-        tensors = list(self._pick_tensors(leaves))
+        tensors = self._pick_tensors(leaves)
         if any_has_shards(tensors):
             raise StructureChanged("a tensor is a part of a larger one now, and was a whole one")
         if self._sharded:
+            tensors = list(tensors)
             sharded = self._pick_sharded(tensors)
             if list(map(_spec, sharded)) != self._specs:  # in C, and at a glance where they are the same objects
                 raise StructureChanged("a DTensor is placed differently")
@@ -200,8 +219,12 @@ class PlannerCapture:
         self._tensor_items, self._object_items = split_items(items)
         self.tensor_names = [item.index.fqn for item in self._tensor_items]
 
-    def take(self, state_dict: StateDict, planner: SavePlanner | None) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+    def take(
+        self, state_dict: StateDict, planner: SavePlanner | None, *, is_raw: bool = False
+    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         """As ``FlatCapture.take``; ``planner`` is the one for this save."""
+        if is_raw:
+            raise StructureChanged("a value may have a state of its own")
         planner = planner or self._planner
         planner.set_up_planner(dict(state_dict), StorageMeta(), self._is_coordinator)
         local = planner.create_local_plan()
