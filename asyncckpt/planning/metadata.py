@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copyreg
 import io
+import os
 import pickle
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,34 +57,77 @@ def pickle_metadata(metadata: Metadata) -> bytes:
     """DCP's ``.metadata``, in the form that every torch from 2.6 on reads: the properties of a tensor are the first
     five, which all of them know. The strides that torch 2.14 added are not needed to load.
 
-    Sizes and offsets, which nobody can change, stand there once for all tensors that have the same.
+    A pickle remembers each object that it has made, as others may refer to it: here in half of its bytes. So what many
+    refer to is made first, and taken off the stack; of the rest nothing is remembered.
     """
+    repeated = _Repeated(metadata)
     buffer = io.BytesIO()
     # The last protocol without frames: the worker puts other steps in the place of the last one.
     pickler = pickle.Pickler(buffer, protocol=3)
-    pickler.dispatch_table = copyreg.dispatch_table | _Sizes().reducers | {TensorProperties: _reduce_properties}
-    pickler.dump(metadata)
+    pickler.dispatch_table = copyreg.dispatch_table | repeated.reducers | {TensorProperties: _reduce_properties}
+    pickler.dump([*_examples(metadata), *repeated.values])
+    buffer.seek(-len(pickle.STOP), os.SEEK_CUR)
+    buffer.write(pickle.POP)
+    pickler.fast = True
+    pickler.dump(replace(metadata, planner_data=repeated.in_paths(metadata.planner_data)))
     return buffer.getvalue()
 
 
-class _Sizes:
-    """How a pickler takes apart what has sizes and offsets, so that it meets equal ones as one object."""
+class _Repeated:
+    """What stands in a metadata many times, and nobody can change: names, and sizes and offsets."""
 
-    def __init__(self) -> None:
-        self._known: dict[torch.Size, torch.Size] = {}
+    def __init__(self, metadata: Metadata) -> None:
+        self._known: dict[torch.Size | str, torch.Size | str] = {}
         self.reducers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
             TensorStorageMetadata: lambda its: self._made_of(its, "size"),
             ChunkStorageMetadata: lambda its: self._made_of(its, "offsets", "sizes"),
-            MetadataIndex: lambda its: self._made_of(its, "offset"),
+            MetadataIndex: lambda its: self._made_of(its, "offset", "fqn"),
         }
+        """How a pickler takes apart what has them, so that it meets equal ones as one object."""
+        for about in metadata.state_dict_metadata.values():
+            if isinstance(about, TensorStorageMetadata):
+                self._one(about.size)
+                for chunk in about.chunks:
+                    self._one(chunk.offsets), self._one(chunk.sizes)
+        for info in (metadata.storage_data or {}).values():
+            self._one(info.relative_path)
+        # What stands first is referred to by fewer bytes.
+        deque(map(self._one, metadata.state_dict_metadata), maxlen=0)
+        self.in_paths(metadata.planner_data)
+
+    @property
+    def values(self) -> Iterable[torch.Size | str]:
+        """All of them."""
+        return self._known.values()
+
+    def in_paths(self, planner_data: Any) -> Any:
+        """The paths of keys that DCP's planner notes for each name, with its text as it is known here."""
+        if type(planner_data) is not dict or not all(type(path) is tuple for path in planner_data.values()):
+            return planner_data
+        return {self._one(name): tuple(map(self._one, path)) for name, path in planner_data.items()}
+
+    def _one(self, value: Any) -> Any:
+        return self._known.setdefault(value, value) if type(value) in (torch.Size, str) else value
 
     def _made_of(self, value: Any, *names: str) -> tuple[Any, ...]:
         """As pickle makes it."""
         parts = dict(vars(value))
-        for name in names:
-            if type(parts.get(name)) is torch.Size:
-                parts[name] = self._known.setdefault(parts[name], parts[name])
+        for name in parts.keys() & names:
+            parts[name] = self._one(parts[name])
         return copyreg.__newobj__, (type(value),), parts  # type: ignore[attr-defined]
+
+
+def _examples(metadata: Metadata) -> list[Any]:
+    """An object of each kind, with all that they are made of."""
+    found: dict[Any, Any] = {}
+    for about in metadata.state_dict_metadata.values():
+        found[type(about)] = about
+        if isinstance(about, TensorStorageMetadata):
+            found[about.properties.dtype] = about.properties
+            found |= {type(chunk): chunk for chunk in about.chunks[:1]}
+    for index, info in (metadata.storage_data or {}).items():
+        found |= {type(index): index, type(info): info}
+    return list(found.values())
 
 
 def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -37,3 +39,32 @@ def test_equal_sizes_stand_once() -> None:
     assert a.size is b.size and a.properties is not b.properties and a.chunks is not b.chunks
     for one, other, index in zip(a.chunks, b.chunks, found.storage_data, strict=False):
         assert one is not other and one.sizes is other.sizes and one.offsets is other.offsets is index.offset
+
+
+def test_names_stand_once() -> None:
+    """Also where ranks have sent them, each its own object."""
+
+    def other(text: str) -> str:
+        return text.encode().decode()
+
+    names = [f"model.layers.{number}.weight" for number in range(1000)]
+    properties = TensorProperties(dtype=torch.bfloat16)
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([5]))
+    metadata = Metadata(
+        {name: TensorStorageMetadata(properties, torch.Size([5]), [chunk]) for name in names},
+        {other(name): tuple(map(other, name.split("."))) for name in names},
+        {MetadataIndex(other(name), [0], 0): _StorageInfo("__0_0.distcp", 7, 9) for name in names},
+    )
+    data = pickle_metadata(metadata)
+    assert pickle.loads(data) == metadata and all(data.count(name.encode() + b"q") <= 1 for name in names)
+    assert data.count(b"layers") == 1001 and data.count(b"distcp") == 1
+    assert len(data) < 150 * len(names) < 0.7 * len(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("data", [None, {"a": [1, 2]}, {"a": ("b", {"c": 1})}, [("a", 1)], {"a": ("x", 3)}])
+def test_any_data_of_a_planner(data: Any) -> None:
+    assert pickle.loads(pickle_metadata(Metadata({"a": BytesStorageMetadata()}, data))).planner_data == data
+
+
+def test_without_anything() -> None:
+    assert pickle.loads(pickle_metadata(Metadata({}))) == Metadata({})
