@@ -23,7 +23,8 @@ from asyncckpt.worker.extent import Extent, check_order
 from asyncckpt.worker.manifest import FORMAT, MOST_BYTES, NOT_AS_WRITTEN, check_format, is_size, parsed_json
 
 SPAN_BYTES = 8 << 20
-_FIELDS = ("name", "form", "at", "nbytes", "payload_at", "payload_bytes")  # of an item, with its form's number
+_FORM_FIELDS = ("kind", "dtype", "shape", "offsets", "nbytes", "lead", "payload_bytes")
+_FIELDS = ("name", "form", "at")  # of an item, with its form's number
 
 
 class Item(NamedTuple):
@@ -33,8 +34,8 @@ class Item(NamedTuple):
     for objects. It takes ``nbytes`` at ``at``; a tensor's own bytes are ``payload_bytes`` at ``payload_at`` (both from
     the start of the file). An object's bytes are followed by zeros, its space to grow.
 
-    In an index ``kind`` to ``offsets`` are a *form*, which stands there once for all that have it. Nobody may change
-    its lists: they share them.
+    In an index all but its name and where it stands is its *form*, which stands there once for all that have it;
+    ``lead`` are the bytes before the payload. Nobody may change the lists of a form: they share them.
     """
 
     name: str
@@ -100,12 +101,12 @@ class Index:
         """
         forms: dict[tuple[Any, ...], int] = {}
         rows = []
-        for name, kind, dtype, shape, offsets, *place in items:
-            form = forms.setdefault((kind, dtype, (*shape,), (*offsets,)), len(forms))
-            rows.append(json.dumps((name, form, *place), separators=(",", ":")))
+        for name, kind, dtype, shape, offsets, at, nbytes, payload_at, payload_bytes in items:
+            its = kind, dtype, (*shape,), (*offsets,), nbytes, payload_at - at, payload_bytes
+            rows.append(json.dumps((name, forms.setdefault(its, len(forms)), at), separators=(",", ":")))
         about: dict[str, Any] = {} if extents is None else {"extents": extents}
         about |= {"asked": asked} if asked else {}
-        fields = {"forms": list(forms), "fields": _FIELDS}
+        fields = {"form_fields": _FORM_FIELDS, "forms": list(forms), "fields": _FIELDS}
         start = json.dumps({"format": FORMAT, "data": data, **about, **fields})
         lines = ",\n".join(rows)
         return f'{start[:-1]}, "items": [\n{lines}\n]'.encode()
@@ -152,16 +153,17 @@ def _items(found: Mapping[str, Any]) -> list[Item]:
     if not found["items"]:
         return []
     # By columns: of 100,000 items each microsecond would be a tenth of a second.
-    names, numbers, *places = zip(*found["items"], strict=True)
-    kinds, dtypes, shapes, offsets = zip(*found["forms"], strict=True)
+    names, numbers, ats = zip(*found["items"], strict=True)
+    kinds, dtypes, shapes, offsets, *sizes = zip(*found["forms"], strict=True)
     are_typed = {*map(type, chain(names, kinds, dtypes))} == {str} and {*map(type, chain(shapes, offsets))} == {list}
     if not are_typed or list(map(len, shapes)) != list(map(len, offsets)):
         raise ValueError("what it says of an item")
-    sizes = [*numbers, *chain(*places), *chain(*shapes), *chain(*offsets)]
-    if {*map(type, sizes)} != {int} or not 0 <= min(sizes) <= max(sizes) < MOST_BYTES:
+    known = [*numbers, *ats, *chain(*sizes), *chain(*shapes), *chain(*offsets)]
+    if {*map(type, known)} != {int} or not 0 <= min(known) <= max(known) < MOST_BYTES // 2:  # two are added up
         raise ValueError("a size of an item")
-    forms = (map(each.__getitem__, numbers) for each in (kinds, dtypes, shapes, offsets))
-    return list(map(Item, names, *forms, *places))
+    columns = (map(each.__getitem__, numbers) for each in (kinds, dtypes, shapes, offsets))
+    nbytes, leads, payload_bytes = (map(each.__getitem__, numbers) for each in sizes)
+    return list(map(Item, names, *columns, ats, nbytes, map(operator.add, ats, leads), payload_bytes))
 
 
 def _little_endian(numbers: array[int]) -> array[int]:

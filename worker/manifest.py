@@ -21,7 +21,7 @@ import xxhash
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
 _DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)

@@ -23,7 +23,6 @@ from asyncckpt.loading import load as reader
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.manifest import Manifest, checksum
 
-FORM = ("kind", "dtype", "shape", "offsets")
 DATA, INDEX, MANIFEST = "__0_0.distcp", "__0_0.index.json", "asyncckpt.json"
 
 
@@ -215,14 +214,15 @@ def test_no_number_of_a_manifest_is_infinite(step: Path, capsys: pytest.CaptureF
     [
         *(("name", 7), ("name", None), ("kind", 7), ("dtype", None), ("shape", 5000), ("shape", ["5000"])),
         *(("shape", [5000, 1]), ("offsets", [0.0]), ("offsets", [-1]), ("nbytes", "many"), ("nbytes", -1)),
-        *(("payload_at", None), ("payload_bytes", 1.5), ("payload_bytes", 1 << 80)),
+        *(("at", None), ("at", 1 << 80), ("lead", None), ("lead", -1), ("lead", 1 << 80)),
+        *(("payload_bytes", 1.5), ("payload_bytes", 1 << 80)),
         *(("form", -1), ("form", 99), ("form", "0"), ("form", None), ("form", True)),
     ],
 )
 def test_what_an_index_says_of_an_item(step: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any) -> None:
     found = json.loads((step / INDEX).read_bytes())
-    if field in FORM:
-        found["forms"][0][FORM.index(field)] = value
+    if field in found["form_fields"]:
+        found["forms"][0][found["form_fields"].index(field)] = value
     else:
         found["items"][0][found["fields"].index(field)] = value
     replace(step, INDEX, json.dumps(found).encode())

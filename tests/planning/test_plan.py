@@ -15,6 +15,7 @@ from support.states import same, small_state, zeros_like
 from torch.distributed.checkpoint import state_dict_loader
 
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.engine import save_input
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.loading.load import load
 from asyncckpt.planning.draft import make_plans
@@ -146,6 +147,40 @@ def test_stateful_values_at_any_depth(checkpointer: Checkpointer, root: Path) ->
         state_dict_loader.load(stock, checkpoint_id=root / "step-00000002")
     assert same(dict(stock["train"]["model"]), dict(saved[0].state_dict()))
     assert same(dict(stock["models"][0]), dict(saved[2].state_dict()))
+
+
+@pytest.mark.parametrize("place", ["leaf", "in a list", "in a list of lists"])
+def test_a_value_that_becomes_stateful(checkpointer: Checkpointer, place: str) -> None:
+    """In a state that is else as it was planned: it is its state that is stored, and in the next save again."""
+    counter = Counter()
+    before, after = {"leaf": (3, counter), "in a list": ([1], [counter]), "in a list of lists": ([[1]], [[counter]])}[
+        place
+    ]
+    for step, value in enumerate((before, after, before, after, after)):
+        counter.count = step
+        checkpointer.save(step, {"w": torch.zeros(3), "value": value}).result(60)
+    into: dict[str, Any] = {"value": after}
+    counter.count = -1
+    checkpointer.load(into)
+    assert counter.count == 4
+
+
+def test_a_plain_state_is_not_searched(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For values that have a state of their own, once it is planned: its types say that there are none."""
+    state = {**small_state(), "lists": [[1, 2], ["a"]]}
+    checkpointer.save(1, state).result(60)
+
+    def search(state: object) -> object:
+        raise AssertionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save_input, "stateful_to_dict", search)
+        checkpointer.save(2, state).result(60)
+        with pytest.raises(AssertionError):
+            checkpointer.save(3, {**state, "lists": [[1, 2], [Counter()]]})
+    with monkeypatch.context() as patch:
+        patch.setattr(save_input, "stateful_to_dict", search)
+        checkpointer.save(4, state).result(60)
 
 
 def test_a_state_dict_within_itself_is_no_endless_one() -> None:
