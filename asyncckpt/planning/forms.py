@@ -1,4 +1,4 @@
-"""The forms of tensors: their dtypes, shapes and layouts, which are compared on every save."""
+"""The forms of tensors, their dtypes, shapes and layouts, which are compared on every save; and where they are."""
 
 from __future__ import annotations
 
@@ -39,10 +39,27 @@ class Forms:
         return all(map(eq, map(_form, tensors), self._forms))
 
 
+def contiguous_addresses(tensors: Sequence[torch.Tensor]) -> array[int] | None:
+    """Where the bytes of ``tensors`` begin; None where the elements of one are not in a row."""
+    if (exchange := _exchange()) is not None:
+        found = array("Q", bytes(8 * len(tensors)))
+        its = tensors if isinstance(tensors, list) else list(tensors)
+        try:
+            done = exchange.addresses(exchange.describe, its, len(its), found.buffer_info()[0])
+        except Exception:  # of a dtype that DLPack does not know
+            done = -1
+        if done >= 0:
+            return found if done == len(its) else None
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return None
+    return array("Q", map(torch.Tensor.data_ptr, tensors))
+
+
 class _Exchange(NamedTuple):
-    """``forms``: that of ``_forms.c``; ``describe``: the address of torch's own function."""
+    """``forms``, ``addresses``: those of ``_forms.c``; ``describe``: the address of torch's own function."""
 
     forms: Callable[..., int]
+    addresses: Callable[..., int]
     describe: int
 
 
@@ -71,9 +88,11 @@ def _exchange() -> _Exchange | None:
     if header.major != _VERSION or not header.describe:
         return None
     forms: Any = library.asyncckpt_forms
-    forms.restype = ctypes.c_ssize_t
-    forms.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_void_p]
-    return _Exchange(forms, header.describe)
+    addresses: Any = library.asyncckpt_addresses
+    forms.restype = addresses.restype = ctypes.c_ssize_t
+    addresses.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_ssize_t, ctypes.c_void_p]
+    forms.argtypes = [*addresses.argtypes, ctypes.c_void_p]
+    return _Exchange(forms, addresses, header.describe)
 
 
 def _described(tensors: list[torch.Tensor]) -> array[int] | None:

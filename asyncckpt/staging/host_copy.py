@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.forms import contiguous_addresses
 from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.memcpy import copy_many
@@ -85,17 +86,22 @@ class SlotViews:
 
 
 def checked_addresses(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> list[int]:
-    """Where ``tensors``, of these ``specs``, are. Raises ``UnsavableStateError`` if the storage of one was freed.
+    """Where ``tensors``, of these ``specs``, are. Raises ``UnsavableStateError`` if the storage of one was freed."""
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    _check_addresses(addresses, tensors, specs)
+    return addresses
+
+
+def _check_addresses(addresses: Sequence[int], tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+    """Raise ``UnsavableStateError`` if the storage of one of ``tensors``, which are there, was freed.
 
     Done just before the copy, which touches the same memory: there it costs next to nothing, and 0.2 us a tensor where
     it is a pass over all.
     """
     # A view's address is its offset then. What is that low may be memory all the same: its storage says so.
-    addresses = list(map(torch.Tensor.data_ptr, tensors))
     are_low = min(addresses) < _LOWEST_ADDRESS
     for tensor, spec in zip(tensors, specs, strict=True) if are_low else ():
         check_memory(tensor, spec.name)
-    return addresses
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
@@ -141,16 +147,30 @@ class _ByteCopy:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked = self._pick(tensors)
-        addresses = array("Q", checked_addresses(picked, self._specs))
+        addresses = contiguous_addresses(picked)
+        if addresses is None or not self._are_plain(picked):
+            self._copy_each(picked, tensors)
+            return
+        _check_addresses(addresses, picked, self._specs)
         if self._offset:
             addresses[0] += self._offset
-        if _are_plain(picked, is_complex=self._is_complex):
-            copy_many(self._to, addresses, self._sizes)
-        elif not self._offset:  # all of them; the other units of a large one do nothing
-            plain = [_are_plain([tensor], is_complex=self._is_complex) for tensor in picked]
-            copy_many(*(array("Q", compress(each, plain)) for each in (self._to, addresses, self._sizes)))
-            others = list(compress(self._numbers, map(operator.not_, plain)))
-            BatchCopy(others, self._views).copy(tensors)
+        copy_many(self._to, addresses, self._sizes)
+
+    def _copy_each(self, picked: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Of ``tensors`` those that were picked, of which some are not plain."""
+        if self._offset:  # the first unit of a large one copies all of it
+            return
+        are_plain = [tensor.is_contiguous() and self._are_plain([tensor]) for tensor in picked]
+        addresses = checked_addresses(picked, self._specs)
+        copy_many(*(array("Q", compress(each, are_plain)) for each in (self._to, addresses, self._sizes)))
+        others = list(compress(self._numbers, map(operator.not_, are_plain)))
+        BatchCopy(others, self._views).copy(tensors)
+
+    def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the values of contiguous ``tensors`` are their bytes."""
+        if any(map(torch.Tensor.is_neg, tensors)):
+            return False
+        return not (self._is_complex and any(map(torch.Tensor.is_conj, tensors)))
 
 
 class BatchCopy:
@@ -176,13 +196,6 @@ class BatchCopy:
             checked_addresses(picked, self._specs)
         with torch.inference_mode():  # which spares each copy the way through autograd
             torch._foreach_copy_(self._into, picked, non_blocking=self._non_blocking)
-
-
-def _are_plain(tensors: Sequence[torch.Tensor], *, is_complex: bool) -> bool:
-    """Whether the values of ``tensors``, of which some may be complex, are their bytes from the first to the last."""
-    if not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
-        return False
-    return not (is_complex and any(map(torch.Tensor.is_conj, tensors)))
 
 
 def host_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
