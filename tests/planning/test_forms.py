@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.images import tensors_of_all_kinds
 
 from asyncckpt.planning import forms
-from asyncckpt.planning.forms import Forms
+from asyncckpt.planning.forms import Forms, contiguous_addresses
 
 
 @pytest.fixture(params=["compiled", "not compiled"])
@@ -68,3 +69,17 @@ def test_what_dlpack_does_not_know_is_compared_all_the_same() -> None:
     strange = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     known = Forms([torch.ones(3), strange])
     assert known.are_those_of([torch.zeros(3), strange]) and not known.are_those_of([torch.zeros(4), strange])
+
+
+@pytest.mark.usefixtures("comparing")
+def test_addresses_are_those_of_contiguous_tensors() -> None:
+    strange = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    tensors = [*tensors_of_all_kinds(), *_some(), torch.zeros(4, 1, 3)[:, :, ::3], torch.zeros(9)[3:5], strange]
+    for each in tensors:
+        found = contiguous_addresses([each])
+        assert (found is not None) == each.is_contiguous()
+        assert found is None or found.tolist() == [each.data_ptr()]
+    plain = [each for each in tensors if each.is_contiguous()]
+    found = contiguous_addresses(tuple(plain))
+    assert found is not None and found.tolist() == [each.data_ptr() for each in plain]
+    assert contiguous_addresses(tensors) is None and contiguous_addresses([]) is not None
