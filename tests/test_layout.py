@@ -193,6 +193,12 @@ OTHERS_PRIVATE = frozenset(
         *("_create_checkpoint_id", "_flattened_model_states_sd", "_load_config"),  # of torchtitan
         *("_save_last_step", "_should_save", "_states_to_load"),
         *("_cdata", "_untyped_storage", "_size", "_pickle_storage_type"),  # of storages
+        *(
+            "_utils",
+            "_rebuild_tensor_v2",
+            "_rebuild_tensor_v3",
+            "_dtype_to_storage_type_map",
+        ),  # what stored tensors name
     }
 )
 

@@ -128,10 +128,12 @@ def test_a_damaged_one(s3_root: str) -> None:
 
 
 def killing(workers: list[int]) -> Callable[[Asked], str | None]:
-    """Kills one of ``workers``, once there is one, as it sends an index."""
+    """Kills one of ``workers``, once there is one, as it sends data and an index, of which either may come first."""
+    begun: set[str] = set()
 
     def kill(asked: Asked) -> str | None:
-        if workers and ".index.json" in asked.path:
+        begun.update(kind for kind in (".distcp", ".index.json") if workers and kind in asked.path)
+        if workers and len(begun) == 2:
             os.kill(workers.pop(), signal.SIGKILL)
             return "cut"
         return None
