@@ -133,6 +133,7 @@ class PlanSelection:
         ``SaveTimeoutError``; ``StructureChangedError`` where ``assume_constant_structure`` was promised in vain.
         """
         check_not_capturing()
+        wanted.look([known.plan for known in self.buffers.known if known.key == wanted.key])
         client = wanted.group.connect_worker(self.supervisor.running)
         try:
             found = self._found_by_all(wanted, client)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -68,6 +67,12 @@ class SaveInput(ABC):
     def names(self) -> frozenset[str]:
         """Those of its plan, as far as they are known before."""
 
+    def look(self, plans: Iterable[Any]) -> None:
+        """Ask its values for their states, if it is for none of ``plans``, which have the same key: before any rank is
+        asked, as what they say may take a collective of the caller's.
+        """
+        return  # there are none
+
     @abstractmethod
     def capture(self, plan: Any) -> Sequence[torch.Tensor]:
         """Its tensors, by a plan that has the same key. Raises ``StructureChanged`` where that is not for it."""
@@ -118,6 +123,7 @@ class StateToSave(SaveInput):
     planner: SavePlanner | None
     separate: str = ""
     asks = False
+    _captured: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict, init=False)  # by the plan's number
 
     @cached_property
     def state(self) -> StateDict:
@@ -132,12 +138,22 @@ class StateToSave(SaveInput):
     def names(self) -> frozenset[str]:
         return flat_names(self.state, self.planner)
 
+    def look(self, plans: Iterable[Any]) -> None:
+        for plan in plans:
+            try:
+                self._captured[plan.number] = plan.capture(self.given, self.planner, is_raw=True)
+            except StructureChanged:
+                continue
+            except Exception:  # to be raised where all ranks hear of it
+                pass
+            return
+        # To look for ``Stateful`` values takes as long as to compare the structure, so only where that is another.
+        _ = self.state
+
     def capture(self, plan: Any) -> Sequence[torch.Tensor]:
-        tensors: Sequence[torch.Tensor]
-        with contextlib.suppress(StructureChanged):  # to look for such values takes as long as to compare the structure
-            tensors = plan.capture(self.given, self.planner, is_raw=True)
-            return tensors
-        tensors = plan.capture(self.state, self.planner)
+        if (known := self._captured.get(plan.number)) is not None:
+            return known
+        tensors: Sequence[torch.Tensor] = plan.capture(self.state, self.planner)
         return tensors
 
     def make_plan(self, differing: set[str] | None, settling: Settling) -> CheckpointPlan:

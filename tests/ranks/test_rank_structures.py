@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import asyncckpt
 from asyncckpt import Checkpointer, Config
 from asyncckpt.engine import shared as engines
-from asyncckpt.errors import StructureChangedError
+from asyncckpt.errors import CheckpointExistsError, StructureChangedError
 from asyncckpt.integrations import dcp
 from asyncckpt.loading.source import read_manifest
 
@@ -55,6 +55,34 @@ def test_a_miss_on_any_rank_is_a_new_plan_for_all(tmp_path: Path, rank: int) -> 
         into["model"]["w3"] = into["model"]["w3"].to(stored)
         stock_load(into, root / f"step-{step:08d}")
         assert all(torch.equal(into["model"][f"w{n}"], replicas(step)["model"][f"w{n}"]) for n in range(24) if n != 3)
+
+
+class _Summed:
+    """A value whose state is a sum over all ranks, as those of sharded models may be."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        found = torch.ones(3)
+        dist.all_reduce(found)
+        return {"sum": found}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        raise NotImplementedError
+
+
+def _save_twice_there(root: str) -> int:
+    refused = 0
+    with Checkpointer(root, QUICK) as checkpointer:
+        for step in (1, 2, 2, 3, 3):
+            try:
+                checkpointer.save(step, {"app": _Summed(), "w": torch.ones(2)}).result(60)
+            except CheckpointExistsError:
+                refused += 1
+    return refused
+
+
+def test_states_that_ranks_make_together_are_made_where_a_save_is_refused(tmp_path: Path) -> None:
+    """By the first rank, before it asks its values for theirs, or the others would wait for it in theirs."""
+    assert run(2, _save_twice_there, str(tmp_path / "root"), folder=tmp_path) == [2, 2]
 
 
 def _growing(root: str) -> None:
