@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -87,8 +88,7 @@ class _Repeated:
         for about in metadata.state_dict_metadata.values():
             if isinstance(about, TensorStorageMetadata):
                 self._one(about.size)
-                for chunk in about.chunks:
-                    self._one(chunk.offsets), self._one(chunk.sizes)
+                deque(map(self._one, chain.from_iterable((its.offsets, its.sizes) for its in about.chunks)), maxlen=0)
         for info in (metadata.storage_data or {}).values():
             self._one(info.relative_path)
         # What stands first is referred to by fewer bytes.

@@ -176,7 +176,7 @@ class FlatCapture:
         types = list(map(type, leaves))
         if is_raw and not (self._is_stateless and types == self._types):
             raise StructureChanged("a value may have a state of its own")
-        if is_raw and any(stateful_types({"lists": self._pick_lists(leaves)})):
+        if is_raw and any(stateful_types({"lists": list(self._pick_lists(leaves))})):
             raise StructureChanged("a list has a value that has a state of its own")
         if types != self._types:
             self._check_types(types)

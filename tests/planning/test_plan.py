@@ -158,7 +158,7 @@ def test_a_value_that_becomes_stateful(checkpointer: Checkpointer, place: str) -
     ]
     for step, value in enumerate((before, after, before, after, after)):
         counter.count = step
-        checkpointer.save(step, {"w": torch.zeros(3), "value": value}).result(60)
+        checkpointer.save(step, {"some": [1], "w": torch.zeros(3), "value": value}).result(60)
     into: dict[str, Any] = {"value": after}
     counter.count = -1
     checkpointer.load(into)
