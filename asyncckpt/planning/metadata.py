@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import io
 import os
@@ -10,7 +11,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -66,11 +67,15 @@ def pickle_metadata(metadata: Metadata) -> bytes:
     # The last protocol without frames: the worker puts other steps in the place of the last one.
     pickler = pickle.Pickler(buffer, protocol=3)
     pickler.dispatch_table = copyreg.dispatch_table | repeated.reducers | {TensorProperties: _reduce_properties}
-    pickler.dump([*_examples(metadata), *repeated.values])
+    known = {field.name for field in fields(metadata)}
+    others = [value for name, value in vars(metadata).items() if name not in known]  # as Megatron-LM has
+    pickler.dump([*_examples(metadata), *repeated.values, *others])
     buffer.seek(-len(pickle.STOP), os.SEEK_CUR)
     buffer.write(pickle.POP)
     pickler.fast = True
-    pickler.dump(replace(metadata, planner_data=repeated.in_paths(metadata.planner_data)))
+    metadata = copy.copy(metadata)
+    metadata.planner_data = repeated.in_paths(metadata.planner_data)
+    pickler.dump(metadata)
     return buffer.getvalue()
 
 

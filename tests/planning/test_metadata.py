@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from asyncckpt.planning.metadata import pickle_metadata
 
@@ -68,3 +69,15 @@ def test_any_data_of_a_planner(data: Any) -> None:
 
 def test_without_anything() -> None:
     assert pickle.loads(pickle_metadata(Metadata({}))) == Metadata({})
+
+
+def test_attributes_of_others_are_kept() -> None:
+    """Megatron-LM notes the plans of all ranks there, which have some of the same objects."""
+    index = MetadataIndex("a", [0], 0)
+    metadata = Metadata({"a": BytesStorageMetadata()}, storage_data={index: _StorageInfo("__0_0.distcp", 0, 9)})
+    plans = [SavePlan([WriteItem(index, WriteItemType.BYTE_IO)] * 2, planner_data={"a": ("a",)})] * 2
+    metadata.all_local_plans = plans  # type: ignore[attr-defined]
+    found = pickle.loads(pickle_metadata(metadata))
+    assert found == metadata and found.all_local_plans == plans
+    assert found.all_local_plans[0] is found.all_local_plans[1]
+    assert vars(metadata).keys() == vars(found).keys() and metadata.planner_data is None
