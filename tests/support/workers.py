@@ -78,9 +78,7 @@ def send_away(runtime: Path) -> None:
         # A worker without an endpoint waits for that of another, or is about to leave.
         if not _is_looked_at(runtime):
             left = {path for path in runtime.glob("*") if path.suffix not in (".log", endpoint.ROOT_LOCK)}
-            if (
-                not left
-            ):  # else one has just ended, which was there when its lock was looked at: the next look clears up
+            if not left:  # else one has just ended, which had its lock a moment ago: the next look clears up
                 return
             assert time.monotonic() < deadline, f"left in the runtime folder: {left}"
         assert time.monotonic() < deadline, "workers have not left"
