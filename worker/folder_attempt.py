@@ -113,7 +113,7 @@ class FolderAttempt(Attempt):
                 checksums += self._note(its)
             note(self.timings, "checksum", begun, self.request.called_at)
             self._write_beside()
-            self._compare([its for its, _ in written])
+            self._note_linkable([its for its, _ in written])
             for its, output in written:
                 if output is not None:
                     output.finish(its.bounds[-1])
@@ -153,7 +153,7 @@ class FolderAttempt(Attempt):
         self._tails.append(Index.tail(bounds[-1], checksums))
         return checksums
 
-    def _compare(self, files: Sequence[_LargeFile]) -> None:
+    def _note_linkable(self, files: Sequence[_LargeFile]) -> None:
         """What is written can be linked by the next save, once this one is committed."""
         for each in files if self.request.most_links else ():
             if not isinstance(each.large, JointData):
@@ -288,8 +288,8 @@ class CheckpointAttempt(FolderAttempt):
             return self.region(self.layout.data(self.request.slot, file))
         return super()._bytes_of(file)
 
-    def _compare(self, files: Sequence[_LargeFile]) -> None:
-        super()._compare(files)
+    def _note_linkable(self, files: Sequence[_LargeFile]) -> None:
+        super()._note_linkable(files)
         its = self.durable.unchanged(self.request.segment, self._linkable, self._settled)
         self.unchanged = tuple(its.values())
 

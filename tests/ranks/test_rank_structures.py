@@ -81,7 +81,7 @@ def _save_twice_there(root: str) -> int:
 
 
 def test_states_that_ranks_make_together_are_made_where_a_save_is_refused(tmp_path: Path) -> None:
-    """By the first rank, before it asks its values for theirs, or the others would wait for it in theirs."""
+    """By the first rank too, before it refuses: or the others would wait for it in theirs."""
     assert run(2, _save_twice_there, str(tmp_path / "root"), folder=tmp_path) == [2, 2]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.devices import CPU, TYPE, MadeUpDevices, MadeUpStream
-from support.images import Slot, any_bits, tensors_of_all_kinds
+from support.images import Slot, refill, tensors_of_all_kinds
 
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging import coalesce, device_copy
@@ -50,9 +50,7 @@ def test_any_order_the_streams_allow_is_right(kind: MadeUpDevices, monkeypatch: 
         with closing(CopyThreads(2, "test-copy")) as threads:
             for _ in range(3):
                 _save(slot, stager, tensors, where, kind, threads)
-                for tensor in tensors:
-                    if not tensor.is_conj() and not tensor.is_neg():
-                        tensor.copy_(any_bits(tensor.dtype, tuple(tensor.shape)))
+                refill(tensors)
     finally:
         stager.close()
         slot.segment.close()

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from support.images import Slot, any_bits, tensors_of_all_kinds
+from support.images import Slot, refill, tensors_of_all_kinds
 
 from asyncckpt.planning import forms
 from asyncckpt.shm.segment import PAGE
@@ -39,9 +39,7 @@ def test_what_is_told_is_there(monkeypatch: pytest.MonkeyPatch, is_compiled: boo
                 assert slot.image_bytes() == expected and told[-1] == slot.layout.nbytes
                 assert min(told[begun:]) >= 0.66 * slot.layout.nbytes
                 assert threads_used > 1 or len(set(told[begun:])) > 3
-                for tensor in tensors:
-                    if not tensor.is_conj() and not tensor.is_neg():
-                        tensor.copy_(any_bits(tensor.dtype, tuple(tensor.shape)))
+                refill(tensors)
     finally:
         stager.close()
         slot.segment.close()

@@ -51,6 +51,13 @@ def tensors_of_all_kinds() -> list[torch.Tensor]:
     return found
 
 
+def refill(tensors: Sequence[torch.Tensor]) -> None:
+    """Give them other values, but those that are views of others' bits."""
+    for tensor in tensors:
+        if not tensor.is_conj() and not tensor.is_neg():
+            tensor.copy_(any_bits(tensor.dtype, tuple(tensor.shape)))
+
+
 def _raw(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return bytes(plain.view(torch.uint8).numpy().data) if plain.numel() else b""
