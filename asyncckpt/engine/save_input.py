@@ -12,7 +12,8 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.draft import Draft, DraftInput, flat_names, make_plans
+from asyncckpt.planning.dcp_planner import flat_names
+from asyncckpt.planning.draft import Draft, DraftInput, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet, ShardedSafetensors
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict

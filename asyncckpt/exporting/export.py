@@ -31,8 +31,8 @@ from asyncckpt.exporting.selection import (
 from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_target import plan_torch_file
+from asyncckpt.gc_pause import gc_pause
 from asyncckpt.loading.data_file import read_pool
-from asyncckpt.loading.load import without_gc
 from asyncckpt.loading.progress import Progress
 from asyncckpt.worker.manifest import MANIFEST_NAME
 from asyncckpt.worker.storage import absolute
@@ -113,7 +113,7 @@ def export(
     new_name, new_dtype = renaming(rename), dtype_of(dtype)
     place = place_for(out, is_file=to == "torch")
     with Progress("exporting", shown=progress) as bar, contextlib.ExitStack() as held:
-        with without_gc():
+        with gc_pause():
             state = job.open(held)
             planned = job.plan(state, select(state, only, new_name, new_dtype))
         return job.write(planned, place, bar)
@@ -189,7 +189,7 @@ class _Job:
         with output(place, nbytes + beside, is_file=self._to == "torch") as attempt:
             written = self._write_large(plans, state, attempt, bar)
             if checkpoint is not None:
-                with without_gc():
+                with gc_pause():
                     small = checkpoint.small_files(place, self._attempt)
                 small[MANIFEST_NAME] = checkpoint.manifest(place, self._attempt, small, time.perf_counter() - begun)
             for name, data in small.items():

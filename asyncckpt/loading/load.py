@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from asyncckpt.errors import CheckpointError, located
+from asyncckpt.gc_pause import gc_pause
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import DirectLoad, draft
 from asyncckpt.loading.progress import Progress
@@ -64,7 +64,7 @@ def load(
     """
     path, ranks = absolute(path), False if no_dist else process_group
     per_rank = per_rank_values(state_dict)
-    with contextlib.ExitStack() as held, without_gc(), _as_ours(path, ranks):
+    with contextlib.ExitStack() as held, gc_pause(), _as_ours(path, ranks):
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
         source = source or on_all(partial(_open, path, held), ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
@@ -127,18 +127,6 @@ def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, 
 def _is_first() -> bool:
     """Whether this is the first rank of the job, which alone shows the bar."""
     return not many(None) or dist.get_rank() == 0
-
-
-@contextlib.contextmanager
-def without_gc() -> Iterator[None]:
-    """Planning makes some ten objects a tensor, none of them garbage: looking for that takes longer than all else."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

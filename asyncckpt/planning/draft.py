@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.gc_pause import gc_pause
+from asyncckpt.planning.dcp_planner import PLANNED_BY, check_shards, fresh, is_sharded, kept_items, options, planning
 from asyncckpt.planning.layout import DataLayout, PlannedFile, Settled, TensorSpec
 from asyncckpt.planning.metadata import StoredPlaces, pickle_metadata
 from asyncckpt.planning.objects import StoredObjects
@@ -35,13 +34,10 @@ from asyncckpt.planning.plan import (
 )
 from asyncckpt.planning.replicas import Replicas, digests, warn_differing
 from asyncckpt.planning.settling import Settling
-from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key, has_shards
+from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.index import Index, Item, spans
 from asyncckpt.worker.manifest import data_name
-
-# Who decides what comes of it: to be counted up where we plan, or describe a plan, in another way.
-_PLANNED_BY = (1, *torch.__version__.split(".")[:2])
 
 
 class DraftInput(NamedTuple):
@@ -61,9 +57,7 @@ class DraftInput(NamedTuple):
     def key(self) -> Any:
         """Equal where the same values are planned alike."""
         if self.planner is None or type(self.planner) is DefaultSavePlanner:
-            its = self.planner or DefaultSavePlanner()
-            plans = its.flatten_state_dict, its.flatten_sharded_tensors, its.dedup_save_to_lowest_rank
-            return *plans, self.separate
+            return *options(self.planner or DefaultSavePlanner()).values(), self.separate
         return type(self.planner), self.separate
 
 
@@ -107,26 +101,6 @@ def _for_each(decide: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callabl
     return answers
 
 
-def flat_names(state_dict: StateDict, planner: SavePlanner | None) -> frozenset[str]:
-    """The names of the values of ``state_dict``, as DCP's default planner would give them."""
-    if type(planner) is DefaultSavePlanner and not planner.flatten_state_dict:
-        return frozenset(map(str, state_dict))
-    return frozenset(flatten_state_dict(dict(state_dict))[0])
-
-
-def _fresh(planner: SavePlanner | None) -> SavePlanner:
-    """A planner of DCP's own that does as ``planner``, but knows nothing of earlier saves; a user's own as it is."""
-    if planner is None:
-        return DefaultSavePlanner()
-    if type(planner) is not DefaultSavePlanner:
-        return planner
-    return DefaultSavePlanner(
-        flatten_state_dict=planner.flatten_state_dict,
-        flatten_sharded_tensors=planner.flatten_sharded_tensors,
-        dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
-    )
-
-
 class Draft:
     """A plan being made, step by step, as all ranks take the steps together."""
 
@@ -149,7 +123,7 @@ class Draft:
         """
         self.plan: Any  # a ``CheckpointPlan``, from ``lay_out`` on; complete with the metadata
         self._state_dict, planner, self._separate, self._folder = given
-        self._planner, self._rank, self._world_size, self._differing = _fresh(planner), rank, world_size, differing
+        self._planner, self._rank, self._world_size, self._differing = fresh(planner), rank, world_size, differing
         self.settling = settling or Settling()
         self._flat: dict[str, Any] | None = None
         self.local = SavePlan([])
@@ -166,14 +140,15 @@ class Draft:
         """Whether DCP's own planner plans it, and for a checkpoint of its own."""
         return type(self._planner) is DefaultSavePlanner and not self._folder
 
+    @gc_pause()
     def plan_alone(self) -> None:
         """Find out what this rank has."""
         planner = self._planner
-        with _planning():
+        with planning():
             planner.set_up_planner(dict(self._state_dict), StorageMeta(), self._rank == 0)
             if isinstance(planner, DefaultSavePlanner):
-                _check_shards(planner.state_dict)
-            if type(planner) is DefaultSavePlanner and not any(map(_is_sharded, planner.state_dict.values())):
+                check_shards(planner.state_dict)
+            if type(planner) is DefaultSavePlanner and not any(map(is_sharded, planner.state_dict.values())):
                 self._flat = planner.state_dict
                 # What has no plain bytes is planned, and stored, as an object.
                 planner.state_dict = {
@@ -192,7 +167,7 @@ class Draft:
         return self.local, digests(values.get(item.index.fqn, ...) for item in self.local.items)
 
     def _digest(self) -> str:
-        who = _PLANNED_BY, self._rank, self._world_size, getattr(self._planner, "dedup_save_to_lowest_rank", None)
+        who = PLANNED_BY, self._rank, self._world_size, getattr(self._planner, "dedup_save_to_lowest_rank", None)
         hasher = hashlib.blake2b(repr((*who, self.local.planner_data)).encode(), digest_size=16)
         for item in self.local.items:
             hasher.update(repr(item).encode())
@@ -203,18 +178,23 @@ class Draft:
         values: Any = self._flat if self._flat is not None else getattr(self._planner, "state_dict", None)
         return values if isinstance(values, Mapping) else {}
 
+    @gc_pause()
     def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[Any]:
         """First rank: who writes what."""
         plans = [plan for plan, _ in found]
         if self._differing is not None:
             names = ((item.index.fqn for item in plan.items) for plan in plans)
             warn_differing(names, [its for _, its in found], self._differing)
-        with _planning():
+        with planning():
             self._finals, self.global_metadata = self._planner.create_global_plan(plans)
+        if type(self._planner) is DefaultSavePlanner:
+            return list(map(kept_items, plans, self._finals))
         return self._finals
 
+    @gc_pause()
     def lay_out(self, final: Any, number: int) -> Any:
-        """Lay out this rank's files for its ``final`` plan. Returns where its items stand."""
+        """Lay out this rank's files for its ``final`` plan, see ``final_plan``. Returns where its items stand."""
+        final = self.final_plan(final)
         items = self.finished(final)
         values = self.capture_of(items)
         tensors, objects = self.taken(values)
@@ -257,6 +237,7 @@ class Draft:
             [(file.prefix, file.begin) for file in files],
         )
 
+    @gc_pause()
     def metadata(self, places: list[Any]) -> list[bytes]:
         """First rank: DCP's metadata, with the places of all ranks; for the first alone, which writes it."""
         storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -271,9 +252,13 @@ class Draft:
         """All is known: ``metadata`` is what ``.metadata`` says to this rank."""
         self.plan.metadata = metadata
 
+    def final_plan(self, said: SavePlan | bytes) -> SavePlan:
+        """That of this rank, of which the first has ``said`` all, or what of the ``local`` one is kept."""
+        return said if isinstance(said, SavePlan) else SavePlan(list(compress(self.local.items, said)))
+
     def finished(self, final: SavePlan) -> Sequence[WriteItem]:
         """The items of the ``final`` plan of this rank."""
-        with _planning():
+        with planning():
             items: Sequence[WriteItem] = self._planner.finish_plan(final).items
         return items
 
@@ -353,17 +338,6 @@ class Draft:
         return files
 
 
-@contextlib.contextmanager
-def _planning() -> Iterator[None]:
-    """What a planner raises is about the state dict."""
-    try:
-        yield
-    except UnsavableStateError:
-        raise
-    except Exception as error:
-        raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
-
-
 def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Which tensors are the same bytes as an earlier one: stored once, under both names."""
     first: dict[Any, int] = {}
@@ -373,22 +347,3 @@ def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         if key is not None and first.setdefault(key, number) != number:
             aliases[number] = first[key]
     return aliases
-
-
-def _is_sharded(value: object) -> bool:
-    """Whether DCP has its own way to take ``value`` apart (ShardedTensor and its like, but not DTensor)."""
-    if isinstance(value, torch.Tensor) and has_shards(value):
-        return True
-    return hasattr(value, "__create_write_items__") and not isinstance(value, DTensor) or hasattr(value, "local_shards")
-
-
-def _check_shards(state: Mapping[str, Any]) -> None:
-    """Raise ``UnsavableStateError`` for a part of a larger tensor that this torch's DCP takes for a whole one."""
-    if hasattr(checkpoint, "CheckpointableTensor"):  # torch 2.14 and later
-        return
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and has_shards(value):
-            raise UnsavableStateError(
-                f"{name!r} says by its global_shape and global_offsets that it is a part of a larger tensor, and torch"
-                f" {torch.__version__} cannot save it as one; take torch 2.14 or later, a DTensor, or leave it out"
-            )

@@ -9,10 +9,9 @@ import os
 import pickle
 from array import array
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
-from itertools import chain
+from dataclasses import fields, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ def pickle_metadata(metadata: Metadata) -> bytes:
     buffer.write(pickle.POP)
     pickler.fast = True
     metadata = copy.copy(metadata)
-    metadata.planner_data = repeated.in_paths(metadata.planner_data)
+    metadata.planner_data = repeated.planner_data
     pickler.dump(metadata)
     return buffer.getvalue()
 
@@ -85,28 +84,31 @@ class _Repeated:
     def __init__(self, metadata: Metadata) -> None:
         self._known: dict[torch.Size | str, torch.Size | str] = {}
         self.reducers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-            TensorStorageMetadata: lambda its: self._made_of(its, "size"),
-            ChunkStorageMetadata: lambda its: self._made_of(its, "offsets", "sizes"),
-            MetadataIndex: lambda its: self._made_of(its, "offset", "fqn"),
+            TensorStorageMetadata: lambda its: _made_of(its, size=self._one(its.size)),
+            ChunkStorageMetadata: lambda its: _made_of(its, offsets=self._one(its.offsets), sizes=self._one(its.sizes)),
+            MetadataIndex: lambda its: _made_of(its, fqn=self._one(its.fqn), offset=self._one(its.offset)),
         }
         """How a pickler takes apart what has them, so that it meets equal ones as one object."""
         for about in metadata.state_dict_metadata.values():
             if isinstance(about, TensorStorageMetadata):
                 self._one(about.size)
-                deque(map(self._one, chain.from_iterable((its.offsets, its.sizes) for its in about.chunks)), maxlen=0)
-        for info in (metadata.storage_data or {}).values():
-            self._one(info.relative_path)
+                for its in about.chunks:
+                    self._one(its.offsets)
+                    self._one(its.sizes)
+        for name in {info.relative_path: None for info in (metadata.storage_data or {}).values()}:
+            self._one(name)
         # What stands first is referred to by fewer bytes.
-        deque(map(self._one, metadata.state_dict_metadata), maxlen=0)
-        self.in_paths(metadata.planner_data)
+        for name in metadata.state_dict_metadata:
+            self._one(name)
+        self.planner_data: Any = self._in_paths(metadata.planner_data)
+        """The paths of keys that DCP's planner notes for each name, with its text as it is known here."""
 
     @property
     def values(self) -> Iterable[torch.Size | str]:
         """All of them."""
         return self._known.values()
 
-    def in_paths(self, planner_data: Any) -> Any:
-        """The paths of keys that DCP's planner notes for each name, with its text as it is known here."""
+    def _in_paths(self, planner_data: Any) -> Any:
         if type(planner_data) is not dict or not all(type(path) is tuple for path in planner_data.values()):
             return planner_data
         return {self._one(name): tuple(map(self._one, path)) for name, path in planner_data.items()}
@@ -114,23 +116,21 @@ class _Repeated:
     def _one(self, value: Any) -> Any:
         return self._known.setdefault(value, value) if type(value) in (torch.Size, str) else value
 
-    def _made_of(self, value: Any, *names: str) -> tuple[Any, ...]:
-        """As pickle makes it."""
-        parts = dict(vars(value))
-        for name in parts.keys() & names:
-            parts[name] = self._one(parts[name])
-        return copyreg.__newobj__, (type(value),), parts  # type: ignore[attr-defined]
+
+def _made_of(value: Any, **parts: Any) -> tuple[Any, ...]:
+    """As pickle makes it, of these ``parts`` in the place of its own."""
+    return copyreg.__newobj__, (type(value),), vars(value) | parts  # type: ignore[attr-defined]
 
 
 def _examples(metadata: Metadata) -> list[Any]:
     """An object of each kind, with all that they are made of."""
     found: dict[Any, Any] = {}
     for about in metadata.state_dict_metadata.values():
-        found[type(about)] = about
-        if isinstance(about, TensorStorageMetadata):
-            found[about.properties.dtype] = about.properties
-            found |= {type(chunk): chunk for chunk in about.chunks[:1]}
-    for index, info in (metadata.storage_data or {}).items():
+        if not isinstance(about, TensorStorageMetadata):
+            found[type(about)] = about
+        elif about.properties.dtype not in found:
+            found[about.properties.dtype] = replace(about, chunks=about.chunks[:1])
+    for index, info in islice((metadata.storage_data or {}).items(), 1):
         found |= {type(index): index, type(info): info}
     return list(found.values())
 

@@ -43,13 +43,14 @@ class _File(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """What the first rank tells another: its ``plan``, the ``files``, and of each tensor that it has, by its name, the
-    number of its file and its first byte there, and what it is: its stored dtype, and its shape.
+    """What the first rank tells another: which of its items it writes (see ``kept_items``), the ``files``, and of each
+    tensor that it has, by its name, the number of its file and its first byte there, and what it is: its stored dtype,
+    and its shape.
 
     ``beside``: small files, for the first rank alone.
     """
 
-    plan: SavePlan
+    kept: bytes
     files: Sequence[_File]
     begins: Mapping[str, tuple[int, int]]
     forms: Mapping[str, Form]
@@ -142,7 +143,7 @@ class ShardedSafetensorsDraft(Draft):
     def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[Any]:
         """First rank: who writes what, and where."""
         ours = dict.fromkeys(item.index.fqn for plan, _ in found for item in plan.items)
-        plans = super().global_plans(found)
+        kept = super().global_plans(found)
         forms: dict[str, Form] = {}
         for name in ours:
             about = self.global_metadata.state_dict_metadata[name]
@@ -161,12 +162,12 @@ class ShardedSafetensorsDraft(Draft):
             files.append(_File(file, nbytes, header))
             places |= {name: (number, begin) for name, begin in begins.items()}
         answers = []
-        for rank, (plan, (local, _)) in enumerate(zip(plans, found, strict=True)):
+        for rank, (its_kept, (local, _)) in enumerate(zip(kept, found, strict=True)):
             known = files if rank == 0 else [each._replace(header=b"") for each in files]
-            its = dict.fromkeys(item.index.fqn for item in (*local.items, *plan.items))
+            its = dict.fromkeys(item.index.fqn for item in local.items)
             answers.append(
                 _Places(
-                    plan=plan,
+                    kept=its_kept,
                     files=known,
                     begins={name: places[name] for name in its},
                     forms={name: forms[name] for name in its},
@@ -177,7 +178,7 @@ class ShardedSafetensorsDraft(Draft):
 
     def lay_out(self, final: _Places, number: int) -> None:
         """Lay out this rank's parts."""
-        items, _ = split_items(self.finished(final.plan))
+        items, _ = split_items(self.finished(self.final_plan(final.kept)))
         ordered = sorted(items, key=lambda item: _first_byte(item, final.begins))
         values = self.capture_of(ordered)
         tensors = self.taken(values)[0]

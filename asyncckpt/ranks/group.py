@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
+from asyncckpt.gc_pause import gc_pause
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope, own_address
 from asyncckpt.ranks.collectives import cpu_group
 from asyncckpt.worker.client import WorkerClient
@@ -153,8 +154,7 @@ class Group:
         """
         if self._rounds is None:
             return decide([local()])[0]
-        name = round_name(kind, number)
-        rounds = self._rounds
+        name, rounds = round_name(kind, number), self._rounds
         rounds.patience.renew()
         if self.rank > 0:
             answer: U = self._ask_first(rounds, name, local)
@@ -166,8 +166,9 @@ class Group:
             own = local()
             rounds.report(name, b"")
             others = rounds.collect(name, self._config.timeout, also=round_name("save", number))[1:]
-            answers = decide([own, *map(unpack, others)])
-            each = {rank: pack(answer) for rank, answer in enumerate(answers) if rank > 0}
+            with gc_pause():  # of thousands of ranks
+                answers = decide([own, *map(unpack, others)])
+                each = {rank: pack(answer) for rank, answer in enumerate(answers) if rank > 0}
         except Exception as error:
             found = self._located(error)
             if not self._is_loss_of_store(found):
