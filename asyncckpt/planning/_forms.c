@@ -76,13 +76,17 @@ static inline int is_contiguous(const DLTensor *its) {
 }
 
 /* Writes the address of each tensor of a list to found, as long as its elements are in a row. Returns how many these are
-   before the first that was not; Python has an exception then, if it could not be described. */
-ptrdiff_t asyncckpt_addresses(Describe describe, void *list, ptrdiff_t count, uint64_t *found) {
-    for (ptrdiff_t i = 0; i < count; i++) {
+   before the first that was not; Python has an exception then, if it could not be described. Notes in known, two words
+   for each, which object it is, and its address; adds to changed how many were not noted so before. */
+ptrdiff_t asyncckpt_addresses(Describe describe, void *list, ptrdiff_t count, uint64_t *found, uint64_t *known,
+                              uint64_t *changed) {
+    for (ptrdiff_t i = 0; i < count; i++, known += 2) {
         DLTensor its;
         if (describe_next(describe, list, i, count, &its) || !is_contiguous(&its))
             return i;
-        found[i] = (uintptr_t)its.data + its.byte_offset;
+        uint64_t object = (uintptr_t)PyList_GetItem(list, i), address = (uintptr_t)its.data + its.byte_offset;
+        *changed += known[0] != object || known[1] != address;
+        known[0] = object, known[1] = found[i] = address;
     }
     return count;
 }

@@ -7,6 +7,7 @@ What is not contiguous goes through ``Tensor.copy_``, which knows every layout.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 import threading
@@ -21,7 +22,7 @@ from typing import Protocol
 import torch
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.forms import contiguous_addresses
+from asyncckpt.planning.forms import PlainAddresses, are_plain
 from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.memcpy import copy_many
@@ -139,6 +140,8 @@ class _ByteCopy:
         self._pick, self._numbers = picker(numbers), numbers
         self._specs = [views.specs[number] for number in numbers]
         self._is_complex = any(spec.dtype.is_complex for spec in self._specs)
+        sizes = [math.prod(spec.shape) for spec in self._specs]
+        self._addresses = PlainAddresses(sizes, may_be_conjugate=self._is_complex)
         self._views, self._offset = views, offset
         self._to = array("Q", map(offset.__add__, map(views.address, numbers)))
         self._sizes = array("Q", (place.payload_bytes for place in places))
@@ -147,8 +150,8 @@ class _ByteCopy:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked = self._pick(tensors)
-        addresses = contiguous_addresses(picked)
-        if addresses is None or not self._are_plain(picked):
+        addresses = self._addresses.of(picked)
+        if addresses is None:
             self._copy_each(picked, tensors)
             return
         _check_addresses(addresses, picked, self._specs)
@@ -160,17 +163,11 @@ class _ByteCopy:
         """Of ``tensors`` those that were picked, of which some are not plain."""
         if self._offset:  # the first unit of a large one copies all of it
             return
-        are_plain = [tensor.is_contiguous() and self._are_plain([tensor]) for tensor in picked]
+        plain = [tensor.is_contiguous() and are_plain([tensor], may_be_conjugate=self._is_complex) for tensor in picked]
         addresses = checked_addresses(picked, self._specs)
-        copy_many(*(array("Q", compress(each, are_plain)) for each in (self._to, addresses, self._sizes)))
-        others = list(compress(self._numbers, map(operator.not_, are_plain)))
+        copy_many(*(array("Q", compress(each, plain)) for each in (self._to, addresses, self._sizes)))
+        others = list(compress(self._numbers, map(operator.not_, plain)))
         BatchCopy(others, self._views).copy(tensors)
-
-    def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the values of contiguous ``tensors`` are their bytes."""
-        if any(map(torch.Tensor.is_neg, tensors)):
-            return False
-        return not (self._is_complex and any(map(torch.Tensor.is_conj, tensors)))
 
 
 class BatchCopy:

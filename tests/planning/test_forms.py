@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.images import tensors_of_all_kinds
 
 from asyncckpt.planning import forms
-from asyncckpt.planning.forms import Forms, contiguous_addresses
+from asyncckpt.planning.forms import Forms, PlainAddresses
 
 
 @pytest.fixture(params=["compiled", "not compiled"])
@@ -71,15 +73,82 @@ def test_what_dlpack_does_not_know_is_compared_all_the_same() -> None:
     assert known.are_those_of([torch.zeros(3), strange]) and not known.are_those_of([torch.zeros(4), strange])
 
 
+def _of(tensors: Sequence[torch.Tensor], **named: Any) -> PlainAddresses:
+    return PlainAddresses([each.numel() for each in tensors], **named)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    found = _of(tensors, may_be_conjugate=True).of(tensors)
+    return None if found is None else found.tolist()
+
+
 @pytest.mark.usefixtures("comparing")
-def test_addresses_are_those_of_contiguous_tensors() -> None:
+def test_addresses_are_those_of_plain_tensors() -> None:
     strange = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     tensors = [*tensors_of_all_kinds(), *_some(), torch.zeros(4, 1, 3)[:, :, ::3], torch.zeros(9)[3:5], strange]
+    plain = [each for each in tensors if each.is_contiguous() and not each.is_neg() and not each.is_conj()]
     for each in tensors:
-        found = contiguous_addresses([each])
-        assert (found is not None) == each.is_contiguous()
-        assert found is None or found.tolist() == [each.data_ptr()]
-    plain = [each for each in tensors if each.is_contiguous()]
-    found = contiguous_addresses(tuple(plain))
-    assert found is not None and found.tolist() == [each.data_ptr() for each in plain]
-    assert contiguous_addresses(tensors) is None and contiguous_addresses([]) is not None
+        assert _addresses([each]) == ([each.data_ptr()] if any(each is its for its in plain) else None)
+    assert _addresses(tuple(plain)) == [each.data_ptr() for each in plain]
+    assert _addresses(tensors) is None and _addresses([]) == []
+
+
+def _negative(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(tensor)
+
+
+@pytest.mark.usefixtures("comparing")
+def test_what_is_plain_no_more_is_seen_at_the_same_address() -> None:
+    one, other = torch.ones(3), torch.ones(1, dtype=torch.complex64)
+    its = _of([one, other], may_be_conjugate=True)
+    expected = [one.data_ptr(), other.data_ptr()]
+    calls: list[Callable[[], list[torch.Tensor]]] = [
+        lambda: [one, other],
+        lambda: [one, other],
+        lambda: [_negative(one), other],
+        lambda: [_negative(one), other],
+        lambda: [one, other],
+        lambda: [one, other.conj()],
+        lambda: [one.detach(), other.detach()],
+        lambda: [_negative(one), other],
+    ]
+    for views in calls:
+        tensors = views()
+        found = its.of(tensors)
+        if tensors[0].is_neg() or tensors[1].is_conj():
+            assert found is None
+        else:
+            assert found is not None and found.tolist() == expected
+
+
+@pytest.mark.usefixtures("comparing")
+def test_an_interrupted_look_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.ones(3)
+    its = _of([tensor])
+    assert its.of([tensor]) is not None
+    negative = [_negative(tensor)]
+    with monkeypatch.context() as patch:
+        patch.setattr(forms, "are_plain", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            its.of(negative)
+    assert its.of(negative) is None
+
+
+def test_the_same_tensors_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those that can have become others in their place."""
+    if forms._exchange() is None:
+        pytest.skip("nothing was compiled here, or torch is older than 2.10")
+    asked: list[Sequence[torch.Tensor]] = []
+
+    def noting(tensors: Sequence[torch.Tensor], **_: Any) -> bool:
+        asked.append(tensors)
+        return True
+
+    monkeypatch.setattr(forms, "are_plain", noting)
+    tensors = [torch.zeros(3), torch.zeros(1), torch.zeros(2, 2)]
+    its, complex_too = _of(tensors), _of(tensors, may_be_conjugate=True)
+    for _ in range(2):
+        assert its.of(tensors) == complex_too.of(tensors)
+    assert list(map(len, asked)) == [3, 3, 1, 3] and asked[2][0] is tensors[1]
+    its.of([*tensors[:2], torch.zeros(2, 2)])
+    assert len(asked[-1]) == 3

@@ -138,3 +138,22 @@ def test_metadata_has_of_a_tensor_what_every_torch_reads(root: Path, monkeypatch
     monkeypatch.setattr(TensorProperties, "__setstate__", lambda self, state: states.append(state))
     pickle.loads((path / METADATA_NAME).read_bytes())
     assert [len(state) for state in states] == [5]
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["another tensor", "the same tensor"])
+def test_the_same_bytes_may_be_the_negatives_of_values_in_a_later_save(root: Path, by_data: bool) -> None:
+    """Its forms stay the same, and where it is. Views that are one element wide lie in a row."""
+    numbers = torch.tensor([1 + 2j, 3 + 4j])
+    weight = numbers.imag[:1].clone() if by_data else numbers.imag[:1]
+    state = {"w": weight}
+    with Checkpointer(root) as checkpointer:
+        for step, value in enumerate([2.0, 2.0, 2.0, -2.0, -2.0, 2.0]):
+            view = (numbers if value > 0 else numbers.conj()).imag[:1]
+            if by_data:
+                weight.data = view
+            else:
+                state["w"] = view
+            checkpointer.save(step, state).result()
+            found = {"w": torch.zeros(1)}
+            checkpointer.load(found, step=step)
+            assert found["w"].item() == value
