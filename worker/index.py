@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, starmap
+from itertools import chain, repeat, starmap
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import DamagedCheckpointError
@@ -163,7 +163,8 @@ def _items(found: Mapping[str, Any]) -> list[Item]:
         raise ValueError("a size of an item")
     columns = (map(each.__getitem__, numbers) for each in (kinds, dtypes, shapes, offsets))
     nbytes, leads, payload_bytes = (map(each.__getitem__, numbers) for each in sizes)
-    return list(map(Item, names, *columns, ats, nbytes, map(operator.add, ats, leads), payload_bytes))
+    rows = zip(names, *columns, ats, nbytes, map(operator.add, ats, leads), payload_bytes, strict=True)
+    return list(map(tuple.__new__, repeat(Item), rows))  # the class itself would be called in Python, for each
 
 
 def _little_endian(numbers: array[int]) -> array[int]:

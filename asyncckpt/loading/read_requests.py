@@ -17,6 +17,7 @@ from asyncckpt.devices.kinds import kind_of
 from asyncckpt.errors import CheckpointError, MismatchError
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.device_buffers import ALIGNMENT, DeviceBuffer, DeviceBuffers
+from asyncckpt.planning.forms import plain_addresses
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
@@ -73,22 +74,23 @@ class ReadRequests:
         By columns: of 100,000 tensors each microsecond would be a tenth of a second.
         """
         _, kinds, dtypes, shapes, *_, begins, sizes = zip(*items, strict=True)
-        of = torch.Tensor
         are_rows = (
             {*kinds} == {"tensor"}
             and all(map(attrgetter("is_cpu"), tensors))
-            and all(map(of.is_contiguous, tensors))
             and all(map(eq, map(dtype_named, dtypes), map(attrgetter("dtype"), tensors)))
             and all(map(eq, shapes, map(list, map(attrgetter("shape"), tensors))))
             and all(map(eq, sizes, map(attrgetter("nbytes"), tensors)))
-            and not (any(map(of.is_neg, tensors)) or any(map(of.is_conj, tensors)))
-            and 0 not in compress(addresses := list(map(of.data_ptr, tensors)), sizes)  # none was freed
         )
+        addresses = None
         if are_rows:
-            self._begins += begins
-            self._ends += map(add, begins, sizes)
-            self._addresses += addresses
-        return are_rows
+            may_be_conjugate = any(dtype_named(dtype).is_complex for dtype in {*dtypes})
+            addresses = plain_addresses(tensors, may_be_conjugate=may_be_conjugate)
+        if addresses is None or 0 in compress(addresses, sizes):  # the memory of one was freed
+            return False
+        self._begins += begins
+        self._ends += map(add, begins, sizes)
+        self._addresses += addresses
+        return True
 
     def whole(self, tensor: torch.Tensor, item: Item) -> None:
         """Fill ``tensor`` with the stored tensor ``item``, of the same dtype and shape."""

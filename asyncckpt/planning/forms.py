@@ -86,6 +86,11 @@ class PlainAddresses:
         return array("Q", map(torch.Tensor.data_ptr, tensors)), False
 
 
+def plain_addresses(tensors: Sequence[torch.Tensor], *, may_be_conjugate: bool) -> array[int] | None:
+    """The same for one call."""
+    return PlainAddresses([0] * len(tensors), may_be_conjugate=may_be_conjugate).of(tensors)
+
+
 def are_plain(tensors: Sequence[torch.Tensor], *, may_be_conjugate: bool) -> bool:
     """Whether the values of contiguous ``tensors`` are their bytes, of which one may be complex."""
     if any(map(torch.Tensor.is_neg, tensors)):
