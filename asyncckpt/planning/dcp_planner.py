@@ -44,15 +44,18 @@ def fresh(planner: SavePlanner | None) -> SavePlanner:
     return DefaultSavePlanner(**options(planner))
 
 
-def kept_items(local: SavePlan, final: SavePlan) -> bytes:
+def kept_items(local: SavePlan, final: SavePlan) -> bytes | SavePlan:
     """Which items DCP's default planner has left to a rank, in their order: 1 for each, 0 for one that another writes.
 
-    It changes nothing else that the rank needs to know.
+    It changes nothing else that the rank needs to know. Should a release of torch do so, it is the whole plan.
     """
-    left = deque(item.index for item in final.items)
-    if len(left) == len(local.items):
-        return bytes([1]) * len(left)
-    return bytes(bool(left) and item.index == left[0] and left.popleft() is not None for item in local.items)
+    kept, left = bytearray(), deque(final.items)
+    for item in local.items:
+        is_kept = bool(left) and left[0].index == item.index
+        kept.append(is_kept)
+        if is_kept:
+            left.popleft()
+    return final if left else bytes(kept)
 
 
 @contextlib.contextmanager

@@ -50,14 +50,19 @@ class PlainAddresses:
 
     def __init__(self, sizes: Sequence[int], *, may_be_conjugate: bool = False) -> None:
         """``sizes``: how many elements each has. ``may_be_conjugate``: one may be complex."""
-        count = len(sizes)
+        self._count = len(sizes)
         self._singles = [number for number, size in enumerate(sizes) if size == 1]
         self._may_be_conjugate = may_be_conjugate
-        self._known = array("Q", bytes(16 * count))  # of each the object, and its address
+        self._known = array("Q", bytes(16 * self._count))  # of each the object, and its address
         self._are_plain = False
 
     def of(self, tensors: Sequence[torch.Tensor]) -> array[int] | None:
-        """Where the bytes of ``tensors`` begin; None where the elements of one are not in a row, or not its bytes."""
+        """Where the bytes of ``tensors`` begin; None where the elements of one are not in a row, or not its bytes.
+
+        Raises ``ValueError`` if there are more or less of them.
+        """
+        if len(tensors) != self._count:
+            raise ValueError(f"there are {len(tensors)} tensors, and not {self._count}")
         were_plain, self._are_plain = self._are_plain, False  # should this be interrupted
         found, are_known = self._located(tensors)
         if found is None:

@@ -50,7 +50,7 @@ class _Places(NamedTuple):
     ``beside``: small files, for the first rank alone.
     """
 
-    kept: bytes
+    kept: bytes | SavePlan
     files: Sequence[_File]
     begins: Mapping[str, tuple[int, int]]
     forms: Mapping[str, Form]

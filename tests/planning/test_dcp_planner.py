@@ -30,9 +30,17 @@ def test_the_items_that_are_kept_are_those_of_the_final_plan(ranks: int, shared:
     written = []
     for mine, final in zip(local, finals, strict=True):
         kept = kept_items(mine, final)
-        assert len(kept) == len(mine.items) and set(kept) <= {0, 1}
+        assert isinstance(kept, bytes) and len(kept) == len(mine.items) and set(kept) <= {0, 1}
         items = list(itertools.compress(mine.items, kept))
         assert [item.index for item in items] == [item.index for item in final.items]
         assert [item.tensor_data for item in items] == [item.tensor_data for item in final.items]
         written += [item.index.fqn for item in items]
     assert sorted(written) == sorted({item.index.fqn for plan in local for item in plan.items})
+
+
+def test_a_plan_that_is_no_part_of_the_local_one_is_sent_whole() -> None:
+    local = _local_plan(0, 2)
+    other = _local_plan(1, 0)
+    for items in (local.items[::-1], [*local.items, other.items[0]], other.items):
+        final = SavePlan(items)
+        assert kept_items(local, final) is final

@@ -152,3 +152,12 @@ def test_the_same_tensors_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert list(map(len, asked)) == [3, 3, 1, 3] and asked[2][0] is tensors[1]
     its.of([*tensors[:2], torch.zeros(2, 2)])
     assert len(asked[-1]) == 3
+
+
+@pytest.mark.usefixtures("comparing")
+def test_another_number_of_tensors_is_refused() -> None:
+    """Before anything is noted of them, in memory for others."""
+    tensors = [torch.zeros(3), torch.zeros(1)]
+    for others in ([*tensors, torch.zeros(1)], tensors[:1]):
+        with pytest.raises(ValueError, match="and not 2"):
+            _of(tensors).of(others)
