@@ -97,13 +97,15 @@ def two_hosts(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def no_leaks(runtime: Path) -> Iterator[None]:
-    """Fail a test that leaves a descriptor, a thread, a process or shared memory behind."""
+    """Fail a test that leaves a descriptor, a thread, a process or shared memory behind, or garbage uncollected."""
     process = psutil.Process()
     before = _open_files(), {child.pid for child in process.children()}, _maps(), accelerators.registrations()
     threads = set(threading.enumerate())
     # Or each collection below looks through all that torch and pytest have, for some 0.3 s.
     gc.freeze()
     yield
+    is_collected = gc.isenabled()
+    gc.enable()
     engines.shared.close()
     engines_of_nvrx.close()
     send_away(runtime)
@@ -119,6 +121,7 @@ def no_leaks(runtime: Path) -> Iterator[None]:
             "pinned": max(0, accelerators.registrations() - before[3]),
         }
         if not any(left.values()):
+            assert is_collected, "the garbage collector was left switched off"
             return
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: {left}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,33 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from asyncckpt import UnsavableStateError, async_save
-from asyncckpt.gc_pause import gc_pause
+from asyncckpt.gc_pause import without_gc
+
+
+@without_gc
+def _within(then: Callable[[], object] = lambda: None) -> bool:
+    then()
+    return gc.isenabled()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_it_ends_however_it_ends() -> None:
-    with gc_pause():
-        assert not gc.isenabled()
-        with gc_pause():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
+    assert not _within()
     assert gc.isenabled()
-    with pytest.raises(KeyboardInterrupt), gc_pause():
-        raise KeyboardInterrupt
+    assert not _within(_within)
+    assert gc.isenabled()
+    with pytest.raises(KeyboardInterrupt):
+        _within(_interrupt)
     assert gc.isenabled()
 
 
 def test_who_has_switched_it_off_has_it_off() -> None:
     gc.disable()
     try:
-        with gc_pause():
-            pass
+        _within()
         assert not gc.isenabled()
     finally:
         gc.enable()

@@ -19,7 +19,7 @@ from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.exporting.batches import BATCH_BYTES, Batch, Conversion, batches
 from asyncckpt.exporting.file_plan import FilePlan, Window
 from asyncckpt.exporting.stored import StoredState, fetch
-from asyncckpt.gc_pause import gc_pause
+from asyncckpt.gc_pause import without_gc
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import address_of
 from asyncckpt.shm.segment import PAGE, round_up
@@ -56,8 +56,7 @@ def write(
     Raises:
         DamagedCheckpointError, StorageError: Bytes are damaged, or storage refuses. The text names the tensors.
     """
-    with gc_pause():
-        writing = _Writing(plan, state, output, readers, progress)
+    writing = _Writing(plan, state, output, readers, progress)
     writing.run()
     length = plan.length() if plan.length is not None else plan.nbytes
     output.truncate(length)
@@ -66,6 +65,7 @@ def write(
 
 
 class _Writing:
+    @without_gc
     def __init__(
         self,
         plan: FilePlan,

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
 from asyncckpt.exporting.stored import DictKey
+from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.metadata import pickle_metadata
 from asyncckpt.worker.index import Index, Item, spans
@@ -101,6 +102,7 @@ class CheckpointTarget:
             timings=of_all_ranks([{"write_s": seconds}]),
         ).encode()
 
+    @without_gc
     def small_files(self, path: str, attempt: str) -> dict[str, bytes]:
         """Those that the manifest names beside the data file, once that is written."""
         return {index_name(0): self.index(), METADATA_NAME: self.metadata(path, attempt)}

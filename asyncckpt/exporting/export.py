@@ -31,7 +31,7 @@ from asyncckpt.exporting.selection import (
 from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_target import plan_torch_file
-from asyncckpt.gc_pause import gc_pause
+from asyncckpt.gc_pause import without_gc
 from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.progress import Progress
 from asyncckpt.worker.manifest import MANIFEST_NAME
@@ -113,9 +113,8 @@ def export(
     new_name, new_dtype = renaming(rename), dtype_of(dtype)
     place = place_for(out, is_file=to == "torch")
     with Progress("exporting", shown=progress) as bar, contextlib.ExitStack() as held:
-        with gc_pause():
-            state = job.open(held)
-            planned = job.plan(state, select(state, only, new_name, new_dtype))
+        state = job.open(held)
+        planned = job.plan(state, select(state, only, new_name, new_dtype))
         return job.write(planned, place, bar)
 
 
@@ -159,10 +158,12 @@ class _Job:
         self._sources: list[SourceFiles] = []
         self._attempt = f"{secrets.token_hex(6)}-0"
 
+    @without_gc
     def open(self, held: contextlib.ExitStack) -> StoredState:
         """What is stored, held open, and held against removal."""
         return open_state(self._path, held, self._sources, weights_only=self._weights_only)
 
+    @without_gc
     def plan(self, state: StoredState, selection: Selection) -> _Planned:
         """Lay out what was selected."""
         if self._to == "hf":
@@ -189,8 +190,7 @@ class _Job:
         with output(place, nbytes + beside, is_file=self._to == "torch") as attempt:
             written = self._write_large(plans, state, attempt, bar)
             if checkpoint is not None:
-                with gc_pause():
-                    small = checkpoint.small_files(place, self._attempt)
+                small = checkpoint.small_files(place, self._attempt)
                 small[MANIFEST_NAME] = checkpoint.manifest(place, self._attempt, small, time.perf_counter() - begun)
             for name, data in small.items():
                 _write_small(attempt, name, data)

@@ -11,6 +11,7 @@ import torch
 
 from asyncckpt.errors import MismatchError, UnsavableStateError
 from asyncckpt.exporting.stored import StoredState, StoredTensor
+from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.structure import Keys
 
 Rename = Callable[[str], str] | Mapping[str, str] | str
@@ -81,6 +82,7 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
     return rename
 
 
+@without_gc
 def select(state: StoredState, only: str | None, rename: Callable[[str], str], dtype: torch.dtype | None) -> Selection:
     """Choose what is exported.
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from asyncckpt.errors import CheckpointError, located
-from asyncckpt.gc_pause import gc_pause
+from asyncckpt.gc_pause import without_gc
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import DirectLoad, draft
 from asyncckpt.loading.progress import Progress
@@ -28,6 +28,7 @@ from asyncckpt.worker.storage import absolute, storage_for
 _LONG_S = 3.0
 
 
+@without_gc
 def load(
     state_dict: dict[str, Any],
     path: str,
@@ -64,7 +65,7 @@ def load(
     """
     path, ranks = absolute(path), False if no_dist else process_group
     per_rank = per_rank_values(state_dict)
-    with contextlib.ExitStack() as held, gc_pause(), _as_ours(path, ranks):
+    with contextlib.ExitStack() as held, _as_ours(path, ranks):
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
         source = source or on_all(partial(_open, path, held), ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)

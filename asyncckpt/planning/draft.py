@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.gc_pause import gc_pause
+from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.dcp_planner import PLANNED_BY, check_shards, fresh, is_sharded, kept_items, options, planning
 from asyncckpt.planning.layout import DataLayout, PlannedFile, Settled, TensorSpec
 from asyncckpt.planning.metadata import StoredPlaces, pickle_metadata
@@ -140,7 +140,7 @@ class Draft:
         """Whether DCP's own planner plans it, and for a checkpoint of its own."""
         return type(self._planner) is DefaultSavePlanner and not self._folder
 
-    @gc_pause()
+    @without_gc
     def plan_alone(self) -> None:
         """Find out what this rank has."""
         planner = self._planner
@@ -178,7 +178,7 @@ class Draft:
         values: Any = self._flat if self._flat is not None else getattr(self._planner, "state_dict", None)
         return values if isinstance(values, Mapping) else {}
 
-    @gc_pause()
+    @without_gc
     def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[Any]:
         """First rank: who writes what."""
         plans = [plan for plan, _ in found]
@@ -191,7 +191,7 @@ class Draft:
             return list(map(kept_items, plans, self._finals))
         return self._finals
 
-    @gc_pause()
+    @without_gc
     def lay_out(self, final: Any, number: int) -> Any:
         """Lay out this rank's files for its ``final`` plan, see ``final_plan``. Returns where its items stand."""
         final = self.final_plan(final)
@@ -237,7 +237,7 @@ class Draft:
             [(file.prefix, file.begin) for file in files],
         )
 
-    @gc_pause()
+    @without_gc
     def metadata(self, places: list[Any]) -> list[bytes]:
         """First rank: DCP's metadata, with the places of all ranks; for the first alone, which writes it."""
         storage: dict[MetadataIndex, _StorageInfo] = {}

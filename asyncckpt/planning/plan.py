@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.gc_pause import gc_pause
+from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.layout import DataLayout, PlannedFile, Settled
 from asyncckpt.planning.objects import Raw, StoredObjects
 from asyncckpt.planning.replicas import Replicas
@@ -220,7 +220,7 @@ class PlannerCapture:
         self._tensor_items, self._object_items = split_items(items)
         self.tensor_names = [item.index.fqn for item in self._tensor_items]
 
-    @gc_pause()
+    @without_gc
     def take(
         self, state_dict: StateDict, planner: SavePlanner | None, *, is_raw: bool = False
     ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:

@@ -20,7 +20,7 @@ import torch
 from torch.serialization import location_tag, normalize_storage_type
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.gc_pause import gc_pause
+from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.objects import bytes_to_reserve
 from asyncckpt.planning.structure import StructureChanged
@@ -66,15 +66,15 @@ _ALIGNMENT = 64
 class TorchFileContents:
     """An object taken apart: ``pickle``, its bytes, and ``tensors``, its own storages as flat tensors of bytes."""
 
+    @without_gc
     def __init__(self, obj: object, protocol: int) -> None:
         """Pickle ``obj`` as ``torch.save`` does. Raises ``UnsavableStateError``."""
         buffer = io.BytesIO()
         pickler = StoragePickler(buffer, protocol)
         try:
-            with gc_pause():
-                pickler.dump(obj)
-                with torch.no_grad():  # once: to enter it takes longer than what is done there
-                    self.tensors = [flat_bytes(storage) for storage in pickler.storages.values()]
+            pickler.dump(obj)
+            with torch.no_grad():  # once: to enter it takes longer than what is done there
+                self.tensors = [flat_bytes(storage) for storage in pickler.storages.values()]
         except Exception as error:  # whatever the object's own code raises
             raise UnsavableStateError(
                 f"the object, a {type(obj).__qualname__}, cannot be saved: {type(error).__name__}: {error}"

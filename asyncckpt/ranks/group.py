@@ -11,12 +11,10 @@ import contextlib
 import hmac
 import logging
 import os
-import pickle
 import secrets
 import socket
 import uuid
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
@@ -26,9 +24,10 @@ import torch.distributed as dist
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
-from asyncckpt.gc_pause import gc_pause
+from asyncckpt.gc_pause import without_gc
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope, own_address
 from asyncckpt.ranks.collectives import cpu_group
+from asyncckpt.ranks.packing import pack, unpack
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint_messages import Serve, Served
 from asyncckpt.worker.messages import Host, Hosting, Join, Rendezvous
@@ -166,9 +165,7 @@ class Group:
             own = local()
             rounds.report(name, b"")
             others = rounds.collect(name, self._config.timeout, also=round_name("save", number))[1:]
-            with gc_pause():  # of thousands of ranks
-                answers = decide([own, *map(unpack, others)])
-                each = {rank: pack(answer) for rank, answer in enumerate(answers) if rank > 0}
+            answers, each = _decided(decide, own, others)
         except Exception as error:
             found = self._located(error)
             if not self._is_loss_of_store(found):
@@ -383,17 +380,16 @@ def _logged(doing: str) -> Iterator[None]:
         logger.warning("%s failed: %s", doing, str(error))
 
 
+@without_gc
+def _decided(
+    decide: Callable[[list[T]], Sequence[U]], own: T, others: Sequence[bytes]
+) -> tuple[Sequence[U], dict[int, bytes]]:
+    """First rank: the answers for all ranks, and, packed, those for the others. Thousands may have said much."""
+    answers = decide([own, *map(unpack, others)])
+    return answers, {rank: pack(answer) for rank, answer in enumerate(answers) if rank > 0}
+
+
 def _answer(outcome: bytes | CheckpointError) -> Any:
     if isinstance(outcome, CheckpointError):
         raise outcome
     return unpack(outcome)
-
-
-def pack(value: object) -> bytes:
-    """``value`` as it goes over the store, where it is sealed."""
-    return zlib.compress(pickle.dumps(value), 1)
-
-
-def unpack(data: bytes) -> Any:
-    """The value that ``pack`` made these bytes of."""
-    return pickle.loads(zlib.decompress(data))

@@ -34,7 +34,7 @@ from asyncckpt.planning.draft import make_plans
 from asyncckpt.planning.metadata import StoredPlaces
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.stored_plan import StoredPlan
-from asyncckpt.ranks.group import pack
+from asyncckpt.ranks.packing import pack
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.messages import Rendezvous
 from asyncckpt.worker.rounds import Call, Rounds, round_name

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
 from asyncckpt.integrations.verl.topology import Member, Role
-from asyncckpt.ranks.group import pack, unpack
+from asyncckpt.ranks.packing import pack, unpack
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.store_connection import Patience
 from asyncckpt.worker.transfer.locator import Locator
