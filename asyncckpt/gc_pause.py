@@ -25,9 +25,13 @@ def without_gc(function: Callable[P, T]) -> Callable[P, T]:
     def pausing(*args: P.args, **named: P.kwargs) -> T:
         was_enabled = gc.isenabled()
         try:
-            gc.disable()
-            return function(*args, **named)
-        finally:
+            try:
+                gc.disable()
+                return function(*args, **named)
+            finally:
+                if was_enabled:
+                    gc.enable()
+        finally:  # such an exception may have cut the first short
             if was_enabled:
                 gc.enable()
 

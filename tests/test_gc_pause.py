@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.interrupts import interrupted_everywhere
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from asyncckpt import UnsavableStateError, async_save
@@ -33,6 +34,11 @@ def test_it_ends_however_it_ends() -> None:
     with pytest.raises(KeyboardInterrupt):
         _within(_interrupt)
     assert gc.isenabled()
+
+
+def test_it_ends_wherever_it_is_interrupted() -> None:
+    for _ in interrupted_everywhere(_within, "gc_pause.py"):
+        assert gc.isenabled()
 
 
 def test_who_has_switched_it_off_has_it_off() -> None:
