@@ -171,7 +171,8 @@ def test_who_changes_one_bit_on_the_way_is_found_out(between: _Between, address:
 def test_what_was_said_before_is_not_listened_to_again(between: _Between, address: TransferAddress) -> None:
     between.repeat = True
     with pytest.raises(OSError):
-        _read_all(between.address)
+        for _ in range(2):  # where pieces came joined, only the last of a connection may have been said twice
+            _read_all(between.address)
     # Nor on another connection.
     replayed = socket.create_connection((address.host, address.port), timeout=10)
     replayed.sendall(b"".join(between.heard))
