@@ -15,8 +15,8 @@ def without_gc(function: Callable[P, T]) -> Callable[P, T]:
     """``function``, while which no garbage is collected.
 
     Planning makes some ten objects for each tensor, none of them garbage. To look for it among them takes longer than
-    all else: of the 62 us that the first rank spent on each shard of another, 41. Not for what waits: other threads of
-    the trainer may make garbage.
+    all else: of the 62 us that the first rank spent on each shard of another, 41. Not for what waits beside a training,
+    which may make garbage meanwhile (a load is before one).
 
     No context manager: an exception out of a signal handler (Ctrl-C) may come before the first line of what ends one.
     """
