@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from asyncckpt.shm.compiled import compiled
@@ -94,8 +94,12 @@ class Destinations:
         # Tied tensors have the same bytes, and boxes may lie in each other: then what is between two may stick out.
         self._overlap = any(map(operator.lt, begins[1:], ends))
         self._reach = array("Q", accumulate(ends, max)) if self._overlap else self._ends
-        order = sorted(range(len(begins)), key=addresses.__getitem__)
-        self.tied = any(addresses[b] < addresses[a] + ends[a] - begins[a] for a, b in pairwise(order))
+        # The first bytes in memory of each part and the ends, in rising order.
+        firsts: Sequence[int] = addresses
+        lasts: Sequence[int] = list(map(operator.add, addresses, map(operator.sub, ends, begins)))
+        if any(map(operator.gt, firsts, firsts[1:])):
+            firsts, lasts = zip(*sorted(zip(firsts, lasts, strict=True)), strict=True)
+        self.tied = any(map(operator.lt, firsts[1:], lasts))
         """Whether some go to the same memory: they are to be filled one after the other."""
 
     def only(self, begin: int, end: int) -> Destination | None:

@@ -49,6 +49,9 @@ class Item(NamedTuple):
     payload_bytes: int
 
 
+_at = operator.attrgetter("at")
+
+
 def spans(starts: Iterable[int], nbytes: int) -> array[int]:
     """The boundaries of the spans of a file of ``nbytes`` whose items begin at ``starts``, from 0 to ``nbytes``."""
     edges = sorted({0, nbytes, *starts})
@@ -78,7 +81,7 @@ class Index:
     @cached_property
     def bounds(self) -> array[int]:
         """The spans' boundaries; span ``i`` is from ``bounds[i]`` to ``bounds[i + 1]``."""
-        return spans((item.at for item in self.items), self.nbytes)
+        return spans(map(_at, self.items), self.nbytes)
 
     def damage(self, begin: int, end: int) -> str:
         """What to say where the checksum of the bytes from ``begin`` to ``end`` is not theirs."""
@@ -135,7 +138,7 @@ class Index:
             if not (type(index.data) is type(asked) is str and is_size(index.nbytes)):
                 raise ValueError("the name, the digest or the size of the file")
             # Before anything is made of these numbers: there is a checksum for each span.
-            starts = [item.at for item in index.items]
+            starts = list(map(_at, index.items))
             if not 0 <= index.nbytes <= len(checksums) * SPAN_BYTES:
                 raise ValueError("the checksums do not fit the size")
             if starts and not 0 <= min(starts) <= max(starts) <= index.nbytes:

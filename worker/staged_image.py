@@ -25,9 +25,12 @@ from asyncckpt.worker.write_request import WriteRequest
 
 # How often to look for more. At tens of gigabytes a second that is enough to write, each time.
 _POLL_S = 0.002
-# Measured: a direct write reaches the disk's speed at 4 MiB a piece, two at a time; 16 MiB leaves Python out of it.
-PIECE_BYTES = 16 << 20
+# Measured: a direct write reaches the disk's speed at 4 MiB a piece, two at a time; with 64 MiB, in the place of 16,
+# the threads that write, checksum and copy are less in each other's way on few cores: durable 2 to 5% sooner.
+PIECE_BYTES = 64 << 20
 BUFFER_BYTES = 4 << 20
+# What one thread makes digests of at once.
+_GROUP_BYTES = 16 << 20
 
 
 class ImageState(enum.Enum):
@@ -127,7 +130,7 @@ def span_digests(image: memoryview, bounds: Sequence[int], pool: ThreadPoolExecu
     groups = [[bounds[0]]]
     for bound in bounds[1:]:
         groups[-1].append(bound)
-        if bound - groups[-1][0] >= PIECE_BYTES:
+        if bound - groups[-1][0] >= _GROUP_BYTES:
             groups.append([bound])
 
     def digest(its: Sequence[int]) -> bytes:

@@ -34,7 +34,8 @@ from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room,
 from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.stock_metadata import check_metadata
 from asyncckpt.loading.unpickle import load_metadata, load_object
-from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, has_shards, leaf_keys, put_leaf
+from asyncckpt.planning.forms import has_shards
+from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import cpu_group, many
 from asyncckpt.worker.index import Item
 from asyncckpt.worker.manifest import METADATA_NAME

@@ -30,8 +30,9 @@ from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.unpickle import load_object
+from asyncckpt.planning.forms import shards_in
 from asyncckpt.planning.per_rank import of_any_rank
-from asyncckpt.planning.structure import PLAIN, Keys, any_has_shards, is_leaf, put_leaf
+from asyncckpt.planning.structure import PLAIN, Keys, is_leaf, put_leaf
 from asyncckpt.worker.index import Item
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class _Leaves:
         self.containers: set[str] = set()  # those with a leaf in them, whatever DCP would call them
         self._collect(state_dict, (), "")
         self.containers.discard("")
-        if any_has_shards(list(self.tensors.values())):
+        if shards_in(list(self.tensors.values())):
             raise _NotPlain("a tensor is a part of a larger one")
         if not self.tensors.keys().isdisjoint(self.others):
             raise _NotPlain("a name is there twice")

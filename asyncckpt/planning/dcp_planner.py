@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.forms import has_shards
 from asyncckpt.planning.plan import StateDict
-from asyncckpt.planning.structure import has_shards
 
 # Who decides what comes of it: to be counted up where we plan, or describe a plan, in another way.
 PLANNED_BY = (1, *torch.__version__.split(".")[:2])

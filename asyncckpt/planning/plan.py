@@ -28,7 +28,6 @@ from asyncckpt.planning.structure import (
     Fingerprint,
     Structure,
     StructureChanged,
-    any_has_shards,
     has_no_bytes,
     picker,
     plain_part,
@@ -184,8 +183,6 @@ class FlatCapture:
         if not all(is_opaque(leaves[at]) for at in self._opaque_at):
             raise StructureChanged("a tensor has plain bytes now, and had none")
         tensors = self._pick_tensors(leaves)
-        if any_has_shards(tensors):
-            raise StructureChanged("a tensor is a part of a larger one now, and was a whole one")
         if self._sharded:
             tensors = list(tensors)
             sharded = self._pick_sharded(tensors)

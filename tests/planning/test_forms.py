@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ import torch
 from support.images import tensors_of_all_kinds
 
 from asyncckpt.planning import forms
-from asyncckpt.planning.forms import Forms, PlainAddresses
+from asyncckpt.planning.forms import Forms, PlainAddresses, plain_addresses
 
 
 @pytest.fixture(params=["compiled", "not compiled"])
@@ -66,6 +67,23 @@ def test_what_differs_is_seen(change: Callable[[list[torch.Tensor]], object]) ->
     assert known.are_those_of(_some())  # and no exception is left behind
 
 
+def _part() -> torch.Tensor:
+    """A plain tensor that says that it is a part of a larger one."""
+    part: Any = torch.zeros(3, 4)
+    part.global_offsets = part.global_shape = part.local_offsets = part.local_sizes = (0, 0)
+    whole: torch.Tensor = part
+    return whole
+
+
+@pytest.mark.usefixtures("comparing")
+def test_what_becomes_a_part_or_a_whole_is_seen() -> None:
+    wholes, parts = [torch.zeros(3, 4), torch.zeros(3, 4)], [torch.zeros(3, 4), _part()]
+    assert not Forms(wholes).are_those_of(parts) and not Forms(parts).are_those_of(wholes)
+    assert Forms(parts).are_those_of([torch.zeros(3, 4), _part()]) and not Forms(parts).are_those_of(parts[::-1])
+    wholes[1].global_offsets = (0, 0)  # type: ignore[attr-defined]  # that alone says nothing
+    assert Forms(wholes).are_those_of(wholes)
+
+
 @pytest.mark.usefixtures("comparing")
 def test_what_dlpack_does_not_know_is_compared_all_the_same() -> None:
     strange = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
@@ -91,6 +109,29 @@ def test_addresses_are_those_of_plain_tensors() -> None:
         assert _addresses([each]) == ([each.data_ptr()] if any(each is its for its in plain) else None)
     assert _addresses(tuple(plain)) == [each.data_ptr() for each in plain]
     assert _addresses(tensors) is None and _addresses([]) == []
+
+
+@pytest.mark.usefixtures("comparing")
+def test_addresses_are_those_of_tensors_of_the_forms_asked_for() -> None:
+    one, other = (torch.float32, (3, 4)), (torch.int64, ())
+    tensors, forms_ = [torch.zeros(3, 4), torch.tensor(1), torch.zeros(3, 4)], [one, other, one]
+    found = plain_addresses(tensors, forms_)
+    assert found is not None and found.tolist() == [each.data_ptr() for each in tensors]
+    assert plain_addresses([], []) == array("Q")
+    for strange in (
+        torch.zeros(4, 3),
+        torch.zeros(3, 4, dtype=torch.int32),
+        torch.zeros(12),
+        torch.zeros(4, 3).t(),
+        _negative(torch.zeros(3, 4)),
+        torch.zeros(3, 4, device="meta"),
+    ):
+        assert plain_addresses([*tensors[:2], strange], forms_) is None
+    conjugate = torch.zeros(2, dtype=torch.complex64).conj()
+    assert plain_addresses([conjugate], [(torch.complex64, (2,))]) is None
+    odd = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    found = plain_addresses([odd], [(torch.qint8, (3,))])
+    assert found is not None and found.tolist() == [odd.data_ptr()]
 
 
 def _negative(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,16 @@ from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import staged_image
 from asyncckpt.worker.index import spans
 from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.staged_image import BUFFER_BYTES, PIECE_BYTES, ImageFile
+from asyncckpt.worker.staged_image import BUFFER_BYTES, ImageFile
 from asyncckpt.worker.storage.file_system import translated
 from asyncckpt.worker.storage.local_file import LocalFile
+
+PIECE_BYTES = 2 * BUFFER_BYTES
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_image, "PIECE_BYTES", PIECE_BYTES)
 
 
 def _write(
