@@ -6,6 +6,7 @@ a lock, which the kernel releases when the worker dies, however it dies.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import xxhash
 
@@ -171,7 +173,10 @@ def announce_memory(fd: int, end: int) -> Iterator[None]:
             file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
             held.callback(os.close, file)
             _flock(file)  # which ends with this process
-            held.callback(_unlink, name, folder)
+            remove = partial(_unlink, name, folder)
+            atexit.register(remove)  # should this thread not come to the end
+            held.callback(atexit.unregister, remove)
+            held.callback(remove)
             os.write(file, str(end).encode())
         yield
 

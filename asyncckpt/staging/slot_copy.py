@@ -18,11 +18,6 @@ from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import DeviceCopy, Fence
 from asyncckpt.staging.host_copy import CopyUnit, SlotViews, batch_units, copy_units, host_units
 
-# So much of an image of the host's tensors is to be there before any is written: a worker that writes wants the same
-# cores and memory. Measured on two cores (400 to 100,000 tensors): in the place of two thirds it costs 2 to 3% of the
-# copy, and the save is durable 5% sooner; with nothing, it is no sooner.
-_HOST_PART = 1 / 6
-
 _device, _begin = attrgetter("device"), attrgetter("begin")
 
 
@@ -81,8 +76,7 @@ class SlotStager:
             tensors: All of the plan, in the order of the layout. They stay as they are until this returns or raises.
             ready: What the copies from each device wait for.
             threads: Those that take part.
-            arrived: Told by any thread, again and again, how many bytes are there, from the first of the image on; if
-                all tensors are the host's, not before most are.
+            arrived: Told by any thread, again and again, how many bytes are there, from the first of the image on.
             queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
@@ -90,8 +84,7 @@ class SlotStager:
         if ready or self._device_copies or not self._devices or kinds.is_unknown_used():
             self._divide(mine)
         units = [*self._host, *(unit for each in self._device_copies for unit in each.units)]
-        least = 0 if self._device_copies else int(self._nbytes * _HOST_PART)
-        done = _CopiedPrefix(units, self._nbytes, least, arrived).add
+        done = _CopiedPrefix(units, self._nbytes, arrived).add
         # The devices' copies are queued first and run while the host does its own.
         under_way: list[tuple[DeviceCopy, list[DeviceEvent]]] = []
         try:
@@ -133,14 +126,14 @@ class SlotStager:
 class _CopiedPrefix:
     """How much of an image is copied: all of it up to the first byte of the first unit that is not."""
 
-    def __init__(self, units: Sequence[CopyUnit], nbytes: int, least: int, tell: Callable[[int], None]) -> None:
-        """``nbytes``: of the image. ``tell`` is told when ``least`` bytes are copied, and more."""
+    def __init__(self, units: Sequence[CopyUnit], nbytes: int, tell: Callable[[int], None]) -> None:
+        """``nbytes``: of the image. ``tell`` is told with each unit."""
         ordered = sorted(units, key=_begin)
         self._number = {unit: number for number, unit in enumerate(ordered)}
         self._begins = [*map(_begin, ordered), nbytes]
         self._missing = [True] * len(ordered)
         self._first = 0
-        self._least, self._tell = least, tell
+        self._tell = tell
         self._lock = threading.Lock()
 
     def add(self, unit: CopyUnit) -> None:
@@ -149,5 +142,4 @@ class _CopiedPrefix:
             self._missing[self._number[unit]] = False
             while self._first < len(self._missing) and not self._missing[self._first]:
                 self._first += 1
-            if (copied := self._begins[self._first]) >= self._least:
-                self._tell(copied)
+            self._tell(self._begins[self._first])

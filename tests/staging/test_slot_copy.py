@@ -18,7 +18,7 @@ from asyncckpt.staging.slot_copy import SlotStager
 @pytest.mark.parametrize("threads_used", [1, 2])
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_what_is_told_is_there(monkeypatch: pytest.MonkeyPatch, is_compiled: bool, threads_used: int) -> None:
-    """Nothing before most is; then again and again, and at last that all is."""
+    """Again and again, and at last all is."""
     monkeypatch.setattr(host_copy, "_THREADS", threads_used)
     if not is_compiled:
         monkeypatch.setattr(forms, "_exchange", lambda: None)
@@ -37,7 +37,6 @@ def test_what_is_told_is_there(monkeypatch: pytest.MonkeyPatch, is_compiled: boo
 
                 stager.copy(tensors, {}, threads, arrived, lambda _: None)
                 assert slot.image_bytes() == expected and told[-1] == slot.layout.nbytes
-                assert min(told[begun:]) >= 0.66 * slot.layout.nbytes
                 assert threads_used > 1 or len(set(told[begun:])) > 3
                 refill(tensors)
     finally:

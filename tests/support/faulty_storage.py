@@ -139,7 +139,7 @@ class _FaultyAttempt(OpenAttempt):
 class _FaultyFile(OutputFile):
     def __init__(self, inner: OutputFile, reach: Reach) -> None:
         self._inner, self._reach = inner, reach
-        self.path = inner.path
+        self.path, self.piece_bytes = inner.path, inner.piece_bytes
 
     @property
     def direct(self) -> bool:  # type: ignore[override]  # it may change with a write

@@ -33,7 +33,7 @@ PIECE_BYTES = 2 * BUFFER_BYTES
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_image, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(LocalFile, "piece_bytes", PIECE_BYTES)
 
 
 def _write(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -54,6 +56,27 @@ def test_what_a_killed_worker_was_taking_counts_no_more(runtime: Path) -> None:
     runtime.mkdir(mode=0o700)
     (runtime / f"{os.getpid()}-0.memory").touch()
     assert announced_bytes() == 0 and not list(runtime.iterdir())
+
+
+_TAKES_MEMORY_AND_ENDS = """
+import threading
+from asyncckpt.worker.endpoint import announce_memory
+
+begun = threading.Event()
+
+def take():
+    with announce_memory(0, 1):
+        begun.set()
+        threading.Event().wait()
+
+threading.Thread(target=take, daemon=True).start()
+assert begun.wait(60)
+"""
+
+
+def test_a_worker_that_ends_while_it_takes_memory_leaves_nothing(runtime: Path) -> None:
+    subprocess.run([sys.executable, "-c", _TAKES_MEMORY_AND_ENDS], check=True, timeout=60)
+    assert runtime.is_dir() and not list(runtime.iterdir())
 
 
 def test_a_worker_that_is_stopped_meanwhile_does_not_keep_the_others(

