@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from asyncckpt.loading.direct_load import DirectLoad, draft
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Source, StorageSource, is_stock
 from asyncckpt.planning.per_rank import PerRank, per_rank_values
-from asyncckpt.planning.structure import give_states, stateful_to_dict
+from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
 from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.worker.storage import absolute, storage_for
 
@@ -104,7 +104,9 @@ def _states(
             held.enter_context(value.loaded_from(metadata, name))
 
     on_all(ask_for_stored, ranks)  # before states are asked for, which may need all ranks
-    keys = sorted(state_dict, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
+    keys: Iterable[str] = state_dict
+    if any(stateful_types(state_dict)):
+        keys = sorted(keys, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
     return dict(stateful_to_dict({key: state_dict[key] for key in keys}))
 
 

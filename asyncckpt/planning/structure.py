@@ -181,7 +181,10 @@ def give_states(container: Any, states: Any) -> None:
         MismatchError: A list has another length.
     """
     top, deep = stateful_types(container)
-    _give_states(container, states, top | deep, deep)
+    if top or deep:
+        _give_states(container, states, top | deep, deep)
+    else:
+        container.update(states)
 
 
 def _give_states(container: Any, states: Any, kinds: Set[type], deep: Set[type]) -> None:
