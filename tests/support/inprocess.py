@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import random
 import signal
@@ -113,6 +114,10 @@ def _main(pipe: Connection, rank: int, world: int, path: list[str], environment:
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world))
     sys.path[:0] = path
     torch.set_num_threads(1)
+    # Why something is not loaded from memory is no warning, and is to be seen where it should have been.
+    log = logging.getLogger("asyncckpt")
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
     try:
         pipe.send(_wrapped(plan)() or [])
     except BaseException:
