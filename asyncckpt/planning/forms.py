@@ -130,9 +130,8 @@ def _located(
         its = tensors if isinstance(tensors, list) else list(tensors)
         try:
             expected = None if forms is None else _as_described(forms)
-            where = (each.buffer_info()[0] for each in (found, known))
-            args = None if expected is None else expected.buffer_info()[0], *where, ctypes.addressof(changed)
-            done = exchange.addresses(exchange.describe, its, len(its), *args)
+            where = [None if each is None else each.buffer_info()[0] for each in (expected, found, known)]
+            done = exchange.addresses(exchange.describe, its, len(its), *where, ctypes.addressof(changed))
         except Exception:  # of a dtype that DLPack does not know
             done = -1
         if done >= 0:
