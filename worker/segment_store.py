@@ -91,7 +91,7 @@ class SegmentStore:
         self._next = 1
         self._images: dict[tuple[int, int], _ImageRecord] = {}  # by segment and slot
         self._released: list[HostedSegment] = []
-        self._trainer_is_gone = False
+        self._trainer_is_gone = self._is_closed = False
         self._ended: dict[int, bool] = {}  # of the last saves, whether they are committed
         self._staged = 0  # how many images were, of the trainer's own
         self._is_staged, self._is_ending = threading.Condition(self._lock), False
@@ -282,8 +282,13 @@ class SegmentStore:
             return leased
 
     def published(self) -> tuple[endpoint_messages.PublishedSegment, ...]:
-        """The segments in which something is published."""
+        """The segments in which something is published.
+
+        Raises ``OSError`` once all is given back: a reader that heard of none would let go of what it has mapped.
+        """
         with self._lock:
+            if self._is_closed:
+                raise ConnectionAbortedError("the worker is leaving")
             return tuple(
                 endpoint_messages.PublishedSegment(number, hosted.layout)
                 for number, hosted in self._hosted.items()
@@ -300,6 +305,7 @@ class SegmentStore:
     def close(self) -> None:
         """Give all back."""
         with self._lock:
+            self._is_closed = True
             self._images.clear()
             for hosted in self._hosted.values():
                 hosted.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -10,9 +11,11 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.published import Publishing
 from support.ranks import alone, say
 from support.weights import model, version_in
 
@@ -22,6 +25,11 @@ from asyncckpt.errors import (
     WeightsTimeoutError,
 )
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
+from asyncckpt.weights.lease import RankPublications
+from asyncckpt.worker.endpoint import endpoint_name
+from asyncckpt.worker.endpoint_service import EndpointService
+from asyncckpt.worker.takeover import ReaderClient
+from asyncckpt.worker.transfer.serving import Serving
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -194,3 +202,17 @@ def test_the_interpreter_may_end_with_all_of_it_alive() -> None:
     """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_what_is_mapped_stays_while_the_worker_leaves() -> None:
+    """Between giving all back and hanging up it is still there to be asked."""
+    publishing, name = Publishing(100), endpoint_name("policy", 0)
+    service = EndpointService(name, os.getpid(), publishing.store, Serving(publishing.store))
+    rank = RankPublications(partial(ReaderClient.connect, name))
+    with contextlib.closing(publishing), contextlib.closing(service), contextlib.closing(rank):
+        service.open()
+        publishing.publish(3, bytes(100))
+        rank.refresh(60)
+        publishing.store.close()
+        rank.refresh(60)
+        assert [published.version for published in rank.versions()] == [3]
