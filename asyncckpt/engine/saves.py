@@ -69,7 +69,8 @@ class Saves:
 
         def claimed() -> bool:
             nonlocal slot
-            if slot is None:
+            # Where the worker is gone all saves have ended; but one that was left is writing what is in their slots.
+            if slot is None and buffer.client.alive:
                 slot = buffer.claim_slot()
             return slot is not None
 

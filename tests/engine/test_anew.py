@@ -20,7 +20,8 @@ from support.states import same
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError, MismatchError
+from asyncckpt.engine.saves import Saves
+from asyncckpt.errors import ClosedError, MismatchError, WorkerDiedError
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
 from asyncckpt.save_handle import Save
 from asyncckpt.staging.slot_memory import SlotMemory
@@ -249,3 +250,27 @@ def test_what_was_given_up_says_so(root: Path, gate: Path) -> None:
         second.save(3, _state(3)).result(60)
         first.close()
         second.save(4, _state(4)).result(60)
+
+
+def test_who_waits_for_a_slot_as_all_is_given_up_takes_none(
+    root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All saves have ended then, for this process; but the worker that is left writes what is in their slots."""
+    first = Checkpointer(root, Config(slots=1))
+    first.save(1, _state(1))
+    take_slot: Any = Saves.take_slot
+
+    def take_when_given_up(*arguments: Any) -> Any:
+        AbortAsyncckpt()(None)
+        return take_slot(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saves, "take_slot", take_when_given_up)
+        with pytest.raises(WorkerDiedError):
+            first.save(2, _state(2))
+    gate.touch()
+    with Checkpointer(root) as second:
+        for source in ("memory", "storage"):
+            into = _state(0)
+            assert second.load(into, memory=source == "memory") == 1 and same(into, _state(1))
+            assert second.loaded is not None and second.loaded.source == source
