@@ -81,6 +81,11 @@ class StagedImage:
         request, slots = self.request, self.hosted.slots
         return slots.state(request.slot) is State.STAGED and slots.save_id(request.slot) == request.save_id
 
+    def check_kept(self) -> None:
+        """Raise ``CheckpointError`` if its slot was taken for another save: what was read there may be of both."""
+        if self.hosted.slots.save_id(self.request.slot) != self.request.save_id:
+            raise CheckpointError("another save was staged in its place while it was being written: please report this")
+
     def set_slot_state(self, state: State) -> None:
         """Change the state of its slot."""
         self.hosted.slots.set(self.request.slot, state)

@@ -221,7 +221,9 @@ class Writer:
         try:
             try:
                 attempt = begin_attempt(self._storage_for(request.path), image, self._durable)
-                self._segment_store.image_written(request, attempt.write(pool))
+                checksums = attempt.write(pool)
+                image.check_kept()
+                self._segment_store.image_written(request, checksums)
             finally:
                 self._let_go(image)
             report = attempt.seal()

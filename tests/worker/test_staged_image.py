@@ -167,6 +167,21 @@ def test_a_slot_is_nobodys_while_a_failed_save_is_copied_into_it(root: Path, mon
         assert all(torch.equal(state[name], tensor) for name, tensor in state_of(2).items())
 
 
+def test_what_was_written_of_a_slot_that_is_anothers_is_not_committed(root: Path, gate: Path) -> None:
+    """It is no way that a trainer goes: but if one did, nobody should load what is of two saves."""
+    with Checkpointer(root, Config(slots=1)) as checkpointer:
+        save = checkpointer.save(1, state_of(1))
+        (known,) = checkpointer._engine._buffers.known
+        assert known.buffer is not None
+        known.buffer.slots.take(0, 99)
+        gate.touch()
+        with pytest.raises(CheckpointError, match="another save was staged in its place"):
+            save.result(60)
+        assert not checkpointer.steps()
+        checkpointer.save(2, state_of(2)).result(60)
+        assert checkpointer.load(state_of(0)) == 2
+
+
 def test_interrupted_before_the_copy_it_is_called_off(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = StagingBuffer.begin
 
