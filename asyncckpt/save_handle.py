@@ -18,6 +18,9 @@ from asyncckpt.flag import Flag
 
 logger = logging.getLogger(__name__)
 
+# How long somebody may look at a future, so that it is locked: longer has only who was interrupted at that.
+_LOCKED_S = 1.0
+
 
 class _Calls:
     """Makes calls at the ends of saves, one after the other, on a thread that is there while there are any.
@@ -80,7 +83,7 @@ class _Calls:
 
 def _new_calls() -> tuple[_Calls, _Calls, _Calls]:
     """To complete futures, to call their callbacks, which may wait for other futures, and to act on durable saves.
-    Nobody waits for the first at the end of the process: it stops at a future that was left locked.
+    Nobody waits for the first at the end of the process.
     """
     return (
         _Calls("asyncckpt-futures", daemon=True),
@@ -120,12 +123,30 @@ class _SaveFuture(Future[str]):
     def add_done_callback(self, fn: Callable[[Future[str]], object]) -> None:
         super().add_done_callback(lambda done: _callbacks.add(partial(fn, done)))
 
+    def end(self, state: SaveState) -> None:
+        """``state`` has ended, and so does this."""
+        with contextlib.suppress(InvalidStateError):  # two have seen that it has ended
+            if state.failure is None:
+                self.set_result(state.path)
+            else:
+                self.set_exception(state.failure)
+
+    def complete(self, state: SaveState) -> None:
+        """As ``end``; but where this was left locked, that keeps no other future: it waits on a thread of its own."""
+        if self._condition.acquire(timeout=_LOCKED_S):
+            try:
+                self.end(state)
+            finally:
+                self._condition.release()
+        else:
+            threading.Thread(target=self.end, args=[state], name="asyncckpt-future", daemon=True).start()
+
 
 class SaveState:
     """What is known of one save, from the call until it has ended.
 
     Its tensors are first *queued* for copying (those of the host are copied then), then *staged*; in the end it is
-    *done*, well or badly.
+    *done*, well or badly. A save may be done, badly, while its tensors are still being copied.
     """
 
     def __init__(self, path: str | os.PathLike[str], step: int | None) -> None:
@@ -143,7 +164,7 @@ class SaveState:
         self.replication_failure: BaseException | None = None
         """Why they have none, and will not."""
         self.fences: Sequence[Callable[[], None]] = ()
-        self._future: Future[str] | None = None
+        self._future: _SaveFuture | None = None
         self._following: list[Callable[[], None]] | None = []  # what its end is followed by; None: that has begun
         self._lock = threading.Lock()
 
@@ -151,6 +172,11 @@ class SaveState:
         """The host's tensors are copied; those of devices are, beyond ``fences``."""
         self.fences = fences
         self.queued.set()
+
+    def release_tensors(self) -> None:
+        """Nobody reads them (any more): they are staged, or never will be."""
+        self.queued.set()
+        self.staged.set()
 
     def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
         """It has ended: committed, after ``timings`` (seconds of the worker), or failed with ``error``."""
@@ -164,11 +190,10 @@ class SaveState:
             following, self._following = self._following or [], None
         for call in following:  # before anybody sees that it has ended, and may wait for these
             _actions.add(call)
-        for flag in (self.queued, self.staged, self.done):
-            flag.set()
+        self.done.set()
         # Not here: whoever waits for the future may have been interrupted, and have left it locked.
-        if (future := self._future) is not None and not _completions.add(partial(self._complete, future)):
-            self._complete(future)
+        if (future := self._future) is not None and not _completions.add(partial(future.complete, self)):
+            future.end(self)
 
     @property
     def future(self) -> Future[str]:
@@ -179,7 +204,7 @@ class SaveState:
             with self._lock:
                 self._future = self._future or future
         if self.done.is_set() and not self._future.done():
-            self._complete(self._future)
+            self._future.end(self)
         return self._future
 
     def when_durable(self, action: Callable[[], object], what: str) -> Future[None]:
@@ -207,13 +232,6 @@ class SaveState:
             logger.error("%s failed: %s", what, error)
             outcome.set_exception(error)
 
-    def _complete(self, future: Future[str]) -> None:
-        with contextlib.suppress(InvalidStateError):  # two have seen that it has ended
-            if self.failure is None:
-                future.set_result(self.path)
-            else:
-                future.set_exception(self.failure)
-
 
 class Save:
     """A save under way: first its tensors are staged, then, in the worker, it is written and committed."""
@@ -234,6 +252,7 @@ class Save:
         """
         state = SaveState(path, step)
         state.is_reported = True
+        state.release_tensors()
         state.end(error)
         return cls(state)
 
@@ -292,7 +311,9 @@ class Save:
         return self._state.done.is_set()
 
     def staged(self) -> bool:
-        """Whether the tensors are copied, so that the caller may change them (or the save has failed)."""
+        """Whether the tensors are copied, so that the caller may change them; or, of a save that has failed, nobody
+        copies them any more.
+        """
         return self._state.staged.is_set()
 
     def wait_staged(self, timeout: float | None = None) -> None:

@@ -116,3 +116,15 @@ def test_who_is_interrupted_while_it_waits_for_the_future_keeps_no_save(monkeypa
     assert not other.is_alive() and Save(state).result(1) == state.path
     future._condition.release()
     assert future.result(10) == state.path
+
+
+def test_a_future_that_was_left_locked_keeps_no_other() -> None:
+    """Of saves that end later, in the next iteration of a restart, say."""
+    states = [SaveState("somewhere", number) for number in range(2)]
+    locked, other = (state.future for state in states)
+    assert locked._condition.acquire()
+    for state in states:
+        state.end(None)
+    assert other.result(30) == "somewhere"
+    locked._condition.release()
+    assert locked.result(30) == "somewhere"

@@ -213,7 +213,7 @@ class SaveOperation(SaveState):
             stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already
             self._events.tell("staged", self.timings, self.timings["copy_s"])  # before the worker can say more
             buffer.client.staged(self.number, {**self.timings, "stall_s": stall_s})
-            self.staged.set()
+            self.release_tensors()
         except BaseException as error:
             failure = self._call_off(error)
             if not isinstance(error, Exception):
@@ -231,6 +231,7 @@ class SaveOperation(SaveState):
                 failure.__cause__ = error
         client = self.buffer.client
         client.saves.on_copied(self)
+        self.release_tensors()
         self.is_called_off = True
         # An interrupt matters more to the caller than what goes wrong here.
         with contextlib.suppress(*(() if isinstance(error, Exception) else (CheckpointError,))):
@@ -281,6 +282,8 @@ class SaveOperation(SaveState):
     def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
         self._on_outcome = _forget  # a handle that is kept shall not keep the engine
         has_ended = self.done.is_set()
+        if not self.is_begun or self.copied.is_set():  # else whoever copies does that when it stops
+            self.release_tensors()
         super().end(error, timings)
         if not has_ended:
             self._events.end(error, self.timings, time.perf_counter() - self.begun)

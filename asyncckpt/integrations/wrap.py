@@ -92,15 +92,15 @@ def followed(path: str | os.PathLike[str], upload: Future[Any], staging: Future[
     state = SaveState(path, None)
     state.is_reported = True
 
-    def on_staged(_: object = None) -> None:
-        state.queued.set()
-        state.staged.set()
+    def on_end(done: Future[Any]) -> None:
+        state.release_tensors()
+        state.end(done.exception())
 
     if staging is None:
-        on_staged()
+        state.release_tensors()
     else:
-        staging.add_done_callback(on_staged)
-    upload.add_done_callback(lambda done: state.end(done.exception()))
+        staging.add_done_callback(lambda _: state.release_tensors())
+    upload.add_done_callback(on_end)
     return state
 
 

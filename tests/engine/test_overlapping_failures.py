@@ -1,0 +1,110 @@
+"""With overlap a save may fail while its tensors are being copied: they are let go when that ends, and not before.
+
+Else the training goes on, the copy gets what it makes of them, and an image of two steps is whole, as far as is known.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.workers import Faulty, stop, wait_for
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointError, StorageError
+from asyncckpt.integrations.nvrx import AbortAsyncckpt
+from asyncckpt.save_handle import Save
+from asyncckpt.staging import host_copy
+from asyncckpt.weights import WeightSubscriber
+
+_SIZE = 1_500_000  # more than one batch of the copy has
+
+
+class Training:
+    """Of two parameters, both 1 before its step and 2 after it."""
+
+    def __init__(self) -> None:
+        self.state = {name: torch.nn.Parameter(torch.ones(_SIZE)) for name in ("a", "b")}
+        self.optimizer = torch.optim.SGD(self.state.values(), lr=1.0)
+
+    def step(self) -> None:
+        for each in self.state.values():
+            each.grad = torch.full_like(each, -1.0)
+        self.optimizer.step()
+
+    @contextmanager
+    def saved_half(self, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Save]:
+        """A save that has copied one of them. In the end a guarded step is tried, which has to wait for the other."""
+        checkpointer.guard(self.optimizer)
+        checkpointer.prepare(self.state)
+        is_half, may_go_on = threading.Event(), threading.Event()
+        copy: Callable[..., None] = host_copy._ByteCopy.copy
+
+        def waits(unit: Any, tensors: Any) -> None:
+            if 1 in unit._numbers:
+                is_half.set()
+                assert may_go_on.wait(60)
+            copy(unit, tensors)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host_copy._ByteCopy, "copy", waits)
+            save = checkpointer.save(1, self.state)
+            assert is_half.wait(60)
+            yield save
+            stepping = threading.Thread(target=self.step)
+            stepping.start()
+            stepping.join(0.3)
+            may_go_on.set()
+            stepping.join(60)
+        wait_for(lambda: save._state.copied.is_set())  # type: ignore[attr-defined]
+
+
+def _loaded(root: Path, *, memory: bool) -> list[float]:
+    with Checkpointer(root) as checkpointer:
+        into = {name: torch.zeros(_SIZE) for name in ("a", "b")}
+        assert checkpointer.load(into, memory=memory) == 1
+        return [float(each[0]) for each in into.values()]
+
+
+def test_storage_that_fails_at_once(root: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty) -> None:
+    """The image stays in memory, for who comes after this trainer."""
+    faulty_worker("begin:enospc")
+    training, first = Training(), Checkpointer(root, Config(overlap=True))
+    with training.saved_half(first, monkeypatch) as save, pytest.raises(StorageError):
+        save.result(60)
+    wait_for(lambda: save._state.is_written)  # type: ignore[attr-defined]
+    AbortAsyncckpt()(None)  # as if it had died
+    assert _loaded(root, memory=True) == [1, 1]
+
+
+def test_it_may_be_published_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty) -> None:
+    faulty_worker("begin:enospc")
+    training = Training()
+    with Checkpointer(root, Config(overlap=True, slots=2)) as checkpointer:
+        with training.saved_half(checkpointer, monkeypatch) as save, pytest.raises(StorageError):
+            save.result(60)
+        assert not checkpointer.publish(save).skipped
+        with WeightSubscriber.of_checkpoints(root) as readers, readers.acquire() as weights:
+            assert [float(weights[name][0]) for name in ("a", "b")] == [1, 1]
+
+
+def test_given_up_before_the_worker_sees_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes what is staged by then."""
+    training, first = Training(), Checkpointer(root, Config(overlap=True))
+    with training.saved_half(first, monkeypatch) as save:
+        assert first._engine.worker is not None
+        stop(worker := first._engine.worker.pid)
+        AbortAsyncckpt()(None)
+        with pytest.raises(CheckpointError):
+            save.result(60)
+    os.kill(worker, signal.SIGCONT)
+    for memory in (True, False):
+        assert _loaded(root, memory=memory) == [1, 1]
