@@ -248,6 +248,7 @@ class Committer:
     def _end(self, request: WriteRequest, deadline: float) -> None:
         name = round_name(_KIND, request.save_id)
         failure: CheckpointError | None = None
+        is_known = True
         try:
             if request.rank == 0:
                 self._commit(request, name, deadline)
@@ -261,14 +262,16 @@ class Committer:
                     self._rounds.conclude_failed(name, failure)
             attempt = self._take(request)  # if it is not written by now, it is never reported
             if request.rank > 0:
-                failure = self._resolve(request, name, failure)
+                failure, is_known = self._resolve(request, name, failure)
         if failure is None and attempt is None:
             failure = CheckpointError(_UNREPORTED)
         self._conclude_upload(request, is_committed=failure is None)
         if failure is not None:
             logger.error("saving failed: %s", failure)
-            if attempt is not None:
+            if attempt is not None and is_known:
                 attempt.discard()
+            elif attempt is not None:
+                attempt.release()  # the first rank may be about to finalize it: without these files it would be no more
             self._tell(Failed(request.save_id, failure))
         elif attempt is not None:
             attempt.release()
@@ -329,14 +332,18 @@ class Committer:
                 continue  # it was only the connection that broke
             return located_in(request, outcome) if isinstance(outcome, CheckpointError) else None
 
-    def _resolve(self, request: WriteRequest, name: str, failure: CheckpointError) -> CheckpointError | None:
-        """How a save has ended of which the first rank said nothing, hence ``failure``; None: it is committed."""
+    def _resolve(
+        self, request: WriteRequest, name: str, failure: CheckpointError
+    ) -> tuple[CheckpointError | None, bool]:
+        """How a save has ended of which the first rank said nothing, hence ``failure``; None: it is committed. And
+        whether that is known.
+        """
         # The first rank may only be slow, or another worker of it may expect this save: it shall find why that fails.
         self._rounds.fail_soon(name, failure, request.timeout)
         try:
-            return None if resolve(request, _RESOLVE_S) else failure
+            return (None if resolve(request, _RESOLVE_S) else failure), True
         except SaveTimeoutError as error:
-            return error
+            return error, False
 
     def _is_there(self, store: bytes) -> bool:
         """Whether the same store still answers."""

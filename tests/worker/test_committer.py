@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from support.attempts import checkpoint_attempt
 
-from asyncckpt.errors import RankFailedError, StorageError
+from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import committer as committer_module
 from asyncckpt.worker.committer import Committer
 from asyncckpt.worker.messages import Committed, Failed, Rendezvous
 from asyncckpt.worker.rounds import Rounds
+from asyncckpt.worker.storage.local import LocalStorage
+from asyncckpt.worker.storage.partial import PartialFolder
 from asyncckpt.worker.store import Store
 from asyncckpt.worker.store_connection import StoreClient
 from asyncckpt.worker.write_request import WriteRequest
@@ -126,3 +128,38 @@ def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeyp
         committer.gone("its trainer has died")
         begun = time.monotonic()
     assert time.monotonic() - begun < 50
+
+
+def test_who_cannot_learn_the_end_leaves_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank has seen all files, and is about to finalize them."""
+    store, told = Store(b"secret"), [SimpleQueue[object](), SimpleQueue[object]()]
+    is_complete, may_go_on = threading.Event(), threading.Event()
+    finalize: Any = PartialFolder.finalize
+
+    def late(*arguments: Any) -> None:
+        is_complete.set()
+        assert may_go_on.wait(60)
+        finalize(*arguments)
+
+    def fails(*_: object) -> None:
+        raise StorageError("as the test wants")
+
+    monkeypatch.setattr(PartialFolder, "finalize", late)
+    monkeypatch.setattr(LocalStorage, "revoke", fails)  # on the host of the other rank
+    with ThreadPoolExecutor(2) as pool, Segment.create("0", 4 * PAGE) as first, Segment.create("1", 4 * PAGE) as second:
+        committers = [Committer(lambda request, outcome: told[request.rank].put(outcome)) for _ in told]
+        with closing(store), closing(committers[0]), closing(committers[1]):
+            for rank, segment in enumerate((first, second)):
+                attempt = checkpoint_attempt(tmp_path, segment)
+                timeout = 1.0 if rank else 60.0
+                attempt.request = replace(attempt.request, rank=rank, world_size=2, timeout=timeout)
+                committers[rank].join(Rendezvous("127.0.0.1", store.port, "token", b"secret", rank, 2), 30)
+                committers[rank].expect(attempt.request)
+                attempt.write(pool)
+                committers[rank].written(attempt, attempt.seal())
+            assert is_complete.wait(60)
+            failed = told[1].get(timeout=60)
+            assert isinstance(failed, Failed) and isinstance(failed.error, SaveTimeoutError)
+            may_go_on.set()
+            assert isinstance(told[0].get(timeout=60), Committed)
+    assert list((tmp_path / "root" / "final").glob("__1_*"))
