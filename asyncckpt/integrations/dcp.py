@@ -144,7 +144,9 @@ def begin_save(
     folder = os.path.realpath(_folder(checkpoint_id, storage_writer))
     existing = _existing(folder, overwrite=getattr(storage_writer, "overwrite", True))
     engine = engines.shared.get(process_group, alone=no_dist, config=config)
-    return engine.save(folder, state_dict, existing=existing, planner=planner)
+    save = engine.save(folder, state_dict, existing=existing, planner=planner)
+    save.synchronize_staging(engine.config.timeout)  # with ``Config.overlap``, of which DCP's callers know nothing
+    return save
 
 
 def load(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import asyncckpt
 from asyncckpt.engine import shared as engines
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.integrations import dcp, nvrx
+from asyncckpt.staging import host_copy
 from asyncckpt.worker.manifest import MANIFEST_NAME
 
 
@@ -206,3 +210,46 @@ def test_a_stager_that_stages_behind_the_caller_is_answered_as_by_dcp(tmp_path: 
     stager.close()
     asyncckpt.load(state, checkpoint_id=tmp_path / "it")
     assert state["a"].all()
+
+
+def _by_dcp(state: dict[str, Any], path: Path) -> Any:
+    return dcp.async_save(state, checkpoint_id=str(path)).result
+
+
+def _by_nvrx(state: dict[str, Any], path: Path) -> Any:
+    writer = nvrx.FileSystemWriterAsync(str(path))
+    nvrx.save_state_dict_async_plan(state, writer)
+    return writer.retrieve_write_results
+
+
+def _by_torch_save(state: dict[str, Any], path: Path) -> Any:
+    path.mkdir()
+    return nvrx.TorchAsyncCheckpoint().async_save(state, path / "file").result
+
+
+@pytest.mark.parametrize("save", [_by_dcp, _by_nvrx, _by_torch_save])
+def test_who_gets_no_handle_of_ours_may_change_tensors_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[dict[str, Any], Path], Any]
+) -> None:
+    """Whatever the environment says of overlap."""
+    monkeypatch.setenv("ASYNC_CKPT_OVERLAP", "yes")
+    copy, may_go_on, path = host_copy._ByteCopy.copy, threading.Event(), tmp_path / "one"
+
+    def waits(unit: Any, tensors: Any) -> None:
+        assert may_go_on.wait(60)
+        copy(unit, tensors)
+
+    monkeypatch.setattr(host_copy._ByteCopy, "copy", waits)
+    state = {"w": torch.ones(1000)}
+    timer = threading.Timer(0.3, may_go_on.set)
+    timer.start()
+    wait = save(state, path)
+    state["w"].fill_(2.0)
+    wait()
+    timer.join()
+    saved = {"w": torch.zeros(1000)}
+    if save is _by_torch_save:
+        saved = torch.load(path / "file")
+    else:
+        stock_load(saved, path)
+    assert saved["w"].eq(1.0).all()

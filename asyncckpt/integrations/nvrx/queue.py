@@ -318,6 +318,7 @@ class TorchAsyncCheckpoint:
         """Save ``state_dict`` with the arguments of ``torch.save``. The caller may then change the tensors."""
         save = save_by(partial(engine, alone=True), state_dict, *args, **kwargs)
         self._queue.add_save(save)
+        save.synchronize_staging(engine(alone=True).config.timeout)  # with ``Config.overlap``
         return save
 
     def finalize_async_save(self, blocking: bool = False, no_dist: bool = True, terminate: bool = False) -> None:
