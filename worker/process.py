@@ -95,7 +95,7 @@ class WorkerProcess:
     def wait_ready(self, timeout: float) -> None:
         """Wait until it is up. Raises ``WorkerDiedError``."""
         ready: list[object] = []
-        with contextlib.suppress(EOFError, OSError), self._watched() as sentinel:
+        with contextlib.suppress(EOFError, OSError), watched(self.pid) as sentinel:
             # Its socket alone would not tell: a fork of it may hold that open.
             ready = wait([self.connection, *sentinel], timeout)
             if self.connection in ready and isinstance(receive(self.connection), Ready):
@@ -106,18 +106,6 @@ class WorkerProcess:
         self.wait()
         how = f"did not get ready within {timeout:g} s" if code is None else f"{how_it_ended(code)} while it started"
         raise WorkerDiedError(f"the worker process {how}; {self.last_words()}")
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[list[int]]:
-        """A descriptor that becomes readable when it ends; none on a kernel that has none."""
-        fds: list[int] = []
-        with contextlib.suppress(OSError, AttributeError):  # a Python without them
-            fds.append(os.pidfd_open(self.pid))
-        try:
-            yield fds
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     def end(self) -> None:
         """End it at once, and give back what it took."""
@@ -159,6 +147,19 @@ class WorkerProcess:
         stderr, self._stderr = self._stderr, -1
         if stderr >= 0:
             os.close(stderr)
+
+
+@contextlib.contextmanager
+def watched(pid: int) -> Iterator[list[int]]:
+    """A descriptor that becomes readable when that child ends, whoever holds its socket; none on a kernel without."""
+    fds: list[int] = []
+    with contextlib.suppress(OSError, AttributeError):  # a Python without them
+        fds.append(os.pidfd_open(pid))
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def how_it_ended(code: int | None) -> str:

@@ -33,7 +33,7 @@ from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedErr
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.worker import messages
-from asyncckpt.worker.process import run_module, same_modules
+from asyncckpt.worker.process import run_module, same_modules, watched
 from asyncckpt.worker.socket_connection import SocketConnection
 
 _ALIGNMENT = 64
@@ -122,8 +122,9 @@ class Helper:
         self._connection.close()
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
+        with contextlib.suppress(EOFError, OSError), watched(self._process.pid) as ended:
+            # Its socket alone would not tell: a fork of it, of the function's own, may hold that open.
+            while self._connection in wait([self._connection, *ended]):
                 error = messages.receive(self._connection)
                 future = self._unanswered.popleft()
                 if error is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,3 +129,41 @@ def _functions_on_ranks(bad: int) -> str:
 @pytest.mark.parametrize(("bad", "outcome"), [(1, "[1]"), (2, "done")])
 def test_functions_end_on_all_ranks_alike(tmp_path: Path, bad: int, outcome: str) -> None:
     assert run(2, _functions_on_ranks, bad, folder=tmp_path) == [outcome] * 2
+
+
+def _with_a_child(path: str, dies: bool) -> None:
+    """As a function that writes by ``multiprocessing``: its child writes on, to storage that is slow."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    Path(path + ".partial").write_text(str(child.pid))
+    os.rename(path + ".partial", path)
+    if dies:
+        _die()
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("how", ["died", "given up", "closed"])
+def test_a_child_that_outlives_it_holds_nobody_up(queue: nvrx.AsyncCallsQueue, tmp_path: Path, how: str) -> None:
+    path = tmp_path / "child"
+    queue.schedule_async_request(nvrx.AsyncRequest(_with_a_child, (str(path), how == "died"), []))
+    while not path.exists():
+        time.sleep(0.01)
+
+    def end() -> None:
+        if how == "died":
+            with pytest.raises(CheckpointException):
+                queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+        elif how == "given up":
+            nvrx.AbortAsyncckpt()(None)
+            queue.get_num_unfinalized_calls()
+        else:
+            queue.close(abort=True)
+
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
+    ending.join(30)
+    try:
+        assert not ending.is_alive()
+    finally:
+        os.kill(int(path.read_text()), signal.SIGKILL)
+        ending.join(30)
