@@ -114,6 +114,7 @@ class Supervisor:
         """
         self.check_usable()
         if self.client is not None and not self.client.alive:
+            self.check_open()  # it may have been left just now, by ``give_up``, and not be dead at all
             self._on_death()
             self.client.close(self._config.timeout)
             self.client = None  # no more is known to run, see ``_leave_unfinished``

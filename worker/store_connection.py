@@ -275,7 +275,7 @@ class StoreConnection:
         if self._client is not None and not self._client.is_lost():
             return self._client
         self._drop()
-        while True:
+        while not self._closed:
             try:
                 reach_s = max(_PROBE_PAUSE_S, min(_REACH_S, deadline - time.monotonic(), silence or _REACH_S))
                 self._client = StoreClient(self._rendezvous, reach_s, deadline, silence)
@@ -287,7 +287,9 @@ class StoreConnection:
                 time.sleep(_PROBE_PAUSE_S)
             else:
                 patience.renew()
-                return self._client
+                if not self._closed:  # meanwhile
+                    return self._client
+        raise ConnectionAbortedError("this was closed")
 
     def _drop(self) -> None:
         client, self._client = self._client, None

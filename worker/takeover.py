@@ -164,7 +164,9 @@ class Takeover:
                 logger.warning(
                     "the worker %d of the trainer before this one is killed, after %g s", self.worker, timeout
                 )
-                os.kill(peer_pid(self._connection), signal.SIGKILL)
+                # Where its process ids are none here (another container), that is 0, which would be our own group.
+                if (pid := peer_pid(self._connection)) > 0:
+                    os.kill(pid, signal.SIGKILL)
                 if not self._connection.poll(_END_S):
                     raise SaveTimeoutError(f"the worker {self.worker} of the trainer before this one cannot be killed")
         except CheckpointError:

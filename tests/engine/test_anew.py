@@ -274,3 +274,31 @@ def test_who_waits_for_a_slot_as_all_is_given_up_takes_none(
             into = _state(0)
             assert second.load(into, memory=source == "memory") == 1 and same(into, _state(1))
             assert second.loaded is not None and second.loaded.source == source
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_worker_that_was_just_left_is_not_taken_for_dead(
+    root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, is_committed: bool
+) -> None:
+    """Nor ended, as long as it writes, with what is in its memory."""
+    first = Checkpointer(root, Config(slots=2, timeout=3))
+    save = first.save(1, _state(1))
+    if is_committed:
+        gate.touch()
+        save.result(60)
+    check_usable, calls = Supervisor.check_usable, iter(range(100))
+
+    def check_and_be_given_up(self: Supervisor) -> None:
+        check_usable(self)
+        if next(calls) == 1:  # the first is that of ``save`` itself
+            AbortAsyncckpt()(None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Supervisor, "check_usable", check_and_be_given_up)
+        with pytest.raises(ClosedError):
+            first.save(2, _state(2))
+    gate.touch()
+    with Checkpointer(root) as second:
+        into = _state(0)
+        assert second.load(into) == 1 and same(into, _state(1))
+        assert second.loaded is not None and second.loaded.source == "memory"

@@ -275,3 +275,12 @@ def test_an_outcome_that_comes_soon_is_not_the_last_word(ranks: list[Rounds]) ->
     for name in ("round-1", "round-2"):
         ranks[0].conclude_soon(name, b"no", 30).result(30)
     assert [ranks[1].outcome(name, 30) for name in ("round-1", "round-2")] == [b"yes", b"no"]
+
+
+def test_one_that_is_closed_waits_for_nothing(store: Store) -> None:
+    """It was given up between two calls of a thread."""
+    rounds = Rounds(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 10)
+    rounds.report("round-1", b"")
+    rounds.close()
+    with pytest.raises(WorkerDiedError, match="this was closed"):
+        rounds.outcome("round-1", 60)
