@@ -24,6 +24,8 @@ class HostedSegment:
         self.closed = threading.Event()
         self.segment = segment
         self.layout: SegmentLayout | None = None
+        self.taken_end = 0
+        """Up to where more of its memory was taken, in bytes, when its trainer asked for that."""
         self.constants: tuple[int, ...] = ()
         """Checksums of the layout's constant regions."""
 

@@ -131,15 +131,22 @@ class SegmentStore:
             try:
                 take_memory(hosted.segment, lambda: self._wait_released(GIVE_BACK_S), end, begin)
             except OutOfMemoryError:
-                hosted.segment.give_back(begin)
+                with self._lock:
+                    # But not what was there already, as it was asked for twice; nor what another trainer may have now.
+                    if hosted.taken_end < end and not self._trainer_is_gone:
+                        hosted.segment.give_back(begin)
                 raise
+            with self._lock:
+                hosted.taken_end = max(hosted.taken_end, end)
 
     def give_back(self, number: int, begin: int, slots: tuple[int, ...]) -> None:
         """Give memory of a segment back, with the images in these ``slots``."""
         with self._lock:
             for slot in slots:
                 self._images.pop((number, slot), None)
-            self.hosted(number).segment.give_back(begin)
+            hosted = self.hosted(number)
+            hosted.taken_end = begin
+            hosted.segment.give_back(begin)
 
     def clear(self, number: int) -> None:
         """What is in a segment is gone, and it has no layout until it gets another one."""

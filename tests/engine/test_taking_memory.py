@@ -1,0 +1,103 @@
+"""Memory of another slot that cannot be had: what was taken of it goes back, and nothing that is in use by then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import alone, faulty
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import Config
+from asyncckpt.worker import process as worker_process
+from asyncckpt.worker.client import WorkerClient
+
+pytestmark = pytest.mark.usefixtures("forkserver")
+
+_HELD = str(Path(__file__).parents[1] / "support" / "held_worker.py")
+
+
+def _state(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1 << 20,), float(step))}
+
+
+def _wait(path: str) -> None:
+    deadline = time.monotonic() + 60
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline, path
+        time.sleep(0.005)
+
+
+def _hold(gate: str, count: int) -> list[str]:
+    return [sys.executable, _HELD, gate, str(count)]
+
+
+def _die_while_memory_is_taken(root: str, local: str, gate: str) -> None:
+    worker_process.command = lambda: _hold(gate, 0)
+    checkpointer = Checkpointer(root, Config(local_root=local))
+
+    def die() -> None:
+        _wait(f"{gate}.take.reached")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die, daemon=True).start()
+    checkpointer.save(1, _state(1))  # is being written
+    checkpointer.save(2, _state(2))  # waits for a slot: the worker is asked for the memory of another
+
+
+def _go_on(root: str, local: str, gate: str) -> None:
+    os.environ["ASYNCCKPT_TEST_GATE"] = f"{gate}.second"
+    faulty("write:hold")
+    with Checkpointer(root, Config(local_root=local)) as checkpointer:
+        state = _state(0)
+        assert checkpointer.load(state) == 1
+        saves = [checkpointer.save(step, _state(step)) for step in (2, 3)]  # the second one takes another slot
+        Path(f"{gate}.take").touch()  # the worker before, which has left and only uploads, gets no memory
+        _wait(f"{gate}.taken")
+        Path(f"{gate}.second").touch()
+        for save in saves:
+            save.result(60)
+
+
+def test_a_worker_whose_trainer_is_gone_gives_back_nothing(root: Path, tmp_path: Path) -> None:
+    gate, local = str(tmp_path / "gate"), str(tmp_path / "local")
+    alone(_die_while_memory_is_taken, str(root), local, gate)
+    Path(f"{gate}.write").touch()
+    try:
+        assert alone(_go_on, str(root), local, gate)[0] == 0
+    finally:
+        Path(f"{gate}.upload").touch()
+    with Checkpointer(root, Config(local_root=local)) as checkpointer:
+        into = _state(0)
+        assert checkpointer.load(into, memory=False) == 3 and torch.equal(into["w"], _state(3)["w"])
+
+
+def test_what_was_asked_for_twice_stays(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt comes when the worker was told, and before that is known: the next save asks again."""
+    gate = str(tmp_path / "gate")
+    monkeypatch.setattr(worker_process, "command", lambda: _hold(gate, 1))
+    take = WorkerClient.take
+
+    def interrupted(*args: object) -> None:
+        take(*args)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with Checkpointer(root) as checkpointer:
+        first = checkpointer.save(1, _state(1))  # is being written
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(WorkerClient, "take", interrupted)
+            checkpointer.save(2, _state(2))
+        second = checkpointer.save(3, _state(3))
+        Path(f"{gate}.take").touch()  # there is not as much again
+        _wait(f"{gate}.taken")
+        Path(f"{gate}.write").touch()
+        first.result(60)
+        second.result(60)
+        into = _state(0)
+        assert checkpointer.load(into) == 3 and torch.equal(into["w"], _state(3)["w"])

@@ -1,0 +1,69 @@
+"""A worker that waits, for files, before it writes, takes more memory, or uploads: ``held_worker.py GATE COUNT JSON``.
+
+Of the requests for more memory the first COUNT get it, as soon as there is another; that one is held, and gets none.
+``GATE.write``, ``GATE.take`` and ``GATE.upload`` are waited for. ``GATE.take.reached`` says that one is held, and
+``GATE.taken`` that it has come to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.worker import __main__ as worker
+from asyncckpt.worker import memory, segment_store, uploader, writer
+from asyncckpt.worker.segment_store import SegmentStore
+
+_GATE, _given = sys.argv[1], int(sys.argv[2])
+
+
+def _wait(name: str) -> None:
+    deadline = time.monotonic() + 120
+    while not os.path.exists(f"{_GATE}.{name}") and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _held(name: str, real: Any) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        _wait(name)
+        return real(*args, **options)
+
+    return call
+
+
+_take_memory, _take = memory.take_memory, SegmentStore.take
+
+
+def _take_some(segment: Any, wait_released: Any = lambda: False, end: int | None = None, begin: int = 0) -> None:
+    global _given
+    if begin:
+        _given -= 1
+        if _given < 0:
+            open(f"{_GATE}.take.reached", "w").close()
+            _wait("take")  # as in the host's lock, while others take theirs
+            raise OutOfMemoryError("there is too little (as the test wants)")
+        _wait("take.reached")
+    _take_memory(segment, wait_released, end, begin)
+
+
+def _take_and_say(*args: Any) -> None:
+    try:
+        _take(*args)
+    finally:
+        if _given < 0:
+            open(f"{_GATE}.taken", "w").close()
+
+
+if __name__ == "__main__":
+    for owner, name, replacement in (
+        (segment_store, "take_memory", _take_some),
+        (SegmentStore, "take", _take_and_say),
+        (writer, "begin_attempt", _held("write", writer.begin_attempt)),
+        (uploader, "copy_checkpoint", _held("upload", uploader.copy_checkpoint)),
+    ):
+        setattr(owner, name, replacement)
+    sys.exit(worker.main(sys.argv[3:]))
