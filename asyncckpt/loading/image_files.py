@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -18,6 +20,8 @@ from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slot_locks import Readers, lease
+from asyncckpt.shm.slots import SlotTable, State
 from asyncckpt.worker.held_image import HeldImage, ImageKey
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.manifest import checksum
@@ -88,18 +92,21 @@ class ImageFiles(ABC):
 class MappedImage(ImageFiles):
     """An image in a segment that is mapped here. It must not change until this is closed."""
 
-    def __init__(self, held: HeldImage, segment: Segment, lease: Descriptor | None = None) -> None:
-        """``lease``: what keeps it, closed together with ``segment``; None: somebody else sees to both."""
+    def __init__(self, held: HeldImage, segment: Segment, lease: Descriptor, *, owns: bool = True) -> None:
+        """``lease``: what keeps it, closed with this; ``owns``: and so is ``segment``."""
         super().__init__(held)
-        self._segment, self._lease = segment, lease
-        # What is mapped to be read alone has a view that nobody tells the address of.
-        self._address = np.frombuffer(segment.view, np.uint8).ctypes.data
+        self._segment, self._closing = segment, ExitStack()
+        if owns:
+            self._closing.callback(segment.close)
+        self._closing.enter_context(lease)
+        # Kept, so that it stays mapped where another closes the segment. What is mapped to be read alone has a view
+        # that nobody tells the address of.
+        self._mapping: np.ndarray[Any, Any] | None = np.frombuffer(segment.view, np.uint8)
+        self._address = self._mapping.ctypes.data
 
     def close(self) -> None:
-        if self._lease is not None:
-            self._lease.close()
-            self._segment.close()
-            self._lease = None
+        self._mapping = None
+        self._closing.close()
 
     def _bytes(self, region: Region) -> bytes:
         return bytes(self._view(region))
@@ -197,6 +204,21 @@ class HeldImages:
         kept = [each for each in self.images if ImageKey(each.request.attempt, each.request.rank) not in keys]
         return HeldImages(self.segments, kept)
 
-    def files(self, held: HeldImage) -> MappedImage:
-        """The files of one of the images."""
-        return MappedImage(held, self.segments[held.request.segment])
+    def files(self, held: HeldImage) -> MappedImage | None:
+        """The files of one of the images, to be closed, until when nobody writes there.
+
+        None where another trainer has taken its slot, or a thread of this one is just closing the memory.
+        """
+        request, segment = held.request, self.segments[held.request.segment]
+        with contextlib.suppress(OSError, ValueError), ExitStack() as undo:
+            if (fd := lease(segment.fileno(), request.slot, Readers.OF_IMAGE)) is None:
+                return None
+            undo.enter_context(fd)
+            with contextlib.closing(SlotTable(segment.view)) as slots:
+                is_taken = slots.save_id(request.slot) != request.save_id or slots.state(request.slot) is State.STAGING
+            if is_taken:
+                return None
+            files = MappedImage(held, segment, fd, owns=False)
+            undo.pop_all()
+            return files
+        return None

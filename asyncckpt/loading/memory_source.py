@@ -257,9 +257,10 @@ class MemorySource:
         own = self._found.own
         if own is not None and not own.is_closed():
             for held in own.images:
-                if (held.request.attempt, held.request.rank) == (self.request.attempt, rank):
+                is_it = (held.request.attempt, held.request.rank) == (self.request.attempt, rank)
+                if is_it and (files := own.files(held)) is not None:
                     self._origins[rank] = Unusable(self._found.scope, None, ImageKey(self.request.attempt, rank))
-                    return own.files(held)
+                    return self._held.enter_context(closing(files))
         # What is on this host first.
         places = sorted(self._places.get(rank, []), key=lambda place: place.scope != self._found.scope)
         for place in places:

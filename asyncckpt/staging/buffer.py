@@ -110,6 +110,9 @@ class StagingBuffer:
         self._memory = SlotMemory(self.client, self.number, self.segment, [*self._offsets, nbytes], taken)
         if adopted is not None:
             needed = {each.request.slot for each in adopted.held} | {*self._published.publications().values()}
+            # What is being read stays, too: by somebody who has found it while another worker held it.
+            others = (slot for slot in range(len(self.saves)) if slot not in needed)
+            needed |= {slot for slot in others if not self._published.claim(slot)}
             self._memory.taken = max(taken, *(slot + 1 for slot in needed), 0)
             if self._pinned is not None:
                 self._pinned.cut_back(self._memory.end)
