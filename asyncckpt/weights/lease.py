@@ -54,6 +54,7 @@ class Lease:
         self.segment = segment
         self._begin = span.start
         self.is_file = len(span) == segment.nbytes
+        self._shared = segment.view[:]  # which so stays mapped, also where the subscriber lets go of it
         view = segment.view if views is None else views.take()
         memory = readable_memory(view, span)
         self._lease = weakref.finalize(memory, _end, fd, view, views)
@@ -83,11 +84,11 @@ class Lease:
         return bool(memcmp(self._address(entry), other._address(theirs), entry.nbytes) == 0)
 
     def _address(self, entry: TensorEntry) -> int:
-        return int(np.frombuffer(self.segment.view, np.uint8).ctypes.data) + self._begin + entry.begin
+        return int(np.frombuffer(self._shared, np.uint8).ctypes.data) + self._begin + entry.begin
 
     def give_back(self) -> bool:
         """Whether that ends the lease at once; if not, some tensor is still in use, and the last one ends it."""
-        self._memory = None
+        self._memory, self._shared = None, memoryview(b"")
         self._as.clear()
         return not self._lease.alive
 

@@ -13,6 +13,8 @@ import torch
 
 from asyncckpt.devices.kinds import wait_for
 from asyncckpt.errors import ClosedError, MismatchError
+from asyncckpt.shm.descriptor import Descriptor
+from asyncckpt.shm.slot_locks import reopen
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, copied_as
 from asyncckpt.weights.lease import Lease
@@ -142,9 +144,10 @@ class Weights(Mapping[str, torch.Tensor]):
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncckpt-"))
             paths = []
             for rank, part in enumerate(self._parts):
-                name = f"weights-{os.getpid()}-{part.segment.fileno()}-{self.version}-{rank}.safetensors"
-                path = Path(folder, name)
-                path.symlink_to(f"/proc/{os.getpid()}/fd/{part.segment.fileno()}")
+                # Its own: the subscriber closes that of the segment when there is another, and the number is reused.
+                file = stack.enter_context(Descriptor.of(reopen, part.segment.fileno(), os.O_RDONLY))
+                path = Path(folder, f"weights-{os.getpid()}-{file.fileno()}-{self.version}-{rank}.safetensors")
+                path.symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
                 stack.callback(path.unlink, missing_ok=True)  # some readers do that themselves
                 paths.append(os.fspath(path))
             yield paths
