@@ -145,8 +145,8 @@ class Committer:
     def hurry(self) -> None:
         """The trainer is gone: nobody brings the store back for its saves."""
         self._patience.end()
-        if self._rendezvous is not None and not self.idle():
-            self._survivors = Survivors(self._rendezvous)
+        if self._rank == 0 and self._rendezvous is not None and not self.idle():
+            self._survivors = Survivors(self._rendezvous, self._saves)
 
     def restarted(self) -> None:
         """The job is started again: ranks whose workers are gone, too, are waited for no more."""
@@ -158,6 +158,8 @@ class Committer:
 
     def expect(self, request: WriteRequest) -> None:
         """A save has begun."""
+        if self._rank > 0 and self._rendezvous is not None and self._survivors is None:
+            self._survivors = Survivors(self._rendezvous, self._saves)
         self._patience.renew()
         with self._lock:
             self._open[request.save_id] = None
@@ -173,6 +175,9 @@ class Committer:
         """Whether no save is open."""
         with self._lock:
             return not self._open
+
+    def _saves(self) -> bool:
+        return not self.idle()
 
     def unended(self) -> tuple[WriteRequest, ...]:
         """The saves that have not ended."""

@@ -1,8 +1,9 @@
-"""The survivors: which workers of a job are still there when its trainers are gone.
+"""The survivors: which workers of a job are still there when its first trainer is gone.
 
 A trainer that has died is told of by its worker. But a host may be lost with all that was on it, and then nobody says
-anything. So each worker whose trainer is gone says from then on that it is there, and once the job is started again,
-which shows that all trainers are gone, the first rank's worker waits no more for those that say nothing.
+anything. So each worker says that it is there, as long as a save is under way, and once the job seems to be started
+again, the first rank's worker waits no more for those that say nothing. (It seems so, too, where somebody only looks
+what the workers hold: then those whose trainers live are waited for all the same.)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from asyncckpt.errors import CheckpointError, RankFailedError
 from asyncckpt.worker.messages import Rendezvous
@@ -28,12 +30,12 @@ _ANSWER_S = 5.0
 
 
 class Survivors:
-    """One worker's part, from when its trainer is gone."""
+    """One worker's part: of the first rank from when its trainer is gone, of any other from its first save on."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        """Begin to say that this one is there."""
+    def __init__(self, rendezvous: Rendezvous, saves: Callable[[], bool]) -> None:
+        """Begin to say that this one is there, whenever it ``saves``."""
         self._rounds = Rounds(rendezvous, _ANSWER_S, Patience(0.0))
-        self._rank = rendezvous.rank
+        self._rank, self._saves = rendezvous.rank, saves
         self._slower = max(1.0, rendezvous.world_size / _RANKS)
         self._heard: dict[int, tuple[bytes | None, float]] = {}  # by rank: what it has said last, and since when
         self._restarted_at: float | None = None
@@ -43,7 +45,7 @@ class Survivors:
             self._thread.start()
 
     def restarted(self) -> None:
-        """The job is started again: no trainer of it is there any more. Waits for nothing."""
+        """The job is started again, or so it seems. Waits for nothing."""
         self._restarted_at = self._restarted_at or time.monotonic()
 
     def lost(self, rank: int) -> CheckpointError | None:
@@ -72,6 +74,8 @@ class Survivors:
     def _say(self) -> None:
         number = 0
         while not self._closed.wait(_SAY_S * self._slower):
+            if not self._saves():
+                continue
             number += 1
             try:
                 self._rounds.put(_KIND, str(number).encode())

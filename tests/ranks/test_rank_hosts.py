@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,16 +13,17 @@ import psutil
 import pytest
 import torch.distributed as dist
 from support.hosts import damage_images, enter_host
-from support.ranks import Job, faulty, run, say
+from support.ranks import Job, alone, faulty, gated, run, say
 from support.states import equal, replicas
 from support.workers import wait_for
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.errors import CheckpointError, CheckpointExistsError
 from asyncckpt.loading.memory_source import MemorySource
 from asyncckpt.save_handle import Save
+from asyncckpt.worker import survivors
 from asyncckpt.worker.running_workers import running_workers
 from asyncckpt.worker.storage import complete_steps, step_folder
 
@@ -225,3 +227,30 @@ def test_what_was_staged_later_is_committed_later(hosts: Path, within: bool) -> 
     finally:
         os.kill(workers[1], signal.SIGCONT)
     assert found == [True, True]
+
+
+def _save_and_lose_the_first(root: str) -> str:
+    if dist.get_rank() == 1:
+        faulty("write:hold")  # its storage is slow
+    checkpointer = Checkpointer(root)
+    save = checkpointer.save(1, replicas(1))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.path.basename(save.result(60))
+
+
+def _look(root: str) -> None:
+    with Checkpointer(root, Config(timeout=1.0)) as checkpointer, contextlib.suppress(CheckpointError):
+        checkpointer.latest()
+
+
+def test_a_rank_that_lives_is_waited_for_whoever_looks(tmp_path: Path) -> None:
+    """Who asks what a dead trainer's worker holds may be of the job that was started again, or a mere evaluation."""
+    root, gate = str(tmp_path / "root"), tmp_path / "gate"
+    job = Job(2, gated, _save_and_lose_the_first, str(gate), root, folder=tmp_path)
+    wait_for(lambda: Path(f"{gate}.reached").exists() and not job.processes[0].is_alive())
+    alone(_look, root)
+    time.sleep(survivors._SILENCE_S + 2)  # longer than the worker of a lost host is waited for
+    gate.touch()
+    assert job.wait()[1].result == "step-00000001" and complete_steps(root) == [1]

@@ -36,7 +36,7 @@ def _lost(first: Survivors, rank: int, within: float) -> bool:
 
 
 def test_the_silent_are_lost_once_the_job_is_started_again(rendezvous: Rendezvous) -> None:
-    first, other = Survivors(rendezvous), Survivors(replace(rendezvous, rank=1))
+    first, other = (Survivors(replace(rendezvous, rank=rank), lambda: True) for rank in range(2))
     try:
         assert not _lost(first, 2, 2 * SILENCE_S)  # its trainer may live
         first.restarted()
@@ -50,7 +50,7 @@ def test_the_silent_are_lost_once_the_job_is_started_again(rendezvous: Rendezvou
 
 
 def test_who_was_heard_before_the_restart_has_time_to_say_more(rendezvous: Rendezvous) -> None:
-    first, other = Survivors(rendezvous), Survivors(replace(rendezvous, rank=1))
+    first, other = (Survivors(replace(rendezvous, rank=rank), lambda: True) for rank in range(2))
     try:
         other.close()
         time.sleep(SILENCE_S)
