@@ -147,16 +147,17 @@ class Uploader:
 
     def _carry_out_all(self) -> bool:
         """Upload what waits, until one has failed. Returns False where another worker is about to."""
-        if not self._notes.all():
-            return True
-        lock = self._notes.lock()
-        if lock is None:
-            return False
-        try:
-            while (upload := self._next()) is not None and self._carry_out(upload):
-                pass
-        finally:
-            os.close(lock)
+        # Again after the lock: who has found it taken, after the last look, leaves its upload to this one.
+        while self._notes.all():
+            lock = self._notes.lock()
+            if lock is None:
+                return False
+            try:
+                while (upload := self._next()) is not None:
+                    if not self._carry_out(upload):
+                        return True
+            finally:
+                os.close(lock)
         return True
 
     def _next(self) -> Upload | None:

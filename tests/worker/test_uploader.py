@@ -231,3 +231,30 @@ def test_a_worker_that_dies_as_it_commits(
     uploader = uploader_of()
     assert outcome(uploader) is None and complete_steps(str(root)) == ([4] if is_committed else [])
     assert UploadNotes(str(local)).steps() == []
+
+
+def test_of_two_workers_that_end_one_uploads_the_last(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has looked for more, and not let go of the lock: the other, which finds it taken, leaves its own to that."""
+    has_looked, may_go_on, find_next = threading.Event(), threading.Event(), Uploader._next
+
+    def next_of(uploader: Uploader) -> Upload | None:
+        found = find_next(uploader)
+        if uploader is older and found is None:
+            has_looked.set()
+            assert may_go_on.wait(60)
+        return found
+
+    monkeypatch.setattr(Uploader, "_next", next_of)
+    older = uploader_of()
+    upload(older, upload_of(local, root, 1))
+    ending = threading.Thread(target=older.close)
+    ending.start()
+    assert has_looked.wait(60)
+    newer = uploader_of()
+    upload(newer, upload_of(local, root, 2))
+    newer.close()
+    may_go_on.set()
+    ending.join(60)
+    assert complete_steps(str(root)) == [1, 2] and not UploadNotes(str(local)).all()
