@@ -51,7 +51,10 @@ class PublishedSlots:
         keep; or where they have this one already, as another version.
         """
         others = [other for other in self.publications().values() if other != slot]
-        if not self._is_unread(slot) or (len(others) == self.count - 1 and not any(map(self._withdraw, others))):
+        if not self._is_unread(slot):
+            return False
+        if len(others) == self.count - 1 and not any(map(self._withdraw, others)):
+            self.offer(slot)
             return False
         self.publish(slot, version)
         return True

@@ -179,6 +179,7 @@ OTHERS_PRIVATE = frozenset(
             "_serialization_tls",
             "_version",
         ),
+        "_condition",  # of a Future: its lock
         "_is_owned",  # of an RLock: whether this thread has it
         *(
             "_save_checkpoint",

@@ -57,7 +57,8 @@ class RootLock:
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
             try:
-                found, is_ours = _read(fd), lock_alone(fd)
+                is_ours = lock_alone(fd)
+                found = _read(fd)
                 if is_ours is None:
                     raise OSError("its file system has no locks")
                 if not is_ours:

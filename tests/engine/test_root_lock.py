@@ -225,3 +225,20 @@ def test_a_file_system_without_locks_and_a_file_that_is_removed(root: Path, monk
     os.mkfifo(path)
     with pytest.raises(OSError, match="no file"):
         RootLock.take(claim, 7)
+
+
+def test_whose_a_root_is_counts_when_the_lock_is_taken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job saves there, and ends, between the look at the file and the lock."""
+    root.mkdir()
+
+    def late(fd: int) -> bool | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(root_lock, "lock_alone", lock_alone)
+            other = RootLock.take(Claim(str(root), "other"), os.getpid())
+            assert isinstance(other, RootLock)
+            other.release()
+        return lock_alone(fd)
+
+    monkeypatch.setattr(root_lock, "lock_alone", late)
+    with pytest.raises(JobTakenError):
+        RootLock.take(Claim(str(root), "mine"), os.getpid())

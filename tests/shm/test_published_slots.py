@@ -14,7 +14,7 @@ from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.published_slots import PublishedSlots, ReadableSlots
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.shm.slot_locks import Readers
-from asyncckpt.shm.slots import PublishedVersion, SlotTable
+from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable
 
 
 def test_what_is_half_told_is_not_told() -> None:
@@ -98,3 +98,21 @@ def test_a_slot_is_claimed_and_published_and_read() -> None:
         assert not readers.publications()
         slots.close()
         readers.close()
+
+
+def test_what_is_published_can_be_leased_where_it_was_to_be_another_version() -> None:
+    """Which was refused, as readers have all other slots."""
+    old, new, newest = (PublishedVersion(1, version, rolled_back=False, ranks=1) for version in (1, 2, 3))
+    with (
+        Segment.create("asyncckpt-test", HEADER_BYTES) as segment,
+        contextlib.closing(PublishedSlots(segment, 2)) as slots,
+        contextlib.closing(ReadableSlots(segment, 2)) as reader,
+    ):
+        slots.publish(0, old)
+        slots.publish(1, new)
+        kept = reader.lease(0, old)
+        assert kept is not None and not slots.publish_unless_last(1, newest)
+        with kept:
+            found = reader.lease(1, new)
+        assert found is not None
+        found.close()

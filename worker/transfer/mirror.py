@@ -122,7 +122,8 @@ class Mirror:
     ) -> None:
         """Fetch a version, or what of it is not here yet, and publish it."""
         # Memory is taken before a holder is asked, which may be just taking its own: all hosts do that side by side.
-        sizes = self._last.sizes if self._last is not None else self._sizes(version, locator)
+        known = self._last if self._coming is None or self._coming.version[:2] != version[:2] else self._coming
+        sizes = known.sizes if known is not None else self._sizes(version, locator)
         image = self._begin(version, sizes)
         with self._opened(version, locator.addresses if holder is None else (holder,), locator) as parts:
             found = tuple(nbytes for part in parts for nbytes in part.sizes)

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.published import KEY, Gate, MirrorHere, Publishing, Reads, spied_read
@@ -223,3 +224,35 @@ def test_what_is_no_locator(text: str) -> None:
 def test_locators(host: str) -> None:
     locator = Locator(b"\x00\xff", (TransferAddress(host, 1), TransferAddress(host, 65535)), "nixl")
     assert Locator.parse(str(locator)) == Locator.read(f" {locator}\n") == locator
+
+
+def test_memory_for_another_size_is_taken_once(
+    hosts: list[MirrorHere | Publishing], spy: tuple[Reads, list[Before]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often its holder breaks off."""
+    left = 20
+
+    def break_off(address: TransferAddress, *_: object) -> None:
+        nonlocal left
+        if address == large.address and left:
+            left -= 1
+            raise ConnectionResetError("as the test wants")
+
+    hosts.append(small := Publishing(SPAN_BYTES))
+    small.publish(1, data_of(1, SPAN_BYTES))
+    hosts.append(here := MirrorHere(small))
+    here.wait(1)
+    hosts.append(large := Publishing(NBYTES))
+    large.publish(2, data_of(2))
+    taken: list[object] = []
+    allocate = here.store.allocate
+
+    def counted(*given: Any) -> Any:
+        taken.append(given)
+        return allocate(*given)
+
+    monkeypatch.setattr(here.store, "allocate", counted)
+    spy[1].append(break_off)
+    here.mirror.locator = str(Locator(KEY, (large.address,), "sockets"))
+    small.server.close()
+    assert here.wait(2) == data_of(2) and not left and len(taken) <= 3
