@@ -23,6 +23,7 @@ from asyncckpt.worker.uploads import Uploaded
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.5  # how often a wait looks whether it makes sense
+_END_S = 5.0  # how long one that is killed may take to end
 _LISTEN_S = 1.0  # how long the listener listens before it looks which saves are overdue
 Answer = TypeVar("Answer")
 _Told: TypeAlias = Callable[[Any], object]
@@ -219,7 +220,10 @@ class WorkerClient:
         """End the worker at once, and wait until all it had to do has failed."""
         if self._may_end():
             self._process.kill()
-            self._listener.join()
+            self._listener.join(_END_S)
+            if self._listener.is_alive():  # it is in a call of storage that cannot be broken off, and so is its socket
+                self._process.hang_up()
+                self._listener.join()
 
     def check_usable(self) -> None:
         """Raise what keeps the worker from being asked: ``ClosedError``, or the ``WorkerDiedError`` it ended with."""
@@ -318,7 +322,7 @@ class WorkerClient:
 
     def _on_exit(self) -> None:
         """The worker is gone: everything open fails, and says why."""
-        code = self._process.wait(0 if self._detaching else 5)
+        code = self._process.wait(0 if self._detaching else _END_S)
         if code is None and self.saves and not self._detaching:
             self._process.kill()  # what it was to do has failed
         words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"

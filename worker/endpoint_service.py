@@ -54,6 +54,8 @@ class EndpointService:
         self._lingers_for = 0.0
         # A plain flag, because a signal handler may set it.
         self._retired = False
+        self.is_closed_in_order = False
+        """The trainer has not died, but closed: what is not written yet is in no other hands."""
         self.unended_saves: Callable[[], tuple[WriteRequest, ...]] = tuple
         """Says which saves have not ended."""
         self.on_restart: Callable[[], object] = lambda: None
@@ -189,7 +191,9 @@ class EndpointService:
                     published.append(each)
                     numbers.add(each.segment)
         held = tuple(sorted(numbers))
-        saves = tuple(each.path for each in self.unended_saves() if each.world_size == 1)
+        # Where a trainer of several has died, another host may be lost, and nobody should wait for what that had.
+        is_waited_for = self.is_closed_in_order
+        saves = tuple(each.path for each in self.unended_saves() if each.world_size == 1 or is_waited_for)
         facts = os.getpid(), self._retired, held, images, tuple(published), saves, self._serving.follows
         send(peer, endpoint_messages.Inventory(*facts))
         return held

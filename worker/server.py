@@ -106,7 +106,7 @@ class Server:
             if self._metrics is not None:
                 self._metrics.begin()
             why = self._serve(trainer)
-            self.is_closed_in_order = why == _CLOSED
+            self.is_closed_in_order = self._endpoint_service.is_closed_in_order = why == _CLOSED
             lingers = why != _CLOSED and linger > 0
         finally:
             if why != _CLOSED:  # who is gone listens to nothing

@@ -149,8 +149,9 @@ class Takeover:
         Args:
             timeout: Seconds after which one that has not left (storage may be stalled, or a host of the job be lost) is
                 killed: what it was writing is held here.
-            longest: The same, if it is more, for one that was writing what is not held, such as sets of files. Not with
-                other ranks: one of them may be lost, and those that are there would wait for this one.
+            longest: The same, if it is more, for one that was writing what is not held: sets of files, and all of a
+                trainer that has closed. Where one of several has died that counts for nothing: another may be lost, and
+                those that are there would wait for this one.
 
         Raises:
             SaveTimeoutError: Not even that ends it.

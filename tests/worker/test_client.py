@@ -26,10 +26,11 @@ from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.saves import Saves
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.worker import client as client_module
 from asyncckpt.worker import messages
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.process import WorkerOptions
+from asyncckpt.worker.process import WorkerOptions, WorkerProcess
 from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.storage import complete_steps
 from asyncckpt.worker.takeover import is_running
@@ -344,3 +345,20 @@ def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.
             checkpointer.save(2, {"w": torch.ones(10)}).result(60)
         assert worker is not None and not worker.alive
         checkpointer.save(3, {"w": torch.ones(10)}).result(60)
+
+
+def test_one_that_cannot_be_killed_at_once_keeps_nobody(
+    root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in a call of storage that cannot be broken off: its socket stays open."""
+    monkeypatch.setattr(client_module, "_END_S", 0.1)
+    with Checkpointer(root) as checkpointer:
+        save = checkpointer.save(1, small_state())
+        worker = checkpointer._engine.worker
+        assert worker is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerProcess, "kill", lambda _: None)
+            worker.kill()
+        with pytest.raises(WorkerDiedError):
+            save.result(1)
+        worker._process.end()

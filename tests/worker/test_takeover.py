@@ -8,11 +8,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from multiprocess.connection import Connection
+from support.attempts import checkpoint_attempt
 
 from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import messages, takeover
 from asyncckpt.worker.endpoint import Endpoint, endpoint_name
 from asyncckpt.worker.endpoint_messages import (
@@ -24,8 +28,11 @@ from asyncckpt.worker.endpoint_messages import (
     TrainerAlive,
     WorkerStatus,
 )
+from asyncckpt.worker.endpoint_service import EndpointService
 from asyncckpt.worker.held_image import ImageKey
+from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.takeover import ReaderClient, Takeover, retire_idle_workers
+from asyncckpt.worker.transfer.serving import Serving
 
 
 @contextlib.contextmanager
@@ -103,3 +110,45 @@ def test_checksums_are_waited_for_as_long_as_it_answers(is_stopped: bool) -> Non
         assert time.monotonic() - begun < 10
         may_end.set()
         client.close()
+
+
+def test_nobody_is_killed_by_a_process_id_of_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a worker in another container the kernel says 0, by which a process kills its own group."""
+    killed: list[int] = []
+    may_end = threading.Event()
+
+    def answer(connection: Connection) -> None:
+        messages.receive(connection)
+        messages.send(connection, Inventory(os.getpid(), False, (), (), ()))
+        may_end.wait(60)
+
+    monkeypatch.setattr(takeover, "_END_S", 0.1)
+    with answering(os.getpid(), answer) as name:
+        found = Takeover.find(name, 30)
+        assert found is not None
+        with found, monkeypatch.context() as patch:
+            patch.setattr(takeover, "peer_pid", lambda _: 0)
+            patch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+            with pytest.raises(SaveTimeoutError, match="cannot be killed"):
+                found.retire(0.1)
+        may_end.set()
+    assert not killed
+
+
+@pytest.mark.parametrize("is_closed_in_order", [False, True])
+def test_what_other_ranks_save_too_is_waited_for_where_all_have_closed(
+    tmp_path: Path, is_closed_in_order: bool
+) -> None:
+    """Else one of them may be lost."""
+    with Segment.create("test", 4 * PAGE) as segment:
+        request = replace(checkpoint_attempt(tmp_path, segment).request, world_size=2)
+    store = SegmentStore()
+    service = EndpointService(name := endpoint_name("job", 0), os.getpid(), store, Serving(store))
+    service.unended_saves, service.is_closed_in_order = lambda: (request,), is_closed_in_order
+    store.on_trainer_gone(keep=False)
+    with contextlib.closing(store), contextlib.closing(service):
+        service.open()
+        found = Takeover.find(name, 30)
+        assert found is not None
+        with found:
+            assert found._not_held == ({request.path} if is_closed_in_order else set())
