@@ -15,8 +15,9 @@ class AbortAsyncckpt:
     """For ``inprocess.Wrapper(abort=inprocess.Compose(AbortTorchDistributed(), AbortAsyncckpt()))``.
 
     What this process has of checkpointers, of calls such as ``async_save``, and of the queues here, is given up: waits
-    for saves and for other ranks end with an error at once, in the main thread, too. Workers stay, with their memory,
-    for the next iteration: a save that all ranks had staged is finished, any other is withdrawn on all of them.
+    for saves and for other ranks end with an error at once, in the main thread, too; with ``Config.overlap`` one for a
+    copy ends with that. Workers stay, with their memory, for the next iteration: a save that all ranks had staged is
+    finished, any other is withdrawn on all of them.
     """
 
     def __new__(cls, *args: object, **options: object) -> AbortAsyncckpt:
