@@ -46,6 +46,8 @@ class WorkerClient:
         """
         self._owner, self._process, self._on_uploaded = os.getpid(), WorkerProcess(options), on_uploaded
         self._connection, self._endpoint = self._process.connection, options.endpoint
+        self.pid = self._process.pid
+        """The worker's process id."""
         self.saves, self._sending = OpenSaves(), threading.Lock()
         self._questions = Questions(self.tell, self._give_back)
         self._taken: dict[int, Callable[[CheckpointError | None], object]] = {}
@@ -63,11 +65,6 @@ class WorkerClient:
             if isinstance(error, RuntimeError):
                 raise WorkerDiedError(f"no thread can be started to listen to the worker: {error}") from error
             raise
-
-    @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -221,9 +218,8 @@ class WorkerClient:
         if self._may_end():
             self._process.kill()
             self._listener.join(_END_S)
-            if self._listener.is_alive():  # it is in a call of storage that cannot be broken off, and so is its socket
-                self._process.hang_up()
-                self._listener.join()
+            self._process.hang_up()  # its socket stays open while it is in a call of storage that cannot be broken off
+            self._listener.join()
 
     def check_usable(self) -> None:
         """Raise what keeps the worker from being asked: ``ClosedError``, or the ``WorkerDiedError`` it ended with."""
