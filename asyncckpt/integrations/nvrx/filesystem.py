@@ -211,17 +211,18 @@ def save_state_dict_async_plan(
     Returns:
         The arguments of ``save_state_dict_async_finalize``; the metadata is None.
     """
-    path, by = os.path.realpath(os.fspath(storage_writer.path)), engine(process_group)
+    path = os.path.realpath(os.fspath(storage_writer.path))
     exists = not storage_writer.overwrite and os.path.exists(os.path.join(path, METADATA_NAME))
     existing: Existing = "refuse" if exists else "join"
     if enable_cache and planner is not None:
         _keep_local_plans(planner)
     try:
-        separate = storage_writer.separation_hint or ""
+        by, separate = engine(process_group), storage_writer.separation_hint or ""
         save = by.save(path, state_dict, existing=existing, planner=planner, separate=separate)
     except CheckpointError as error:
         save = Save.finished(path, error)
-    save.synchronize_staging(by.config.timeout)  # with ``Config.overlap``, of which nvrx's callers know nothing
+    else:
+        save.synchronize_staging(by.config.timeout)  # with ``Config.overlap``, of which nvrx's callers know nothing
     storage_writer.staged = StagedWrite(save, process_group)
     return storage_writer, None, _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
 
