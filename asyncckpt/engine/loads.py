@@ -20,7 +20,8 @@ from asyncckpt.loading.plan_reading import read_plan
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.publication import whole_number
-from asyncckpt.ranks.collectives import check_same, from_first, rank_of
+from asyncckpt.ranks.collectives import check_same, from_first, on_all, rank_of
+from asyncckpt.staging.under_way import wait_for_copies
 from asyncckpt.worker.root_lock import check_job
 from asyncckpt.worker.rounds import Call
 from asyncckpt.worker.storage.history import Origin
@@ -77,6 +78,8 @@ class Loads:
         about: dict[str, Any] = {"rank": rank_of(self._ranks), "path": self._tiers.root}
         number = None if step is None else whole_number(step, "step")
         try:
+            # With overlap: of the tensors that are about to be filled, perhaps.
+            on_all(partial(wait_for_copies, self._engine.config.timeout), self._ranks)
             self._check_asked_by_all(number)
             loaded = self._load(fill, number, begun, memory=memory, fallback=fallback)
         except BaseException as error:

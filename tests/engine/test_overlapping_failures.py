@@ -108,3 +108,26 @@ def test_given_up_before_the_worker_sees_it(root: Path, monkeypatch: pytest.Monk
     os.kill(worker, signal.SIGCONT)
     for memory in (True, False):
         assert _loaded(root, memory=memory) == [1, 1]
+
+
+def test_a_load_waits_for_copies(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that goes back fills the tensors that its last save copies."""
+    copy, may_go_on = host_copy._ByteCopy.copy, threading.Event()
+
+    def waits(unit: Any, tensors: Any) -> None:
+        assert may_go_on.wait(60)
+        copy(unit, tensors)
+
+    with Checkpointer(root, Config(overlap=True)) as checkpointer:
+        state = {"a": torch.ones(1000)}
+        checkpointer.save(1, state).result(60)
+        state["a"].fill_(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(host_copy._ByteCopy, "copy", waits)
+            save = checkpointer.save(2, state)
+            timer = threading.Timer(0.3, may_go_on.set)
+            timer.start()
+            assert checkpointer.load(state, 1) == 1 and state["a"].eq(1).all()
+            timer.join()
+        save.result(60)
+        assert checkpointer.load(state, 2) == 2 and state["a"].eq(2).all()
