@@ -181,15 +181,17 @@ class StagingBuffer:
         """A slot to stage in, if there is one: that least recently used, so that they take turns.
 
         It is not under way, nobody reads what is there, and from now on nobody can. Nor is it the last that other hosts
-        have copies of, if storage has failed and has it not: with it, a host that is lost would take a part along.
+        have copies of, if storage has failed and has it not: with it, a host that is lost would take a part along. Nor
+        is it what readers find, while the memory of another is coming.
         """
         safe = [save for save in self.saves if save is not None and (save.is_durable or save.is_replicated)]
         last = max(safe, key=lambda save: save.request.save_id, default=None)
         kept = last if last is not None and not last.is_durable and len(self.saves) > 1 else None
+        published = self._published.publications().values() if self._memory.is_coming else ()
         # The first, as long as the others are too much.
         order = sorted(self._by_age) if self._memory.is_too_much else self._by_age
         for slot in order:
-            is_kept = kept is not None and self.saves[slot] is kept
+            is_kept = (kept is not None and self.saves[slot] is kept) or slot in published
             if slot < self._memory.taken and not is_kept and self._is_free(slot) and self._published.claim(slot):
                 return slot
         return None

@@ -12,7 +12,7 @@ def test_the_last_step_that_other_hosts_have_stays_while_storage_fails() -> None
     """Claimed is what can be spared: a host that is lost would else take a part of it along."""
     buffer: Any = object.__new__(StagingBuffer)
     buffer._published = SimpleNamespace(claim=lambda slot: True)
-    buffer._memory = SimpleNamespace(taken=2, is_too_much=False)
+    buffer._memory = SimpleNamespace(taken=2, is_too_much=False, is_coming=False)
     common = {"is_written": True, "copied": SimpleNamespace(is_set=lambda: True), "has_ended": True}
 
     def save(number: int, *, durable: bool, replicated: bool) -> Any:
@@ -30,3 +30,17 @@ def test_the_last_step_that_other_hosts_have_stays_while_storage_fails() -> None
         assert buffer.claim_slot() == expected
     buffer.saves, buffer._by_age = [save(1, durable=False, replicated=True)], [0]
     assert buffer.claim_slot() == 0  # there is no other
+
+
+def test_what_is_published_stays_while_the_memory_of_another_is_coming() -> None:
+    """Readers shall find a version while the next is staged."""
+    buffer: Any = object.__new__(StagingBuffer)
+    buffer._published = SimpleNamespace(claim=lambda slot: True, publications=lambda: {"a version": 0})
+    buffer._memory = SimpleNamespace(taken=1, is_too_much=False, is_coming=True)
+    buffer.saves, buffer._by_age = [None, None], [0, 1]
+    assert buffer.claim_slot() is None
+    buffer._memory.is_coming = False  # it was refused
+    assert buffer.claim_slot() == 0
+    buffer._memory.taken = 2
+    buffer._by_age = [1, 0]
+    assert buffer.claim_slot() == 1

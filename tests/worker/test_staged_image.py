@@ -158,7 +158,8 @@ def test_a_slot_is_nobodys_while_a_failed_save_is_copied_into_it(root: Path, mon
         assert buffer is not None and (pending := buffer.saves[0]) is not None
         elsewhere = SaveDroppedError("replaced")
         buffer.client.saves.on_end(pending.request.save_id, elsewhere)
-        assert first.staged() and buffer.client.cancel(pending, elsewhere, 30) and buffer.claim_slot() is None
+        assert first.done() and not first.staged()
+        assert buffer.client.cancel(pending, elsewhere, 30) and buffer.claim_slot() is None
         timer = threading.Timer(0.2, go_on.set)
         timer.start()
         checkpointer.save(2, state_of(2)).result(60)
