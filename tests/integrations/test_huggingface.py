@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support import hf_training
 from support.hf_ranks import Died, dies_at
 from support.hf_states import checkpoints, same_files
 from support.workers import Faulty, wait_for
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from asyncckpt.config import Config
@@ -178,3 +180,34 @@ def test_what_a_failed_best_checkpoint_leaves(tmp_path: Path, faulty_worker: Fau
     assert trainer.state.best_global_step == 4
     assert checkpoints(run) == [2, 6]
     assert trainer.state.best_model_checkpoint == str(run / "checkpoint-2")
+
+
+class History(TrainerCallback):  # type: ignore[misc]
+    """What it is told of saves: the step, and the newest that the log knows."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append((state.global_step, max(each["step"] for each in state.log_history)))
+
+
+def test_the_state_that_is_told_is_that_of_the_step(tmp_path: Path, gate: Path) -> None:
+    """Though the training has gone on by then."""
+    trainer = hf_training.trainer(tmp_path, at_step=lambda step: gate.touch() if step == 5 else None)
+    trainer.add_callback(history := History())
+    trainer.train()
+    assert history.seen == [(2, 2), (4, 4), (6, 6)]
+
+
+def test_the_next_training_of_the_process_waits_for_what_the_one_before_saves(tmp_path: Path, gate: Path) -> None:
+    trainer = hf_training.trainer(tmp_path, at_step=dies_at(3))
+    with pytest.raises(Died):
+        trainer.train()
+    trainer.recorder._at_step = lambda _: None
+    trainer.recorder.losses.clear()
+    timer = threading.Timer(0.3, gate.touch)
+    timer.start()
+    trainer.train(resume_from_checkpoint=True)
+    timer.join()
+    assert min(trainer.recorder.losses) == 3

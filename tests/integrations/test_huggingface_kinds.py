@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 import safetensors.torch
+import transformers
 import transformers.trainer
 from support import hf_training
 from support.hf_states import checkpoints, same_files
@@ -240,3 +241,24 @@ def test_what_is_changed_while_it_is_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsavableStateError, match=r"model\.safetensors was changed"):
         hf_training.trainer(tmp_path, of=Averages).train()
     assert checkpoints(tmp_path) == []
+
+
+class Merges(Trainer):  # type: ignore[misc]
+    """Saves also what its adapters make of the model, and takes that back before the checkpoint is whole."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.model.merge_adapter()
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        self.model.get_base_model().save_pretrained(folder / "merged")
+        self.model.unmerge_adapter()
+
+
+def test_one_kind_of_tensors_that_is_changed_is_seen(tmp_path: Path) -> None:
+    """Of 32 layers each has 12 tensors, of which the adapters change one: by ``.data``, which nothing counts."""
+    peft = pytest.importorskip("peft")
+    config = transformers.GPT2Config(vocab_size=32, n_positions=32, n_embd=8, n_layer=32, n_head=2)
+    base = transformers.GPT2LMHeadModel(config)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True))
+    with pytest.raises(UnsavableStateError, match=r"model\.safetensors was changed"):
+        hf_training.trainer(tmp_path, of=Merges, what=model, max_steps=2, learning_rate=0.5).train()

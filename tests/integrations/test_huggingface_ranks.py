@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support import hf_ranks
 from support.hf_ranks import STEPS
+from support.peers import peer
 from support.ranks import run
 
 pytest.importorskip("transformers")
@@ -33,3 +34,12 @@ def test_stock_transformers_goes_on_where_it_was(tmp_path: Path) -> None:
         found = {each.name for each in (tmp_path / kind / "checkpoint-4").iterdir()}
         ours = {name for name in found if name == "asyncckpt.json" or name.endswith(".index.json")}
         assert found - ours == names | {"rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"}
+
+
+@pytest.mark.parametrize(("what", "name"), [("scaler", "scaler.pt"), ("loader", "dl_state_dict.bin")])
+def test_what_all_ranks_of_accelerate_write_is_saved_once(tmp_path: Path, what: str, name: str) -> None:
+    if what == "loader":
+        peer("torchdata-0.11.0")
+    for names in run(2, hf_ranks.save_by_accelerate, str(tmp_path / "state"), what, folder=tmp_path):
+        common = {"model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"}
+        assert {each for each in names if "index" not in each} == common | {name, "asyncckpt.json"}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from support.forked_ranks import on_ranks
 from support.peers import TORCHTITAN, python
 from support.ranks import faulty
-from support.workers import wait_reached
+from support.workers import wait_for, wait_reached
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -245,6 +245,11 @@ def last_ones(titan: Any, folder: Path) -> None:
     assert set(saved) == titan.MODEL_KEYS  # and it is durable
     assert {each.properties.dtype for each in saved.values()} == {torch.bfloat16}
     training.checkpointer.close()
+    # Those that a training can go on from are counted without it, as torchtitan counts them.
+    for name, make in (("stock", titan.stock), ("ours", titan.ours)):
+        training = titan.Training(make(keep_latest_k=2, last_save_model_only=True), folder / name)
+        training.run(7)
+    wait_for(lambda: titan.steps_in(folder / "stock") == titan.steps_in(folder / "ours") == [4, 6, 7])
     # For Hugging Face torchtitan itself writes it.
     adapter = types.SimpleNamespace(to_hf=lambda state: state, fqn_to_index_mapping=None)
     options = {"last_save_model_only": True, "last_save_in_hf": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from support.peers import peer
 from support.workers import wait_for
 
 STEPS = 5
@@ -93,3 +95,34 @@ def rank(folder: str, kinds: list[str]) -> dict[str, Any]:
             "saved": died.recorder.saved,
         }
     return ended
+
+
+def save_by_accelerate(folder: str, what: str) -> list[str]:
+    """The files of a state of accelerate's that also has what all ranks write: "scaler" or "loader"."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DataLoaderConfiguration
+
+    from asyncckpt.integrations import huggingface
+
+    set_up()
+    os.environ["MASTER_PORT"] = "1"  # the ranks have met
+    if what == "loader":
+        sys.path.append(peer("torchdata-0.11.0"))
+    AcceleratorState._reset_state(True)
+    loader_config = DataLoaderConfiguration(use_stateful_dataloader=what == "loader")
+    accelerator = Accelerator(cpu=True, dataloader_config=loader_config)
+    model = torch.nn.Linear(4, 3)
+    rows: Any = list(torch.ones(8, 4))
+    data: Any = torch.utils.data.DataLoader(rows, batch_size=1)
+    _, _, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+    if what == "scaler":
+        accelerator.scaler = torch.amp.GradScaler("cpu")  # as of fp16, on a device
+    else:
+        next(iter(data))
+    huggingface.enable_accelerator(accelerator)
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    accelerator.load_state(folder)  # which waits
+    accelerator.wait_for_everyone()
+    return sorted(os.listdir(folder))

@@ -21,6 +21,8 @@ from asyncckpt.worker.storage import remove_old_checkpoint, storage_for
 logger = logging.getLogger(__name__)
 
 _KINDS_WITH_FILES_OF_THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+# All ranks write these, each over what another has written: that of the first stays.
+_OF_ALL_RANKS = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")
 
 
 def enable_accelerator(accelerator: Accelerator, config: Config | None = None) -> None:
@@ -78,6 +80,9 @@ class _AcceleratorSaves:
             replaced(project, "automatic_checkpoint_naming", False),  # it takes the folder that it is given
         ):
             self._stock_save(str(capture.folder), safe_serialization, **options)
+        if not accelerator.is_main_process:
+            for name in filter(_OF_ALL_RANKS.fullmatch, list(capture.files.contents)):
+                del capture.files.contents[name]
         save = begin_save(place, capture, None, self._config)
         if root is not None and project.total_limit is not None and accelerator.is_main_process:
             save.when_durable(partial(_rotate, place, project.total_limit), "removing older checkpoints")

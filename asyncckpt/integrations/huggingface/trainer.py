@@ -27,6 +27,7 @@ from transformers import Trainer, TrainerCallback
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
+from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations.capture import (
     Capture,
     begin_save,
@@ -88,9 +89,22 @@ class _TrainerSaves:
         self._warned = False
         self._handler = trainer.callback_handler
         self._stock_save, self._stock_finalize = trainer._save_checkpoint, trainer._finalize_training
+        self._stock_train = trainer.train
         self._stock_on_save, self._stock_on_step_end = self._handler.on_save, self._handler.on_step_end
         trainer._save_checkpoint, trainer._finalize_training = self.save_checkpoint, self.finalize_training
         self._handler.on_save, self._handler.on_step_end = self.on_save, self.on_step_end
+        trainer.train = self.train
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """As the trainer's, when all that was begun is saved: this may resume from what a training has left that ended
+        by an exception.
+        """
+        self._unsettled, self._last, self._unannounced = [], None, None
+        try:
+            engines.shared.get(config=self._config).wait()
+        except CheckpointError as error:
+            logger.warning("of a training before this one: %s", error)
+        return self._stock_train(*args, **options)
 
     def save_checkpoint(self, model: Any, trial: Any) -> None:
         """As the trainer's, which it calls; returns when all is staged."""
@@ -118,7 +132,9 @@ class _TrainerSaves:
         ):
             self._stock_save(model, trial)
         save = begin_save(place, capture, *of_save)
-        new = _Unsettled(save, copy.copy(trainer.state), best_before, trainer.state.best_model_checkpoint)
+        state = copy.copy(trainer.state)
+        state.log_history = list(state.log_history)  # the training goes on to append to its own
+        new = _Unsettled(save, state, best_before, trainer.state.best_model_checkpoint)
         new.calls += [partial(self._push, new.state, place) for _ in pushes]
         for options in rotations:
             save.when_durable(partial(_rotate, new, os.path.abspath(run_dir), options), "removing older checkpoints")

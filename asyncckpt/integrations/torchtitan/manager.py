@@ -79,6 +79,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         self._engine = Engine(own, job=job, claim=claim)
         self.save_future: futures.Future[Any] | None = None
         self._is_first = is_first(None)  # the process group may be gone by the time that this is closed
+        self._is_model_alone = False  # what is being saved
         self._saves: list[Save] = []  # that had not ended when the newest began, and that
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -87,6 +88,8 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         structured_logger.add_step_tag("checkpoint_save")
         with structured_logger.log_trace_span("checkpoint_save"), torch.no_grad():
             self._maybe_wait_for_staging()  # to ask a model for its state may change what was asked for before
+            # No training goes on from a model alone: those that one can go on from stay, as torchtitan leaves them.
+            self._is_model_alone = last_step and self.last_save_model_only
             if last_step:
                 futures.wait([save.future for save in self._saves])  # or this one could be skipped (Config.when_busy)
                 self._save_last_step(curr_step)  # calls dcp_save, too
@@ -126,7 +129,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         step = int(os.path.basename(checkpoint_id).removeprefix("step-"))
         save = self._engine.save(checkpoint_id, state_dict, step=step, existing=replace_or_set_aside(checkpoint_id))
         self._saves = [*(each for each in self._saves if not each.done()), save]
-        if self.keep_latest_k > 0 and self._is_first:
+        if self.keep_latest_k > 0 and self._is_first and not self._is_model_alone:
             remove = partial(remove_older, self.folder, step, self.keep_latest_k)
             save.when_durable(remove, "removing older checkpoints")
         if async_mode is not AsyncMode.DISABLED:
