@@ -203,7 +203,12 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
         return
     known = [each for each in found if each.created is not None]
     for each in known[:-keep_last]:
-        if each.keep or is_recent(each.step):
+        if each.keep:
+            continue
+        # To remove takes long: the run may have saved that step again meanwhile. In this order: what is committed from
+        # here on is recent.
+        there = _look(root, each.step, strict=False)
+        if there is None or there.created != each.created or is_recent(each.step):
             continue
         path = step_folder(root, each.step)
         if each.step > known[-1].step:

@@ -66,6 +66,7 @@ class ObjectStorage(Storage):
             raise StorageError("a checkpoint goes below a bucket, not in its place", path=final)
         if orphan_s is not None:
             object_sweep.sweep(self._objects, posixpath.dirname(place), max(orphan_s, _LEAST_ORPHAN_S))
+            object_sweep.renew(self._objects, place)
         return ObjectAttempt(self._objects, place, attempt, nbytes)
 
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> ObjectAttempt:

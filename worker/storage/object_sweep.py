@@ -19,7 +19,7 @@ from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage.listing import PROBE, Listing, list_below
 from asyncckpt.worker.storage.object_attempt import is_named, remove_attempt, revoke_attempt
 from asyncckpt.worker.storage.objects import Found, Objects
-from asyncckpt.worker.storage.record import PARTS, is_finalized, read_record
+from asyncckpt.worker.storage.record import PARTS, is_finalized, read_record, record_key
 from asyncckpt.worker.storage.stock_names import behind, hide, is_under_way, show, shown
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,15 @@ def sweep(objects: Objects, root: str, orphan_s: float) -> None:
         _Sweep(objects, root, clock, timedelta(seconds=orphan_s), list_below(objects, root)).remove()
     except StorageError as error:
         logger.warning("what killed workers left stays for now: %s", error)
+
+
+def renew(objects: Objects, place: str) -> None:
+    """An attempt begins there: a record that only says what was revoked is not old any more. No store removes on a
+    condition, and who is about to forget it would remove what the attempt makes of it. Raises ``StorageError``.
+    """
+    found, version = read_record(objects, place)
+    if version is not None and not found.is_finalized:
+        objects.put_if(record_key(place), found.encode(), version)
 
 
 class _Sweep:

@@ -94,6 +94,10 @@ class _Partial(OpenAttempt):
 class PartialFolder(_Partial):
     """A checkpoint being written. Files are made in the folder that was opened, whatever has its name by then."""
 
+    def __init__(self, path: str, final: str, direct: bool) -> None:
+        super().__init__(path, final, direct)
+        self._linked: dict[str, tuple[int | str, ...]] = {}  # the facts of those that are hard links
+
     def make(self) -> None:
         """Make the folder, unless another rank was here first, and lock it. Raises ``OSError``, ``StorageError``."""
         with contextlib.suppress(FileExistsError):
@@ -134,7 +138,8 @@ class PartialFolder(_Partial):
 
     def link_source(self, name: str) -> LinkSource:
         with translated("looking at a file", os.path.join(self.path, name)):
-            facts = recorded(name, self._fd)
+            # Of a link those by which it was found to be good: it may have been changed, or distrusted, since.
+            facts = self._linked.get(name) or recorded(name, self._fd)
         return LinkSource(os.path.join(self._final, name), facts)
 
     def link(self, name: str, source: LinkSource) -> bool:
@@ -142,6 +147,10 @@ class PartialFolder(_Partial):
         with translated("linking a file", os.path.join(self.path, name)):
             is_linked = link_file(source.place, source.facts, self._fd, name)
             self._check_in_place(name if is_linked else None)
+            if is_linked:
+                its = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+                if (its.st_dev, its.st_ino) == source.facts[:2]:  # else it is a copy
+                    self._linked[name] = source.facts
         return is_linked
 
     def names(self) -> set[str]:

@@ -13,13 +13,23 @@ from pathlib import Path
 import pytest
 from support.attempts import checkpoint_attempt
 from support.faulty_storage import FaultyStorage
-from support.link_contract import put
+from support.link_contract import DATA, put, put_checkpoint, put_checkpoint_but_data
 from support.storage_contract import FileSystemContract
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker.manifest import Manifest
-from asyncckpt.worker.storage import complete_steps, file_system, partial, renames, storage_for
+from asyncckpt.worker.storage import (
+    complete_steps,
+    file_system,
+    history,
+    named_steps,
+    partial,
+    remove_old_checkpoint,
+    renames,
+    step_folder,
+    storage_for,
+)
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.storage import Storage
@@ -208,3 +218,51 @@ def test_what_was_changed_at_once_is_not_linked(tmp_path: Path) -> None:
     assert not other.link("__0_0.distcp", source._replace(place=path))
     opened.discard()
     other.discard()
+
+
+def _commit(root: Path, step: int, created: float, *, keep: bool = False) -> None:
+    """As a save of that step, which sets aside what was there."""
+    attempt = f"{os.urandom(6).hex()}-{step}"
+    opened = LocalStorage().begin_checkpoint(step_folder(str(root), step), attempt, 0)
+    put(opened, "asyncckpt.json", Manifest(attempt, step, created, 1, keep, 0, {}, {}).encode())
+    opened.finalize("set aside")
+    opened.release()
+
+
+def test_retention_leaves_what_was_saved_again_while_it_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A run has gone back to step 1, and left 2, 3 and 4 behind.
+    for step, created in ((2, 2.0), (3, 3.0), (4, 4.0), (1, 5.0)):
+        _commit(tmp_path, step, created)
+    recent = [1]
+
+    def remove(path: str) -> None:
+        if path == step_folder(str(tmp_path), 2):  # that takes long: meanwhile the run saves 3, to be kept, 4 and 5
+            for step in (3, 4, 5):
+                _commit(tmp_path, step, 6.0 + step, keep=step == 3)
+                recent[:] = [step]
+        remove_old_checkpoint(path)
+
+    monkeypatch.setattr(history, "remove_old_checkpoint", remove)
+    prune(str(tmp_path), 2, lambda step: step in recent)
+    assert {3, 4, 5} <= {*named_steps(str(tmp_path))}
+
+
+def test_what_is_distrusted_after_a_save_has_linked_it_is_not_linked_by_the_next(tmp_path: Path) -> None:
+    storage, data = LocalStorage(), os.urandom(100_000)
+    one = storage.begin_checkpoint(f"{tmp_path}/1", "a-1", 0)
+    put_checkpoint(one, "a-1", data)
+    source = one.link_source(DATA)
+    one.finalize("refuse")
+    one.release()
+    two = storage.begin_checkpoint(f"{tmp_path}/2", "a-2", 0)
+    assert two.link(DATA, source)
+    storage.distrust(f"{tmp_path}/1/{DATA}")  # it is verified while that save writes its other files
+    source = two.link_source(DATA)
+    put_checkpoint_but_data(two, "a-2", len(data))
+    two.finalize("refuse")
+    two.release()
+    three = storage.begin_checkpoint(f"{tmp_path}/3", "a-3", 0)
+    assert source is None or not three.link(DATA, source)
+    three.discard()

@@ -331,3 +331,34 @@ def test_what_two_places_name_goes_with_the_last_of_them(first: str) -> None:
         assert storage.read(f"{place}/__0_0.distcp") == b"data"
         assert storage.remove_checkpoint(place)
     assert not any(".parts-" in name for name in run_of(storage))
+
+
+def test_a_record_is_not_forgotten_by_which_something_is_finalized_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_sweep, "_swept", {})
+    monkeypatch.setattr(object_sweep, "_REVOKED", timedelta(0))
+    storage, path = memory(), "memory://bucket/run/step-00000001"
+    storage.revoke(path, "a-0")  # a save of that step has failed, long ago
+    look, head = list_below, Objects.head
+    opened: list[OpenAttempt] = []
+
+    def look_and_wait(objects: Objects, key: str) -> Listing:
+        monkeypatch.setattr(object_sweep, "list_below", look)
+        found = look(objects, key)
+        # Another worker begins that step again, while this one has much else to remove.
+        opened.append(storage.begin_checkpoint(path, "a-1", 0, 60.0))
+        put_checkpoint(opened[0], "a-1")
+        return found
+
+    def head_and_wait(self: Objects, key: str) -> Any:
+        found = head(self, key)
+        if key.endswith("step-00000001/asyncckpt.json"):
+            monkeypatch.setattr(Objects, "head", head)
+            opened[0].finalize("refuse")
+            assert storage.is_finalized(path, "a-1")
+        return found
+
+    monkeypatch.setattr(object_sweep, "list_below", look_and_wait)
+    monkeypatch.setattr(Objects, "head", head_and_wait)
+    time.sleep(1.1)
+    object_sweep.sweep(storage._objects, "run", 0.0)
+    assert storage.is_finalized(path, "a-1")
