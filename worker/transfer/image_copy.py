@@ -6,7 +6,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -67,9 +67,17 @@ class ImageCopy:
         for region in () if self._has_constants else self._image.held.layout.constants():
             self._image.read(region.offset, self._memory[region.offset : region.offset + region.nbytes])
         digests, checksums = bytearray(), array("Q")
-        for of_chunk, found in pool.map(self._fetch, self._chunks()):
-            digests += of_chunk
-            checksums.extend(found)
+        fetches = [pool.submit(self._fetch, chunk) for chunk in self._chunks()]
+        try:
+            for fetch in fetches:
+                of_chunk, found = fetch.result()
+                digests += of_chunk
+                checksums.extend(found)
+        finally:
+            # None writes there any more when this has failed: the next image comes to the same place.
+            for fetch in fetches:
+                fetch.cancel()
+            wait(fetches)
         return bytes(digests), checksums
 
     def _fetch(self, chunk: _Chunk) -> tuple[bytes, array[int]]:

@@ -77,7 +77,9 @@ class Replicator:
         self._missing: dict[int, set[int]] = {}  # by save: the ranks whose images are not here yet
         self._waiting: set[int] = set()  # saves of which it is not known yet whether they are replicated
         self._staged: set[int] = set()  # the last that this rank has staged
-        self._concluded = 0  # the last of which it is known; they are, in their order
+        self._failed: set[int] = set()  # the last that have failed before: of these all are told so, whatever comes
+        self._known = 0  # the last of which it is known
+        self._concluded = 0  # that before which none is waited for: one that has failed is known of before others
         self._here: dict[int, int] = {}  # by rank: the save of its newest image here
         self._pullers: dict[int, _Puller] = {}
         self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
@@ -104,6 +106,8 @@ class Replicator:
         if self._announced is not None:  # again, as another worker may host the store by now
             self.announce(self._announced)
         with self._lock:
+            if save_id in self._failed:
+                return
             missing = {rank for rank in self._pullers if self._here.get(rank, 0) != save_id}
             passed = any(self._here.get(rank, 0) > save_id for rank in missing)
             if not passed:
@@ -118,7 +122,12 @@ class Replicator:
 
     def on_failed(self, request: WriteRequest, error: CheckpointError) -> None:
         """A save has failed. Where this rank has not staged it, there will be no copies; else there may be."""
-        if request.save_id not in self._staged:
+        save_id = request.save_id
+        with self._lock:
+            is_staged = save_id in self._staged
+            if not is_staged:
+                self._failed = {number for number in self._failed if number > save_id - _REMEMBERED} | {save_id}
+        if not is_staged:
             name = round_name(_KIND, request.save_id)
             if request.rank > 0:
                 self._rounds.fail_soon(name, error, self._timeout)
@@ -183,7 +192,8 @@ class Replicator:
         with self._lock:
             self._missing.pop(save_id, None)
             self._waiting.discard(save_id)
-            self._concluded = max(self._concluded, save_id)
+            self._known = max(self._known, save_id)
+            self._concluded = max(self._concluded, min([self._known, *(number - 1 for number in self._waiting)]))
             self._lock.notify_all()
 
     def _on_copied(self, rank: int, save_id: int) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 from support.image_holder import KEY, SPAN_BYTES, copy_bytes, lay_out, stage
 
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.shm.memcpy import memcpy
 from asyncckpt.worker.held_image import CopiedRank, ImageKey
 from asyncckpt.worker.segment_store import SegmentStore
+from asyncckpt.worker.transfer import image_copy
 from asyncckpt.worker.transfer.copies import Copies
 from asyncckpt.worker.transfer.holder import Holder, RemoteImage
 from asyncckpt.worker.transfer.image_copy import ImageCopy, RateLimit
@@ -44,7 +47,7 @@ class Pair:
         begin = layout.slots[slot]  # type: ignore[union-attr]
         return store.hosted(number).segment.view[begin : begin + NBYTES]
 
-    def save(self, save_id: int, *changed: int) -> memoryview:
+    def save(self, save_id: int, *changed: int, pool: ThreadPoolExecutor | None = None) -> memoryview:
         """Stage an image in which these spans are others than they were, and copy it. Returns the copy."""
         for span in changed:
             self._state[span * SPAN_BYTES] = save_id
@@ -56,7 +59,7 @@ class Pair:
         image = self._holder.open(key, with_checksums=False)
         try:
             incoming = self._copies.begin(image.held)
-            with ThreadPoolExecutor(2) as pool:
+            with ThreadPoolExecutor(2) if pool is None else nullcontext(pool) as pool:
                 incoming.finish(*ImageCopy(image, incoming, RateLimit(None)).run(pool))
         finally:
             image.close()
@@ -112,3 +115,36 @@ def test_nothing_is_taken_from_a_copy_that_came_to_nothing(pair: Pair, monkeypat
         pair.save(3, 6)
     pair.save(4, 1)
     assert pair.read == 2 * SPAN_BYTES  # span 6 too
+
+
+def test_what_came_to_nothing_writes_nothing_later(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads are the next copy's, too: one that still takes a span from the copy before may be slow."""
+    monkeypatch.setattr(image_copy, "_CHUNK_BYTES", SPAN_BYTES)
+    pair.save(1)
+    pair.save(2)
+    read, copy = RemoteImage.read, memcpy
+    is_copying, may_copy, is_copied = threading.Event(), threading.Event(), threading.Event()
+
+    def damaged(image: RemoteImage, offset: int, into: memoryview) -> None:
+        is_copying.wait(10)
+        read(image, offset, into)
+        into[7] ^= 1
+
+    def slow(to: int, source: int, nbytes: int) -> None:
+        monkeypatch.setattr(image_copy, "memcpy", copy)
+        is_copying.set()
+        may_copy.wait(1.0)
+        copy(to, source, nbytes)
+        is_copied.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(RemoteImage, "read", damaged)
+            monkeypatch.setattr(image_copy, "memcpy", slow)
+            with pytest.raises(DamagedCheckpointError, match="did not arrive"):
+                pair.save(3, 0, pool=pool)
+        kept = pair.save(4, 1, pool=pool)
+        before = bytes(kept)
+        may_copy.set()
+        assert is_copied.wait(10)
+        assert kept == before

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from support.image_holder import KEY, copy_bytes, lay_out, stage
 from support.transport_contract import wait_for
 
-from asyncckpt.errors import CheckpointError
-from asyncckpt.worker.held_image import CopiedRank, ImageKey
+from asyncckpt.errors import CheckpointError, RankFailedError, StorageError
+from asyncckpt.worker.held_image import CopiedRank, HeldImage, ImageKey
 from asyncckpt.worker.messages import Rendezvous, Replicated
 from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.store import Store
+from asyncckpt.worker.transfer.copies import Incoming
 from asyncckpt.worker.transfer.replicator import Replicator
 from asyncckpt.worker.transfer.requests import TransferAddress
 from asyncckpt.worker.transfer.server import TransferServer
@@ -107,3 +109,50 @@ def test_a_copy_stays_until_it_is_known_what_it_is_good_for(workers: list[Worker
     first.stage(3)
     wait_for(_are_told(workers, 3))
     assert [each.told[3] for each in workers] == [None, None]
+
+
+def test_a_copy_stays_though_a_later_save_has_failed(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = workers
+    for each in workers:
+        each.stage(1)
+    wait_for(_are_told(workers, 1))
+    may_begin, begin = threading.Event(), second.replicator.copies.begin
+
+    def begin_late(held: HeldImage) -> Incoming:
+        assert may_begin.wait(10)
+        return begin(held)
+
+    monkeypatch.setattr(second.replicator.copies, "begin", begin_late)  # its network is slow
+    for each in workers:
+        each.stage(2)
+    wait_for(lambda: first.copies() == {1, 2})
+    for each in workers:  # step 3 fails before it is staged
+        held = each.store.held(ImageKey("attempt 2", each.rank))
+        assert held is not None
+        each.replicator.on_failed(replace(held.request, save_id=3), RankFailedError("its state could not be saved"))
+    second.stage(4)
+    _holds(lambda: first.copies() != {1, 2}, within=1.0)
+    may_begin.set()
+    wait_for(_are_told(workers, 2))
+    assert [each.told[2] for each in workers] == [None, None]  # so a host may be lost: all have copies of it
+    assert 2 in first.copies() and 2 in second.copies()
+
+
+def test_what_failed_before_it_was_staged_holds_up_no_later_save(workers: list[Worker]) -> None:
+    first, second = workers
+    for each in workers:
+        each.stage(1)
+    wait_for(_are_told(workers, 1))
+    second.stage(2)
+    wait_for(lambda: first.copies() == {1, 2})
+    # The disk of the first rank is full: it cannot write what its trainer is still staging.
+    held = first.store.held(ImageKey("attempt 1", 0))
+    assert held is not None
+    first.replicator.on_failed(replace(held.request, save_id=2), StorageError("no space left"))
+    wait_for(_are_told(workers, 2))
+    for number in (2, 4):
+        first.stage(number)
+    second.stage(4)
+    wait_for(_are_told(workers, 4))
+    assert [each.told[2] is None for each in workers] == [False, False]
+    assert [each.told[4] for each in workers] == [None, None]
