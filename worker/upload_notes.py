@@ -8,14 +8,16 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 
-from asyncckpt.worker.storage.file_system import lock_alone, make_folder, translated
+from asyncckpt.worker.storage.file_system import lock_alone, lock_soon, make_folder, translated
 from asyncckpt.worker.uploads import Upload
 
 _FOLDER = "asyncckpt.uploads"
 _NOTE = re.compile(r"\.?step-(\d+)\.json")
 _EVER = "ever"
+_CHANGING = "changing"
 
 
 class UploadNotes:
@@ -41,7 +43,7 @@ class UploadNotes:
     def show(self, step: int) -> None:
         """The checkpoint of the hidden one is committed."""
         path = self._path(step, hidden=True)
-        with translated("noting an upload", path):
+        with self._changing(), translated("noting an upload", path):
             os.replace(path, self._path(step))
 
     def drop(self, step: int) -> None:
@@ -50,8 +52,10 @@ class UploadNotes:
 
     def remove(self, upload: Upload) -> None:
         """It has ended, or will not be; but its step may have another one meanwhile."""
-        if (known := self._read(path := self._path(upload.step))) is not None and known[1].attempt == upload.attempt:
-            self._unlink(path)
+        path = self._path(upload.step)
+        with self._changing():
+            if (known := self._read(path)) is not None and known[1].attempt == upload.attempt:
+                self._unlink(path)
 
     def hidden(self) -> list[Upload]:
         """Those of checkpoints that are not committed yet, or whose worker died just then."""
@@ -74,6 +78,17 @@ class UploadNotes:
                 os.close(fd)
                 return None
             return fd
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Others wait, threads and processes, that change which note a step has."""
+        path = os.path.join(self._folder, _CHANGING)
+        with contextlib.ExitStack() as undo:
+            with translated("taking a lock", path):
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                undo.callback(os.close, fd)
+                lock_soon(fd)
+            yield
 
     def note_success(self) -> None:
         """Something of this run is in its root, from now on."""

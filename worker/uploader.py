@@ -78,7 +78,12 @@ class Uploader:
         self._notes = UploadNotes(local)
         self._linkable: dict[FileStamp, LinkSource] = {}
         for each in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here
-            self.conclude(each, is_committed=storage_for(local).is_finalized(each.path, each.attempt))
+            try:
+                is_committed = storage_for(local).is_finalized(each.path, each.attempt)
+            except DamagedCheckpointError as error:
+                is_committed = False
+                logger.warning("%s is not uploaded: %s", each.path, error)
+            self.conclude(each, is_committed=is_committed)
         self._changed = threading.Condition()
         self._is_wanted = bool(self._notes.all())
         self._is_ending = False

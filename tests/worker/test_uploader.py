@@ -23,6 +23,7 @@ from asyncckpt.errors import (
 from asyncckpt.loading.source import read_manifest, verify
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.worker import uploader as uploader_module
+from asyncckpt.worker.manifest import MANIFEST_NAME
 from asyncckpt.worker.storage import complete_steps, storage_for
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.local import LocalStorage
@@ -258,3 +259,43 @@ def test_of_two_workers_that_end_one_uploads_the_last(
     may_go_on.set()
     ending.join(60)
     assert complete_steps(str(root)) == [1, 2] and not UploadNotes(str(local)).all()
+
+
+def test_a_note_that_is_made_while_the_one_before_is_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = UploadNotes(str(tmp_path))
+    one = replace(upload_of(tmp_path, tmp_path / "root", 1, must=True), attempt="a-1")
+    another = replace(one, attempt="a-2", sets_aside=True)
+    notes.add(one)
+    notes.show(1)
+    read = UploadNotes._read
+
+    def commit_again() -> None:
+        notes.add(another)
+        notes.show(1)
+
+    committer = threading.Thread(target=commit_again)
+
+    def read_and_wait(self: UploadNotes, path: str) -> tuple[int, Upload] | None:
+        found = read(self, path)
+        monkeypatch.setattr(UploadNotes, "_read", read)
+        committer.start()
+        committer.join(0.5)
+        return found
+
+    monkeypatch.setattr(UploadNotes, "_read", read_and_wait)
+    notes.remove(one)
+    committer.join(10)
+    assert [each.attempt for each in notes.all()] == ["a-2"]
+
+
+def test_a_damaged_checkpoint_of_a_worker_that_died_keeps_no_other(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
+) -> None:
+    UploadNotes(str(local)).add(upload_of(local, root, 4))
+    (local / "step-00000004" / MANIFEST_NAME).write_text("{")
+    uploader = uploader_of()
+    assert "step-00000004 is not uploaded" in caplog.text
+    upload(uploader, upload_of(local, root, 3))
+    assert outcome(uploader) is None and complete_steps(str(root)) == [3]

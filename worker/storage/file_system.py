@@ -169,6 +169,15 @@ def lock_shared(fd: int) -> None:
         time.sleep(_LOCK_POLL_S)
 
 
+def lock_soon(fd: int) -> None:
+    """Lock what is open, alone, as soon as nobody else holds it; as ``lock_shared`` in all else."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while _lock(fd, fcntl.LOCK_EX) is False:
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held it locked for {LOCK_TIMEOUT_S:g} s")
+        time.sleep(_LOCK_POLL_S)
+
+
 def is_locked(path: str) -> bool:
     """Whether somebody holds the folder ``path``."""
     with opened(path) as fd:
