@@ -78,6 +78,11 @@ def lay_out(entries: Sequence[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:
     return header, [entry._replace(begin=begins[entry.name]) for entry in entries]
 
 
+def header_of(image: memoryview) -> bytes:
+    """The header of a slot of weights, which says what tensors there are."""
+    return bytes(image[: PREFIX_BYTES + int.from_bytes(image[:PREFIX_BYTES], "little")])
+
+
 def read_entries(image: memoryview) -> dict[str, TensorEntry]:
     """The tensors of a slot of weights by name, from its header."""
     data = PREFIX_BYTES + int.from_bytes(image[:PREFIX_BYTES], "little")

@@ -22,7 +22,7 @@ from asyncckpt.shm.published_slots import LASTING, ReadableSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import reopen
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.weights.layout import TensorEntry, read_entries, read_indexes
+from asyncckpt.weights.layout import TensorEntry, header_of, read_entries, read_indexes
 from asyncckpt.weights.private_views import PrivateViews
 from asyncckpt.worker.endpoint_messages import PublishedSegment
 from asyncckpt.worker.segment_layout import CheckpointLayout, Region, WeightsLayout
@@ -153,7 +153,9 @@ class _MappedSegment:
         self._views: dict[Segment, PrivateViews] = {}
         self._pinned: dict[tuple[Segment, str], _PinnedImage] = {}
         self._files: dict[int, _Files] = {}
-        """Of each folder that was asked for; the same in all slots."""
+        """Of each folder of checkpoints that was asked for; the same in all slots."""
+        self._headers: dict[int, tuple[bytes, Mapping[str, TensorEntry]]] = {}
+        """Of each file of weights, by where it begins, as it was read last, and what that says."""
 
     def update(self, published: PublishedSegment) -> None:
         """It may have more slots than before."""
@@ -187,6 +189,8 @@ class _MappedSegment:
                     return None
                 with ExitStack() as not_leased:
                     not_leased.callback(fd.close)
+                    if isinstance(self._layout, WeightsLayout):
+                        entries = self._entries(image, span)
                     leases.append(Lease(fd, entries, image, span, views))
                     not_leased.pop_all()
                 undo.callback(leases[-1].give_back)
@@ -209,6 +213,19 @@ class _MappedSegment:
             self._pinned[image, device.type] = _PinnedImage(image, device)
         return self._pinned[image, device.type].segment
 
+    def _entries(self, image: Segment, span: range) -> Mapping[str, TensorEntry]:
+        """The tensors of a file of weights, in a slot that is leased.
+
+        A publisher has memory of its own for each header. But a mirror has what has the same size in the same memory,
+        also where names, dtypes or shapes are others.
+        """
+        view = image.view[span.start : span.stop]
+        header, entries = self._headers.get(span.start, (b"", {}))
+        if not header or bytes(view[: len(header)]) != header:
+            header, entries = header_of(view), read_entries(view)
+            self._headers[span.start] = header, entries
+        return entries
+
     def _image(self, slot: int, folder: int) -> tuple[Segment, _Files]:
         """A slot: its segment, and what is where in it."""
         layout, files = self._layout, self._files.get(folder)
@@ -216,12 +233,8 @@ class _MappedSegment:
             if slot not in self._images:
                 self._images[slot] = self.client.open_segment(layout.slots[slot])
             image = self._images[slot]
-            if files is None:
-                regions = layout.files or (Region(0, image.nbytes),)
-                spans = [range(each.offset, each.offset + each.nbytes) for each in regions]
-                files = [(read_entries(image.view[span.start : span.stop]), span) for span in spans]
-            self._files[folder] = files
-            return image, files
+            regions = layout.files or (Region(0, image.nbytes),)
+            return image, [({}, range(each.offset, each.offset + each.nbytes)) for each in regions]
         if files is None:
             its = layout.published_files(folder)
             own = [file for file in its if not file.is_shared]

@@ -145,6 +145,7 @@ class WeightPublisher:
                 versions = ", ".join(str(each.version) for each, _ in told)
                 raise VersionError(f"the ranks do not publish the same version, but {versions}")
             self._served.update([address for _, address in told if address is not None])
+            self._sharding.part()
             self._show(slot, published)
             nbytes = 0 if slot is None or self._plan is None else self._plan.places.nbytes
             done = Publication(published.version, published.epoch, slot is None, nbytes, self._timings)
@@ -325,6 +326,9 @@ class WeightPublisher:
                 self._sharding.walk(stream, copy.take)
             done = self._sharding.have_walked(copy.is_as_planned)
             kept = {} if done else copy.tensors()
+        if not done:
+            self._plan = None  # what is refused now is all kept the next time
+            self._sharding.check_kept(copy.left_to_others, kept)
         return slot if done else self._copy_all(kept, dtype)
 
 

@@ -61,12 +61,13 @@ class ServedPublication:
     def update(self, addresses: Sequence[TransferAddress]) -> Locator:
         """The ranks serve at these ``addresses`` now, in their order, as ``at`` says; where it says something."""
         locator = Locator(self._key, tuple(addresses), self._config.transport)
-        if addresses and locator != self._locator:
+        if addresses and locator != self._locator:  # on all ranks or on none
             if self._file:
                 try:
                     locator.write(self._file)
                 except OSError as error:
                     raise StorageError(f"where the weights are served cannot be written: {error}") from error
+            self._sharding.gather(None)  # or none goes on
             self._locator = locator
         return locator
 
@@ -74,5 +75,5 @@ class ServedPublication:
         """That of the publisher before this one, if its file is there: then its readers go on with this one."""
         if self._file:
             with suppress(OSError, ValueError):
-                return Locator.read(self._file).key
+                return Locator.read_own(self._file).key
         return secrets.token_bytes(_KEY_BYTES)

@@ -45,6 +45,10 @@ class Sharding:
                     self._exchange(None, encode(located(error, rank=self.rank, otherwise=RankFailedError)))
             raise
 
+    def part(self) -> None:
+        """All have said their last: what fails from now on, on one rank, is no other's, which would not hear of it."""
+        self._in_step = False
+
     def gather(self, value: T) -> list[T]:
         """What each rank has, in their order. Raises ``RankFailedError`` where one has failed, or does not answer."""
         if self.ranks == 1:
@@ -169,6 +173,16 @@ class Sharding:
                 " tensors, in the same order, or state dicts"
             )
         return all(theirs for theirs, _ in told)
+
+    def check_kept(self, left: Collection[str], kept: Collection[str]) -> None:
+        """Raise ``UnsavableStateError``, on all ranks, unless some has ``kept`` what any has ``left`` to another."""
+        told = self.gather((list(left), list(kept) if self.ranks > 1 else []))
+        there = {name for _, theirs in told for name in theirs}
+        if lost := [name for theirs, _ in told for name in theirs if name not in there]:
+            raise UnsavableStateError(
+                f"{lost[0]!r} did not come along the stream of the rank that had published it: give all ranks that have"
+                " a tensor the same streams, or publish again"
+            )
 
 
 def local(name: str, tensor: torch.Tensor) -> torch.Tensor:

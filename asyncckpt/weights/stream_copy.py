@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.staging.host_copy import check_memory
@@ -39,6 +40,8 @@ class StreamCopy:
         self._copied: dict[str, int] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self._seen: set[str] = set()
+        self.left_to_others: list[str] = []
+        """Of which another rank was planned to publish the same part."""
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """The next one. Raises ``UnsavableStateError`` where it cannot be published."""
@@ -53,7 +56,9 @@ class StreamCopy:
         if form.shape != form.whole:
             raise UnsavableStateError(f"{name!r} is a part of a tensor: publish such as a state dict, not one by one")
         plan, views = self._planned if self._planned is not None and not self._kept else (None, None)
-        if plan is not None and form in plan.elsewhere:
+        # What is no DTensor is shared anew along each stream: a plan of state dicts may have it elsewhere.
+        if isinstance(tensor, DTensor) and plan is not None and form in plan.elsewhere:
+            self.left_to_others.append(name)
             return
         as_copied = copied_as(form.dtype)
         part = local(name, tensor).view(copied_as(tensor.dtype))

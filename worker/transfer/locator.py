@@ -7,7 +7,10 @@ such a text, which a publisher that is started anew writes again.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import stat
 from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
@@ -57,10 +60,24 @@ class Locator:
         with open(text, encoding="utf-8") as file:
             return cls.parse(file.read())
 
+    @classmethod
+    def read_own(cls, path: str) -> Locator:
+        """That in a file of this user, which no other can have read or written. Raises ``ValueError``, ``OSError``."""
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+                raise ValueError("others may know the key in that file")
+            return cls.parse(file.read())
+
     def write(self, path: str) -> None:
         """Write it to a file that only this user may read, in one step. Raises ``OSError``."""
-        partial = f"{path}.{os.getpid()}.partial"
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(f"{self}\n")
-        os.replace(partial, path)
+        partial = f"{path}.{secrets.token_hex(8)}.partial"  # nobody can have made it, and keep it open
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "w", encoding="utf-8") as file:
+                file.write(f"{self}\n")
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise

@@ -88,8 +88,13 @@ class MirrorBuffer:
 
     def begin(self, version: PublishedVersion, sizes: Sequence[int]) -> VersionImage | None:
         """The image to fetch a version into; None where readers have all slots. Raises ``OutOfMemoryError``."""
-        if not self._all or self._all[-1].sizes != tuple(sizes):
-            self._all.append(_Slots(self._store, tuple(sizes)))
+        # Those of another size stay until there is a version in these: one that is given up must not take more of them.
+        slots = next((each for each in self._all if each.sizes == tuple(sizes)), None)
+        if slots is None:
+            slots = _Slots(self._store, tuple(sizes))
+        else:
+            self._all.remove(slots)
+        self._all.append(slots)
         slot = self._all[-1].claim()
         if slot is None:
             return None

@@ -12,6 +12,7 @@ import pytest
 from support.published import KEY, Gate, MirrorHere, Publishing, Reads, spied_read
 from support.workers import wait_for
 
+from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.worker.transfer import holder as holders
 from asyncckpt.worker.transfer import mirror as mirrors
 from asyncckpt.worker.transfer.locator import Locator
@@ -256,3 +257,31 @@ def test_memory_for_another_size_is_taken_once(
     here.mirror.locator = str(Locator(KEY, (large.address,), "sockets"))
     small.server.close()
     assert here.wait(2) == data_of(2) and not left and len(taken) <= 3
+
+
+def test_a_size_that_there_is_no_memory_for_takes_none(
+    hosts: list[MirrorHere | Publishing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is tried."""
+    hosts.append(small := Publishing(SPAN_BYTES))
+    small.publish(1, data_of(1, SPAN_BYTES))
+    hosts.append(here := MirrorHere(small))
+    here.wait(1)
+    hosts.append(large := Publishing(NBYTES))
+    large.publish(2, data_of(2))
+    taken: list[int] = []
+    refused: list[int] = []
+    allocate = here.store.allocate
+
+    def allocate_small(nbytes: int) -> Any:
+        if nbytes == NBYTES:
+            refused.append(nbytes)
+            raise OutOfMemoryError("there is too little (as the test wants)")
+        taken.append(nbytes)
+        return allocate(nbytes)
+
+    monkeypatch.setattr(here.store, "allocate", allocate_small)
+    here.mirror.locator = str(Locator(KEY, (large.address,), "sockets"))
+    small.server.close()
+    wait_for(lambda: len(refused) >= 4)
+    assert taken.count(SPAN_BYTES) <= 1
