@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 from array import array
@@ -132,8 +133,14 @@ class PlanSelection:
         Raises ``UnsavableStateError``, ``OutOfMemoryError``, ``RankFailedError``, ``WorkerDiedError``,
         ``SaveTimeoutError``; ``StructureChangedError`` where ``assume_constant_structure`` was promised in vain.
         """
-        check_not_capturing()
-        wanted.look([known.plan for known in self.buffers.known if known.key == wanted.key])
+        try:
+            check_not_capturing()
+            wanted.look([known.plan for known in self.buffers.known if known.key == wanted.key])
+        except Exception:
+            if not wanted.group.alone:  # at first the others wait for it, in a collective that has not our timeout
+                with contextlib.suppress(CheckpointError):
+                    wanted.group.connect_worker(self.supervisor.running)
+            raise
         client = wanted.group.connect_worker(self.supervisor.running)
         try:
             found = self._found_by_all(wanted, client)

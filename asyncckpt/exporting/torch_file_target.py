@@ -66,7 +66,7 @@ def _put(state: dict[Any, Any], keys: Keys, value: Any) -> None:
             container += [None] * (its + 1 - len(container))
         if inner is None:
             container[its] = value
-        elif isinstance(container, list) and container[its] is not None or its in container:
+        elif container[its] is not None if isinstance(container, list) else its in container:
             container = container[its]
         else:
             container[its] = [] if isinstance(inner, int) else {}

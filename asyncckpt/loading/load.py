@@ -107,7 +107,7 @@ def _states(
     keys: Iterable[str] = state_dict
     if any(stateful_types(state_dict)):
         keys = sorted(keys, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
-    return dict(stateful_to_dict({key: state_dict[key] for key in keys}))
+    return on_all(lambda: dict(stateful_to_dict({key: state_dict[key] for key in keys})), ranks)
 
 
 def _open(path: str, held: contextlib.ExitStack) -> Source | None:

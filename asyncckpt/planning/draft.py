@@ -210,6 +210,8 @@ class Draft:
             for number, (tensor, name) in enumerate(zip(tensors, values.tensor_names, strict=True))
         ]
         tensor_items, object_items = split_items(items)
+        if self._flat is not None:
+            _check_parts(tensor_items, tensors)
         stored = StoredObjects([item.index.fqn for item in object_items], objects, self.reserved)
         counts = self._counts([kinds[number] for number in order], items)
         shared = sum(settled is Settled.SHARED for settled, _ in counts)
@@ -336,6 +338,16 @@ class Draft:
             bounds = spans((item.at for item in items), end - begin)
             files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds, settled))
         return files
+
+
+def _check_parts(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ``UnsavableStateError`` where a rank has another part of a tensor than DCP notes: nobody could load it."""
+    for item, tensor in zip(items, tensors, strict=True):
+        if item.tensor_data is not None and item.tensor_data.chunk.sizes != tensor.shape:
+            raise UnsavableStateError(
+                f"{item.index.fqn!r} is by its placements a part of {tuple(item.tensor_data.chunk.sizes)} elements on"
+                f" this rank, and its memory has {tuple(tensor.shape)}: its DTensor is not true"
+            )
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

@@ -208,6 +208,7 @@ class Structure:
     def __init__(self, container: Mapping[Any, Any] | list[Any], nested: bool = True) -> None:
         self._kind: Any = type(container)
         self._keys = list(container) if isinstance(container, Mapping) else None
+        self._key_types = list(map(type, self._keys or ()))  # 1 and True are equal, and have other names
         values: list[Any] = container if isinstance(container, list) else list(container.values())
         self._length = len(values)
         self._children = [
@@ -242,7 +243,8 @@ class Structure:
             if len(values) != self._length:
                 raise StructureChanged(f"a list of {self._length} now has {len(values)} entries")
         else:
-            if list(container) != self._keys:
+            keys = list(container)
+            if keys != self._keys or list(map(type, keys)) != self._key_types:
                 raise StructureChanged("the keys changed")
             values = list(container.values())
         return values

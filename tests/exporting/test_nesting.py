@@ -51,6 +51,13 @@ def test_what_was_nested_is_nested_so(tmp_path: Path, state: dict[Any, Any]) -> 
     assert same(exported(state, tmp_path), state)
 
 
+def test_a_list_of_a_number_and_a_dict(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, state := {"a": [1, {"x": torch.ones(2)}]}).result(60)
+    export(tmp_path / "run" / "step-00000001", tmp_path / "out.pt", to="torch")
+    assert same(torch.load(tmp_path / "out.pt"), state)
+
+
 def test_a_checkpoint_has_text_for_keys(tmp_path: Path) -> None:
     state = {"m": {7: torch.arange(3.0), (1, 2): torch.ones(2)}, "l": [torch.ones(1)]}
     torch.save(state, tmp_path / "in.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 import warnings
 from collections import UserDict
@@ -206,3 +207,16 @@ def test_a_state_that_cannot_be_saved(checkpointer: Checkpointer) -> None:
         checkpointer.save(2, {**state, "value": threading.Lock()})
     checkpointer.save(999, small_state()).result(60)
     assert checkpointer.steps() == [1, 999]
+
+
+class _Name(str, enum.Enum):
+    A = "a"
+
+
+@pytest.mark.parametrize("keys", [(1, True), (1, 1.0), (_Name.A, "a")], ids=str)
+def test_keys_that_are_equal_and_have_other_names(checkpointer: Checkpointer, keys: tuple[Any, Any]) -> None:
+    for step, key in enumerate(keys):
+        checkpointer.save(step, {"s": {key: torch.full((2,), float(step))}}).result(60)
+    into = {"s": {keys[1]: torch.zeros(2)}}
+    checkpointer.load(into, step=1)
+    assert into["s"][keys[1]].tolist() == [1.0, 1.0]
