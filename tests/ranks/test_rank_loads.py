@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import QUICK, run
 from support.states import equal, replicas
+from support.workers import wait_for
 
 import asyncckpt
 from asyncckpt import Checkpointer
@@ -132,6 +133,9 @@ def _on_a_device_alone(root: str, meeting: str, part: bool) -> tuple[list[tuple[
     dist.barrier()  # or one that is still connecting would wait for ever
     dist.destroy_process_group()
     dist.init_process_group("cuda:gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    # Here there is no barrier, and one that destroys its group too soon breaks the others' connecting.
+    Path(f"{meeting}-{rank}").touch()
+    wait_for(lambda: all(Path(f"{meeting}-{each}").exists() for each in range(size)))
     found = _loads_on_a_device(root, part)
     known = [weakref.ref(each) for each in dist.distributed_c10d._world.pg_names]
     dist.destroy_process_group()
