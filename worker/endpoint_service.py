@@ -192,8 +192,8 @@ class EndpointService:
                     numbers.add(each.segment)
         held = tuple(sorted(numbers))
         # Where a trainer of several has died, another host may be lost, and nobody should wait for what that had.
-        is_waited_for = self.is_closed_in_order
-        saves = tuple(each.path for each in self.unended_saves() if each.world_size == 1 or is_waited_for)
+        waited_for = [each for each in self.unended_saves() if each.world_size == 1 or self.is_closed_in_order]
+        saves = tuple(each.path for each in waited_for)
         facts = os.getpid(), self._retired, held, images, tuple(published), saves, self._serving.follows
         send(peer, endpoint_messages.Inventory(*facts))
         return held

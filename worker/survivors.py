@@ -1,8 +1,8 @@
 """The survivors: which workers of a job are still there when its first trainer is gone.
 
 A trainer that has died is told of by its worker. But a host may be lost with all that was on it, and then nobody says
-anything. So each worker says that it is there, as long as a save is under way, and once the job seems to be started
-again, the first rank's worker waits no more for those that say nothing. (It seems so, too, where somebody only looks
+anything. So while a save is under way each worker but the first rank's says that it is there, and once the job seems to
+be started again, the first rank's waits no more for those that say nothing. (It seems so, too, where somebody only looks
 what the workers hold: then those whose trainers live are waited for all the same.)
 """
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from asyncckpt.worker.storage.file_system import lock_alone, lock_soon, make_folder, translated
+from asyncckpt.worker.storage.file_system import lock_alone, lock_alone_soon, make_folder, translated
 from asyncckpt.worker.uploads import Upload
 
 _FOLDER = "asyncckpt.uploads"
@@ -87,7 +87,7 @@ class UploadNotes:
             with translated("taking a lock", path):
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, fd)
-                lock_soon(fd)
+                lock_alone_soon(fd)
             yield
 
     def note_success(self) -> None:

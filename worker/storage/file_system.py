@@ -162,17 +162,17 @@ def lock_shared(fd: int) -> None:
     Who removes it, or looks whether it is locked, has it alone for a moment: it is a ``TimeoutError`` when another
     process has had it alone for 30 seconds.
     """
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while _lock(fd, fcntl.LOCK_SH) is False:
-        if time.monotonic() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, f"another process has held it locked for {LOCK_TIMEOUT_S:g} s")
-        time.sleep(_LOCK_POLL_S)
+    _lock_soon(fd, fcntl.LOCK_SH)
 
 
-def lock_soon(fd: int) -> None:
+def lock_alone_soon(fd: int) -> None:
     """Lock what is open, alone, as soon as nobody else holds it; as ``lock_shared`` in all else."""
+    _lock_soon(fd, fcntl.LOCK_EX)
+
+
+def _lock_soon(fd: int, kind: int) -> None:
     deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while _lock(fd, fcntl.LOCK_EX) is False:
+    while _lock(fd, kind) is False:
         if time.monotonic() > deadline:
             raise TimeoutError(errno.ETIMEDOUT, f"another process has held it locked for {LOCK_TIMEOUT_S:g} s")
         time.sleep(_LOCK_POLL_S)

@@ -227,6 +227,17 @@ def test_locators(host: str) -> None:
     assert Locator.parse(str(locator)) == Locator.read(f" {locator}\n") == locator
 
 
+def _another_size(hosts: list[MirrorHere | Publishing]) -> tuple[Publishing, MirrorHere, Publishing]:
+    """A publisher, its mirror, which has a version, and another publisher with the next, which is larger."""
+    hosts.append(small := Publishing(SPAN_BYTES))
+    small.publish(1, data_of(1, SPAN_BYTES))
+    hosts.append(here := MirrorHere(small))
+    here.wait(1)
+    hosts.append(large := Publishing(NBYTES))
+    large.publish(2, data_of(2))
+    return small, here, large
+
+
 def test_memory_for_another_size_is_taken_once(
     hosts: list[MirrorHere | Publishing], spy: tuple[Reads, list[Before]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,12 +250,7 @@ def test_memory_for_another_size_is_taken_once(
             left -= 1
             raise ConnectionResetError("as the test wants")
 
-    hosts.append(small := Publishing(SPAN_BYTES))
-    small.publish(1, data_of(1, SPAN_BYTES))
-    hosts.append(here := MirrorHere(small))
-    here.wait(1)
-    hosts.append(large := Publishing(NBYTES))
-    large.publish(2, data_of(2))
+    small, here, large = _another_size(hosts)
     taken: list[object] = []
     allocate = here.store.allocate
 
@@ -263,12 +269,7 @@ def test_a_size_that_there_is_no_memory_for_takes_none(
     hosts: list[MirrorHere | Publishing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often it is tried."""
-    hosts.append(small := Publishing(SPAN_BYTES))
-    small.publish(1, data_of(1, SPAN_BYTES))
-    hosts.append(here := MirrorHere(small))
-    here.wait(1)
-    hosts.append(large := Publishing(NBYTES))
-    large.publish(2, data_of(2))
+    small, here, large = _another_size(hosts)
     taken: list[int] = []
     refused: list[int] = []
     allocate = here.store.allocate
