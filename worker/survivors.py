@@ -2,8 +2,8 @@
 
 A trainer that has died is told of by its worker. But a host may be lost with all that was on it, and then nobody says
 anything. So while a save is under way each worker but the first rank's says that it is there, and once the job seems to
-be started again, the first rank's waits no more for those that say nothing. (It seems so, too, where somebody only looks
-what the workers hold: then those whose trainers live are waited for all the same.)
+be started again, the first rank's waits no more for those that say nothing. (It seems so, too, where somebody only
+looks what the workers hold: then those whose trainers live are waited for all the same.)
 """
 
 from __future__ import annotations
