@@ -141,6 +141,8 @@ class SaveOperation(SaveState):
         self.request = self._write_request(slot, captured, retention)
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         ready = ready_events(tensors)
+        plan = self.buffer.plan
+        devices = plan.fingerprint.devices if isinstance(plan, CheckpointPlan) else None
         # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
         self.buffer.slots.take(slot, self.number)
         self.buffer.write_objects(slot)
@@ -149,7 +151,7 @@ class SaveOperation(SaveState):
             self._begin()
             if copier.overlaps:
                 note_copy(self.copied)
-            failure = copier.run(partial(self._copy, tensors, ready, copier.threads))
+            failure = copier.run(partial(self._copy, tensors, ready, devices, copier.threads))
         except BaseException as error:  # an interrupt: nobody else would ever call it off
             if not self.copied.is_set() and (not copier.overlaps or self._may_copy.acquire(blocking=False)):
                 self._call_off(error)
@@ -196,7 +198,7 @@ class SaveOperation(SaveState):
             self._finish(*early)
 
     def _copy(
-        self, tensors: Sequence[torch.Tensor], ready: ReadyEvents, threads: CopyThreads
+        self, tensors: Sequence[torch.Tensor], ready: ReadyEvents, devices: object | None, threads: CopyThreads
     ) -> CheckpointError | None:
         """Copy, and hand the slot over. What goes wrong is returned, and is the outcome of the save."""
         begun = time.perf_counter()
@@ -204,7 +206,7 @@ class SaveOperation(SaveState):
         if not self._may_copy.acquire(blocking=False):
             return None  # the call was interrupted, and has called it off
         try:
-            buffer.copy(slot, tensors, ready, threads, self.copies_queued)
+            buffer.copy(slot, tensors, ready, threads, self.copies_queued, devices)
             note(self.timings, "copy", begun, self.called_at)
             buffer.slots.set(slot, State.STAGED)
             buffer.offer(slot)

@@ -23,7 +23,9 @@ from asyncckpt.worker.archive import LOCAL_MAGIC
 # The longest comment that a zip can end with.
 _COMMENT_BYTES = 0xFFFF
 
-_SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
+_EXACT = frozenset({int, bool, str, bytes, type(None)})
+"""Where values of these types are equal, and of one type, they are the same."""
+_SCALARS = _EXACT | {float}
 
 
 class Raw(bytes):
@@ -52,16 +54,28 @@ class Raw(bytes):
 
 
 def _is_constant(value: object) -> bool:
-    """Whether ``value`` cannot change inside, so that it may be kept to compare with."""
-    kind = type(value)
-    return kind in _SCALARS or (kind is tuple and all(map(_is_constant, value)))  # type: ignore[call-overload]
+    """Whether ``value`` cannot change inside."""
+    return type(value) in _SCALARS or (type(value) is tuple and _are_constant(value))
+
+
+def _are_constant(values: Sequence[Any]) -> bool:
+    return {*map(type, values)} <= _SCALARS or all(map(_is_constant, values))
+
+
+def _kept(value: Any) -> Any:
+    """What to keep of ``value`` to compare with: itself, if it cannot change inside; of a list of such, as optimizers
+    have of the names of all parameters, a copy; of others None.
+    """
+    if type(value) is list:
+        return value.copy() if _are_constant(value) else None
+    return value if _is_constant(value) else None
 
 
 def _pickled(name: str, value: object) -> bytes:
     """The bytes of one object. Raises ``UnsavableStateError`` naming it."""
     if isinstance(value, Raw):
         return value
-    if _is_constant(value):
+    if value is None or _kept(value) is not None:
         return _BEFORE + pickle.dumps(value, protocol=_PROTOCOL) + _AFTER
     return _saved(name, value)
 
@@ -105,7 +119,7 @@ class StoredObjects:
             StructureChanged: One does not fit what is to be reserved for it.
         """
         self._names = names
-        self._known = [value if _is_constant(value) else None for value in values]
+        self._known = list(map(_kept, values))
         self._bytes = list(map(_pickled, names, values))
         needed = [data.reserve() if isinstance(data, Raw) else bytes_to_reserve(len(data)) for data in self._bytes]
         self.reserved = needed if reserved is None else reserved
@@ -133,7 +147,7 @@ class StoredObjects:
         """
         changed: list[tuple[int, Any, bytes]] = []
         for number, (new, known) in enumerate(zip(values, self._known, strict=True)):
-            # Unchanged, for most values at a glance; of the others only constants are compared at all.
+            # Unchanged, for most values at a glance; of the others only what was kept is compared at all.
             if new is known:
                 if new is not None or self._bytes[number] == _NONE:
                     continue
@@ -151,7 +165,7 @@ class StoredObjects:
             for stale in self._stale.values():
                 stale.add(number)
             self._bytes[number] = data
-            self._known[number] = new if _is_constant(new) else None
+            self._known[number] = _kept(new)
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
         """Bring the objects in a slot up to what was last captured.
@@ -174,11 +188,13 @@ def _check_fits(name: str, data: bytes, reserved: int) -> None:
 
 
 def _same(new: Any, known: Any) -> bool:
-    """Whether two constants of one type are the same to the bit: not by ==, for which 0.0 is -0.0, and True is 1."""
+    """Whether two values of one type are the same to the bit: not by ==, for which 0.0 is -0.0, and True is 1."""
     if type(new) is float:
         return bool(new.hex() == known.hex())
-    if type(new) is tuple:
-        return len(new) == len(known) and all(
-            type(one) is type(other) and _same(one, other) for one, other in zip(new, known, strict=True)
-        )
+    if type(new) in (tuple, list):
+        types = list(map(type, new))
+        if types != list(map(type, known)):
+            return False
+        if not {*types} <= _EXACT:
+            return all(map(_same, new, known))
     return bool(new == known)

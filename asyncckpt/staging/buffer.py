@@ -260,6 +260,7 @@ class StagingBuffer:
         ready: ReadyEvents,
         threads: CopyThreads,
         queued: Callable[[Sequence[Fence]], None] = lambda _: None,
+        devices: object | None = None,
     ) -> None:
         """Copy the tensors of a state, and return when that is done. The first from a device has the memory pinned.
 
@@ -268,7 +269,7 @@ class StagingBuffer:
             tensors: All of the plan, in the order of the layout.
             ready: What the copies from each device wait for.
             threads: Those that take part.
-            queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
+            queued, devices: As of ``SlotStager.copy``.
         """
         if self._pinned is None and (device := first_device(tensors, ready)) is not None:
             # Only large tensors: small ones are brought over many at a time, and no copy may cross a cut.
@@ -282,7 +283,7 @@ class StagingBuffer:
         if self._shared is not None and not self._is_filled:
             self._shared.fill(tensors, ready, threads)
             self._is_filled = True
-        self._stagers[slot].copy(tensors, ready, threads, partial(self.slots.set_arrived, slot), queued)
+        self._stagers[slot].copy(tensors, ready, threads, partial(self.slots.set_arrived, slot), queued, devices)
 
     def write_objects(self, slot: int) -> None:
         """Bring the objects in ``slot`` up to what the plan last captured."""

@@ -15,6 +15,8 @@ stand from the beginning: in the other direction of the link, and by one call mo
 from __future__ import annotations
 
 import logging
+import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -22,8 +24,9 @@ from itertools import compress
 import torch
 
 from asyncckpt.devices.kinds import DeviceEvent
+from asyncckpt.planning.forms import PlainAddresses
 from asyncckpt.planning.structure import picker
-from asyncckpt.staging.host_copy import SlotViews, checked_addresses
+from asyncckpt.staging.host_copy import SlotViews, check_addresses, checked_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +120,9 @@ class _SameDtype:
         dtype = views.specs[numbers[0]].dtype
         self._integer = _INTEGERS[dtype.itemsize] if as_bits and dtype not in _COPIED_AS_THEY_ARE else None
         self._specs = [views.specs[number] for number in numbers]
-        self._addresses: list[int] = []
+        sizes = [math.prod(spec.shape) for spec in self._specs]
+        self._addresses = PlainAddresses(sizes, may_be_conjugate=dtype.is_complex, on_host=False)
+        self._were_at = array("Q")
         self._integers: list[torch.Tensor] = []  # of the tensors that were at these addresses; they own no memory
         self._into: list[torch.Tensor] = []
         for number in numbers:
@@ -126,36 +131,41 @@ class _SameDtype:
             self._into.append(raw.view(self._integer or dtype).view(views.specs[number].shape))
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        picked: tuple[torch.Tensor, ...] | list[torch.Tensor] = self._pick(tensors)
-        addresses = checked_addresses(picked, self._specs)
-        regular = list(map(torch.Tensor.is_contiguous, picked))
-        if self._integer is not None:
-            picked = self._as_integers(picked, self._integer, addresses, may_keep=all(regular))
-        if all(regular):
-            torch._foreach_copy_(self._into, picked)
+        picked = self._pick(tensors)
+        addresses = self._addresses.of(picked)
+        if addresses is None:
+            self._copy_odd(picked)
             return
-        # One that is not would have the whole call copy one by one.
+        check_addresses(addresses, picked, self._specs)
+        if self._integer is not None:
+            picked = self._as_integers(picked, self._integer, addresses)
+        torch._foreach_copy_(self._into, picked)
+
+    def _as_integers(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, addresses: array[int]
+    ) -> list[torch.Tensor]:
+        """The bits of ``tensors``. To view one as integers takes 2 us under Python's lock: from the second time on that
+        all are at the same addresses, the views are kept.
+        """
+        if addresses != self._were_at:
+            self._were_at, self._integers = addresses, []
+            return [each.view(dtype) for each in tensors]
+        if not self._integers:
+            self._integers = [_unowned(tensor, dtype) for tensor in tensors]
+        return self._integers
+
+    def _copy_odd(self, picked: Sequence[torch.Tensor]) -> None:
+        """Those that were ``picked``, of which some have no elements in a row, or a lazy sign."""
+        checked_addresses(picked, self._specs)
+        regular = list(map(torch.Tensor.is_contiguous, picked))
+        if self._integer is not None:  # a lazy sign has to be carried out on what it is a sign of
+            picked = [each.resolve_conj().resolve_neg().view(self._integer) for each in picked]
+        # One that is not regular would have the whole call copy one by one.
         if any(regular):
             torch._foreach_copy_(list(compress(self._into, regular)), list(compress(picked, regular)))
         for into, tensor, is_regular in zip(self._into, picked, regular, strict=True):
             if not is_regular:
                 into.copy_(tensor)
-
-    def _as_integers(
-        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, addresses: list[int], *, may_keep: bool
-    ) -> list[torch.Tensor]:
-        """The bits of ``tensors``. To view one as integers takes 2 us under Python's lock, to see that it is where it
-        was 0.3 us: from the second time on that all are at the same addresses, the views are kept.
-        """
-        is_complex = tensors[0].dtype.is_complex
-        is_signed = any(map(torch.Tensor.is_neg, tensors)) or (is_complex and any(map(torch.Tensor.is_conj, tensors)))
-        if not may_keep or is_signed or addresses != self._addresses:
-            self._addresses, self._integers = addresses, []
-            # A lazy sign has to be carried out on what it is a sign of.
-            return [(each.resolve_conj().resolve_neg() if is_signed else each).view(dtype) for each in tensors]
-        if not self._integers:
-            self._integers = [_unowned(tensor, dtype) for tensor in tensors]
-        return self._integers
 
 
 def _unowned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

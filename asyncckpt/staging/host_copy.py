@@ -89,11 +89,11 @@ class SlotViews:
 def checked_addresses(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> list[int]:
     """Where ``tensors``, of these ``specs``, are. Raises ``UnsavableStateError`` if the storage of one was freed."""
     addresses = list(map(torch.Tensor.data_ptr, tensors))
-    _check_addresses(addresses, tensors, specs)
+    check_addresses(addresses, tensors, specs)
     return addresses
 
 
-def _check_addresses(addresses: Sequence[int], tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+def check_addresses(addresses: Sequence[int], tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
     """Raise ``UnsavableStateError`` if the storage of one of ``tensors``, which are there, was freed.
 
     Done just before the copy, which touches the same memory: there it costs next to nothing, and 0.2 us a tensor where
@@ -154,7 +154,7 @@ class _ByteCopy:
         if addresses is None:
             self._copy_each(picked, tensors)
             return
-        _check_addresses(addresses, picked, self._specs)
+        check_addresses(addresses, picked, self._specs)
         if self._offset:
             addresses[0] += self._offset
         copy_many(self._to, addresses, self._sizes)

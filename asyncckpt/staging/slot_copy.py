@@ -54,6 +54,7 @@ class SlotStager:
         self._nbytes = layout.slot_bytes
         # How the work is divided depends on which devices the tensors are on, and is kept as long as they stay there.
         self._devices: list[torch.device] = []
+        self._divided_for: object | None = None
         self._host: list[CopyUnit] = []
         self._device_copies: list[DeviceCopy] = []
 
@@ -69,6 +70,7 @@ class SlotStager:
         threads: CopyThreads,
         arrived: Callable[[int], None],
         queued: Callable[[Sequence[Fence]], None],
+        devices: object | None = None,
     ) -> None:
         """Copy those of ``tensors`` that are its own into the slot, and return when that is done.
 
@@ -78,11 +80,15 @@ class SlotStager:
             threads: Those that take part.
             arrived: Told by any thread, again and again, how many bytes are there, from the first of the image on.
             queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
+            devices: The same object as in the last call promises that they are on the same devices as then.
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
         # Else all were on the host, and are.
-        if ready or self._device_copies or not self._devices or kinds.is_unknown_used():
+        may_move = ready or self._device_copies or not self._devices or kinds.is_unknown_used()
+        if may_move and (devices is None or devices is not self._divided_for):
+            self._divided_for = None  # should this be interrupted
             self._divide(mine)
+            self._divided_for = devices
         units = [*self._host, *(unit for each in self._device_copies for unit in each.units)]
         done = _CopiedPrefix(units, self._nbytes, arrived).add
         # The devices' copies are queued first and run while the host does its own.

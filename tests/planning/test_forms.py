@@ -91,6 +91,27 @@ def test_what_dlpack_does_not_know_is_compared_all_the_same() -> None:
     assert known.are_those_of([torch.zeros(3), strange]) and not known.are_those_of([torch.zeros(4), strange])
 
 
+@pytest.mark.device
+def test_it_is_noted_where_tensors_are(device_type: str) -> None:
+    if forms._exchange() is None:
+        pytest.skip("nothing was compiled here, or torch is older than 2.10")
+    here, there = [torch.zeros(3), torch.zeros(4)], [torch.zeros(3), torch.zeros(4, device=device_type)]
+    known = Forms(here)
+    seen = []
+    for tensors in (here, _copies(here), there, _copies(there), [there[0], torch.zeros(5)], here):
+        known.are_those_of(tensors)
+        seen.append(known.devices)
+    assert None not in (seen[0], seen[2]) and seen[0] is seen[1] and seen[2] is seen[3]
+    assert len({seen[1], seen[3], seen[5]}) == 3
+    strange = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    known.are_those_of([strange, here[1]])
+    assert known.devices is None
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
 def _of(tensors: Sequence[torch.Tensor], **named: Any) -> PlainAddresses:
     return PlainAddresses([each.numel() for each in tensors], **named)
 
@@ -191,8 +212,9 @@ def test_the_same_tensors_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         assert its.of(tensors) == complex_too.of(tensors)
     assert list(map(len, asked)) == [3, 3, 1, 3] and asked[2][0] is tensors[1]
-    its.of([*tensors[:2], torch.zeros(2, 2)])
-    assert len(asked[-1]) == 3
+    other = torch.zeros(2, 2)
+    its.of([*tensors[:2], other])
+    assert list(map(id, asked[-1])) == [id(other), id(tensors[1])]
 
 
 @pytest.mark.usefixtures("comparing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 import warnings
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,45 @@ def test_a_changed_structure_is_planned_anew(
         into = zeros_like(state)
         load(into, str(root / f"step-{step:08d}"))  # the checkpointer would plan as what it has loaded
         assert same(into, state), change
+
+
+def test_a_nested_state_is_saved_under_its_names(root: Path, checkpointer: Checkpointer) -> None:
+    """Whatever moves between containers that stand equally deep."""
+    x, y, z = (torch.full((3,), float(number)) for number in range(3))
+    ordered = OrderedDict(x=x, y=y)
+    moved = OrderedDict(ordered)
+    moved.move_to_end("x")
+    states: list[dict[str, Any]] = [
+        {"a": {"x": x, "deep": {"y": y, "n": 1}}, "b": z, "c": [x, {"z": z}], "d": {}},
+        {"a": {"x": x, "deep": {"y": y, "n": 2}}, "b": z, "c": [z, {"z": x}], "d": {}},
+        {"a": {"x": x}, "b": {"y": y, "z": z}},
+        {"a": {"x": x, "y": y}, "b": {"z": z}},
+        {"a": {"x": x, "z": z}, "b": {"y": y}},
+        {"a": {"y": y}, "b": {"x": x, "z": z}},
+        {"a": [x, y], "b": [z]},
+        {"a": [x], "b": [y, z]},
+        {"a": {"0": x}, "b": [y, z]},
+        {"a": ordered, "b": z},
+        {"a": moved, "b": z},
+        {"a": dict(moved), "b": z},
+        {"a": {"x": x, "deep": OrderedDict(y=y)}, "b": z},
+        {"a": {"x": x, "deep": {"y": y}}, "b": z},
+    ]
+    for step, state in enumerate([*states, *states[::-1]]):
+        checkpointer.save(step, state).result(60)
+        load(into := zeros_like(state), str(root / f"step-{step:08d}"))
+        assert same(into, state), state
+
+
+def test_a_list_that_is_changed_in_place_is_saved_as_it_is(root: Path, checkpointer: Checkpointer) -> None:
+    names: list[Any] = ["a", 1, 0.0, (2, 0.0)]
+    state = {"w": torch.ones(3), "names": names}
+    changes: list[tuple[int, Any]] = [(0, "b"), (1, True), (2, -0.0), (3, (2, -0.0)), (3, [2]), (3, None), (3, (2,))]
+    for step, (place, value) in enumerate([(0, "a"), *changes]):
+        names[place] = value
+        checkpointer.save(step, state).result(60)
+        load(into := {"w": torch.zeros(3), "names": list[Any]()}, str(root / f"step-{step:08d}"))
+        assert repr(into["names"]) == repr(names)
 
 
 def test_structures_alternate(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
