@@ -238,9 +238,16 @@ MUTATIONS = (
     Mutation(
         "views are kept as long as addresses are the same",
         _COALESCE,
-        " or addresses != self._addresses",
-        "",
+        "if addresses != self._were_at:",
+        "if not self._were_at:",
         f"{_MEMORY}::test_what_is_kept_of_halves_is_of_those_at_hand",
+    ),
+    Mutation(
+        "tensors that are elsewhere now are seen",
+        "asyncckpt/planning/forms.py",
+        "if moved.value or self.devices is None:",
+        "if self.devices is None:",
+        f"{_ON_DEVICE}::test_tensors_that_move_between_saves",
     ),
     Mutation(
         "a buffer is not read into before it is sent",
