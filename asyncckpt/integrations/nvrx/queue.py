@@ -302,7 +302,7 @@ class AsyncCallsQueue:
             nothing = Future[None]()
             nothing.set_result(None)
             return nothing
-        if self._helper is None or self._helper.death is not None:
+        if self._helper is None or self._helper.death is not None or self._helper.is_leaving:
             self._helper = Helper()
         return self._helper.submit(request.async_fn, request.arguments(), request.async_fn_kwargs or {})
 
