@@ -44,27 +44,30 @@ class PinnedMemory:
         self._refusals = 0
         self._device = device
         self._owner = os.getpid()
-        self._view: memoryview | None = segment.view  # mapped for as long as the driver knows it
+        self._view: memoryview | None = None
         kind = kinds.kind_of(device)
         self._pinner = None if kind is None else kind.pinner
         self.extend(segment.nbytes if end is None else end)
 
     def extend(self, end: int) -> None:
-        """Register what follows, up to byte ``end``. Args, and raises, as ``__init__``; then nothing is registered."""
-        begin, self.end = self.end, end
-        if self._pinner is None:
+        """Register what follows, up to byte ``end``, if any does. Args, and raises, as ``__init__``; then nothing is
+        registered, and the next call is to begin anew.
+        """
+        if self._pinner is None or end <= self.end:
             return
+        begin, self.end = self.end, end
+        self._view = self._segment.view  # mapped for as long as the driver knows it
         first, refused = begin, 0
         cuts = [cut for cut in self._cuts if begin <= cut <= end]
         started = time.perf_counter()
-        with kinds.use(self._device):
-            try:
+        try:
+            with kinds.use(self._device):
                 for stop in _range_ends(cuts, begin, end, self._pinner.limit):
                     refused += self._pin(self._pinner, self._segment, range(first, stop), cuts)
                     first = stop
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
         if refused:
             logger.warning(
                 "%d of %d bytes of memory are not pinned (%s error %d): copies are slower",
@@ -82,6 +85,7 @@ class PinnedMemory:
 
     def close(self) -> None:
         """Take the registrations back; before the segment is unmapped."""
+        self.end = 0
         self._unpin(0)
         self._view = None
 

@@ -277,9 +277,10 @@ class StagingBuffer:
             own = bisect_left(large, self.plan.layout.slot_bytes)
             cuts = [self._shared_at - self.plan.layout.slot_bytes + place for place in large[own:]]
             cuts += [offset + place for offset in self._offsets for place in (0, *large[:own])]
-            self._pinned = PinnedMemory(self.segment, cuts, device, self._memory.end)
-        elif self._pinned is not None and self._pinned.end < self._memory.end:
-            self._pinned.extend(self._memory.end)
+            self._pinned = PinnedMemory(self.segment, cuts, device, self._memory.ends[0])
+        if self._pinned is not None:
+            for end in self._memory.ends:  # no range crosses one: the memory of a slot may go back
+                self._pinned.extend(end)
         if self._shared is not None and not self._is_filled:
             self._shared.fill(tensors, ready, threads)
             self._is_filled = True

@@ -63,10 +63,9 @@ class DeviceCopy:
         buffers = self._streams.slab_buffers() if has_slabs else []
         self.units = device_units(numbers, views, buffers, converted)
 
-    def queue(self, tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> list[DeviceEvent]:
-        """Queue the copies; returns when each of the ``units`` is copied. If this raises, none is left under way."""
+    def queue(self, tensors: Sequence[torch.Tensor], ready: ReadyEvents, copied: list[DeviceEvent]) -> None:
+        """Queue the copies, and add to ``copied`` when each of the ``units`` is. If this raises, ``settle`` it, too."""
         streams, record = self._streams, self._kind.record
-        copied: list[DeviceEvent] = []
         with self._kind.use(self._device, streams.copying):
             try:
                 streams.copying.wait_event(ready[self._device])
@@ -81,17 +80,22 @@ class DeviceCopy:
                 record(streams.coalescing).synchronize()
                 record(streams.copying).synchronize()
                 raise
-        return copied
 
     def wait(self, copied: Sequence[DeviceEvent], done: Callable[[CopyUnit], object]) -> None:
-        """Wait for what ``queue`` returned, and tell ``done`` of each unit."""
+        """Wait for what ``queue`` has queued, and tell ``done`` of each unit."""
         with self._kind.use(self._device):
             for unit, event in zip(self.units, copied, strict=True):
                 event.synchronize()
                 done(unit)
 
+    def settle(self, copied: Sequence[DeviceEvent]) -> None:
+        """Return when nothing of it is copied any more, wherever an exception out of a signal handler came before."""
+        for last in copied[-1:]:  # it is behind all others
+            with self._kind.use(self._device):
+                last.synchronize()
+
     def fence(self, copied: Sequence[DeviceEvent]) -> Fence:
-        """The fence for what ``queue`` returned. It keeps no slot mapped."""
+        """The fence for what ``queue`` has queued. It keeps no slot mapped."""
         kind, device, last = self._kind, self._device, copied[-1]  # the last copy is behind all others
         return lambda: kind.current_stream(device).wait_event(last)
 

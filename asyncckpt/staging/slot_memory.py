@@ -51,6 +51,11 @@ class SlotMemory:
         return self._begins[self.taken]
 
     @property
+    def ends(self) -> Sequence[int]:
+        """Where that of each slot ends."""
+        return self._begins[1 : self.taken + 1]
+
+    @property
     def is_too_much(self) -> bool:
         """Whether the last slot that has memory was not needed for long."""
         return self.taken > self._least and self._apart >= _LONG and not self.is_coming

@@ -45,7 +45,14 @@ class StreamedCopies:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._wait(0)
+        try:
+            self._wait(0)
+        finally:  # an exception out of a signal handler may have cut that short, or come before a copy was noted
+            for device, stream in self._streams.items():
+                kind = kind_of(device)
+                if kind is not None:
+                    with kind.use(device):
+                        kind.record(stream).synchronize()
 
     def _staged(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """A copy of ``tensor`` on its device, in ``dtype``; None where that has no room for it."""

@@ -97,6 +97,26 @@ def test_what_was_pinned_where_the_memory_is_now(monkeypatch: pytest.MonkeyPatch
         assert driver.registered == [segment.address] and segment.address in driver.taken_back
 
 
+def test_after_a_failure_the_next_call_begins_anew(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool]) -> None:
+    """Else what comes later would be copied to memory of which the driver has other pages."""
+    with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
+        driver = _Driver()
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+        memory = PinnedMemory(segment, [PAGE * 3, PAGE * 6], torch.device(TYPE, 0), 3 * PAGE)
+        driver.answers = [712, 712]
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="unmapped while it was pinned"):
+                memory.extend(6 * PAGE)
+            assert not memory.addresses
+            driver.answers = [0, 712, 712]
+        driver.answers, driver.registered = [], []
+        memory.extend(3 * PAGE)
+        memory.extend(6 * PAGE)
+        memory.extend(6 * PAGE)
+        assert [address - segment.address for address in driver.registered] == [0, 3 * PAGE]
+        memory.close()
+
+
 @pytest.mark.parametrize("device", ["cpu", TYPE])
 def test_nothing_is_pinned_where_there_is_no_such_thing(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     MadeUpDevices().install(monkeypatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import torch_file
+from asyncckpt.staging import device_copy
+from asyncckpt.staging.device_copy import DeviceCopy
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("forkserver")]
 
@@ -65,6 +68,39 @@ def test_killed_and_resumed(device_type: str, root: Path, overlap: bool, memory:
         checkpointer.save(4, state).result(60)
         stock_load(into := _state("cpu"), root / "step-00000004")
         assert all(bool((tensor == 4).all()) for tensor in into["model"].values())
+
+
+@pytest.mark.parametrize("at", ["queue", "wait"])
+def test_nothing_is_copied_any_more_when_an_interrupt_is_raised(
+    device_type: str, root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """By Ctrl-C, just when the copies are queued, or while they are waited for. The next save takes the same slot."""
+
+    def interrupted(real: Callable[..., Any], *args: Any) -> None:
+        if at == "queue":
+            real(*args)
+        raise KeyboardInterrupt
+
+    state = _state(device_type)
+    device = state["model"]["large"].device
+    with Checkpointer(root, Config(slots=1)) as checkpointer:
+        checkpointer.prepare(state)
+        _fill(state, 1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            real = getattr(DeviceCopy, at)
+            patch.setattr(DeviceCopy, at, lambda *args: interrupted(real, *args))
+            with module().stream(device_copy._all_side_streams[device].copying):
+                busy(0.5)
+            checkpointer.save(1, state)
+        on_host = _state("cpu")
+        for tensor in on_host["model"].values():
+            tensor.fill_(2)
+        on_host["step"] = 2
+        save = checkpointer.save(2, on_host)
+        module().synchronize()
+        gate.touch()
+        save.result(60)
+        assert checkpointer.load(into := _state("cpu"), memory=False) == 2 and _is_of(into, 2)
 
 
 def test_the_worker_is_killed_while_copies_are_under_way(device_type: str, root: Path) -> None:

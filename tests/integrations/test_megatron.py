@@ -326,3 +326,15 @@ def test_a_name_that_has_moved_is_named(newer: Path) -> None:
 
 def test_without_megatron_it_says_so() -> None:
     assert "refused: Megatron-LM cannot be imported here" in python(_INSTALL)
+
+
+def test_where_it_is_refused_nvrx_is_as_it_was(newer: Path) -> None:
+    """Whoever goes on with the installed one, or without one, does not get ours by its name."""
+    file = newer / "torch.py"
+    file.write_text(file.read_text().replace("import AsyncCallsQueue, AsyncRequest", "import AsyncCallsQueue, New"))
+    find = "\nfrom importlib.util import find_spec\nprint(find_spec('nvidia_resiliency_ext'))"
+    assert python(_in(newer, _INSTALL + find)).endswith("\nNone\n")
+    names = "AsyncCallsQueue, AsyncRequest"
+    theirs = f"\nfrom nvidia_resiliency_ext.checkpointing.async_ckpt.core import {names}\nprint(*map(str, [{names}]))"
+    said = python(_in(newer, _INSTALL + theirs), "nvrx-0.7.0")
+    assert "refused:" in said and said.count("<class 'nvidia_resiliency_ext.") == 2

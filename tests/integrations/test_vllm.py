@@ -10,12 +10,13 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support import vllm_engine
 
-from asyncckpt.errors import CheckpointError, MismatchError, UnsavableStateError, WeightsTimeoutError
+from asyncckpt.errors import CheckpointError, MismatchError, SaveTimeoutError, UnsavableStateError, WeightsTimeoutError
 from asyncckpt.integrations import vllm as ours
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE
@@ -46,6 +47,7 @@ def in_one_process(folder: Path) -> None:
         _weights_that_do_not_fit,
         _a_trainer_that_is_killed,
         _a_trainer_that_drives_the_engine,
+        _a_trainer_that_is_interrupted,
         _a_trainer_on_another_host,
     ):
         scenario(llm, worker, scenario.__name__)
@@ -158,6 +160,11 @@ def _no_weights_leave_the_engine_as_it_was(llm: Any, worker: Any, address: str) 
         with pytest.raises(ValueError, match="not both"):
             llm.start_weight_update()
             llm.update_weights({"update_info": {"version": 7, "min_version": 7}})
+        with EngineUpdater(llm, address) as other:
+            broken_off = mock.patch.object(llm, "update_weights", side_effect=KeyboardInterrupt)
+            with broken_off, pytest.raises(KeyboardInterrupt):
+                other.update()
+            assert other.update() == 7  # by another one
         assert _said(llm) == ({7}, ["7"]) and llm.collective_rpc("loaded_version") == [7]
         publisher.publish(vllm_engine.weights(8), 8)
         llm.start_weight_update()
@@ -257,6 +264,30 @@ def _a_trainer_that_drives_the_engine(llm: Any, worker: Any, address: str) -> No
         _trainer_engine(llm, address, source)
     with pytest.raises(ValueError, match="what shall be sent"):
         _trainer_engine(llm, address, None)
+
+
+def _a_trainer_that_is_interrupted(llm: Any, worker: Any, address: str) -> None:
+    """The ranks that gather the weights with it are not left waiting, nor is the engine left in an update."""
+    made: list[str] = []
+
+    class State(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            for name, tensor in super().items():
+                made.append(name)
+                yield name, tensor
+
+    engine = _trainer_engine(llm, address, State(vllm_engine.weights(1)))
+    made.clear()
+    too_late = mock.patch.object(WeightSubscriber, "versions", side_effect=SaveTimeoutError("as the test wants"))
+    gathers = mock.patch.object(torch.distributed, "is_initialized", return_value=True)
+    with too_late, gathers, pytest.raises(SaveTimeoutError, match="as the test wants"):
+        engine.send_weights()
+    assert len(made) == len(vllm_engine.weights(1))
+    with mock.patch.object(llm, "update_weights", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        engine.send_weights()
+    llm.start_weight_update()  # no other is begun
+    llm.finish_weight_update()
+    engine.shutdown()
 
 
 def _a_trainer_on_another_host(llm: Any, worker: Any, address: str) -> None:

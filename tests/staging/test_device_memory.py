@@ -16,6 +16,7 @@ from support.states import same, zeros_like
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices.pinners import CudaPinner
+from asyncckpt.staging import slot_memory
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.coalesce import Slab
 from asyncckpt.staging.device_copy import ChunkCopy
@@ -118,6 +119,33 @@ def test_memory_of_a_worker_that_died_gives_way(device_type: str, root: Path) ->
         assert _comes_back(checkpointer, 1, _large(device_type, 3))
         _kill_worker(checkpointer)
         assert _comes_back(checkpointer, 2, _large(device_type, 4))
+
+
+def test_memory_of_a_slot_that_goes_is_not_pinned_any_more(
+    device_type: str, root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that of two was pinned at once, as a state moved to the device while saves overlapped."""
+    monkeypatch.setattr(slot_memory, "_LONG", 3)
+    with Checkpointer(root) as checkpointer:
+        saves = [checkpointer.save(step, _large("cpu", 3)) for step in (1, 2)]
+        gate.touch()
+        for save in saves:
+            save.result(60)
+        assert _comes_back(checkpointer, 3, state := _large(device_type, 3))
+        buffer = _buffer(checkpointer)
+        assert buffer._memory.taken == 2
+        for step in range(4, 9):
+            assert _comes_back(checkpointer, step, state)
+        assert buffer._memory.taken == 1
+        last = buffer.segment.address + buffer._memory.end
+        assert _pinned(checkpointer) and max(_pinned(checkpointer)) < last
+        gate.unlink()
+        saves = [checkpointer.save(step, state) for step in (9, 10)]
+        gate.touch()
+        for save in saves:
+            save.result(60)
+        assert buffer._memory.taken == 2 and max(_pinned(checkpointer)) >= last
+        assert _comes_back(checkpointer, 11, state)
 
 
 def test_values_of_the_host_stand_behind_those_of_the_device(device_type: str, root: Path) -> None:

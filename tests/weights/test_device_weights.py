@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
 from asyncckpt.weights import WeightPublisher, WeightSubscriber, streamed_copies
 from asyncckpt.weights.buffer import WeightBuffer
+from asyncckpt.weights.streamed_copies import StreamedCopies
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("forkserver")]
 
@@ -171,6 +173,44 @@ def test_the_next_one_is_asked_for_while_one_is_under_way(
     assert asked[-1] - asked[0] < 0.5 < time.monotonic() - asked[0]
     with subscriber.acquire(3) as acquired:
         assert all(same(acquired[name].clone(), (tensor + 3).cpu()) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("at", ["waiting", "queued"])
+def test_no_copy_is_under_way_when_an_interrupt_is_raised(
+    device_type: str,
+    publisher: WeightPublisher,
+    subscriber: WeightSubscriber,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+) -> None:
+    """By Ctrl-C; what is published next, from the host, stands in the same memory."""
+
+    def gathered(device: str, value: float) -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(4):
+            yield f"{number}", torch.full((300, 200), value, device=device)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    class _Interrupting(deque[Any]):
+        append = interrupt
+
+    for version in (1, 2):
+        publisher.publish(gathered(device_type, version), version)
+    (side_stream,) = publisher._streamed._streams.values()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if at == "waiting":
+            wait = StreamedCopies._wait
+            patch.setattr(StreamedCopies, "_wait", lambda self, n: wait(self, n) if n else interrupt())
+        else:
+            patch.setattr(publisher._streamed, "_under_way", _Interrupting())
+        with module().stream(side_stream):
+            busy(0.5)
+        publisher.publish(gathered(device_type, 3), 3)
+    publisher.publish(gathered("cpu", 4), 4)
+    module().synchronize()
+    with subscriber.acquire(4) as acquired:
+        assert all(bool((tensor == 4).all()) for tensor in acquired.values())
 
 
 def test_a_device_that_is_full_is_copied_from_directly(

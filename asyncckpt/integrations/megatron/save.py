@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.integrations import nvrx
@@ -24,11 +22,24 @@ class MegatronSave:
         return self._call not in self._queue.async_calls
 
     def result(self) -> None:
-        """Wait until the checkpoint is durable and finalized. Raises DCP's ``CheckpointException``."""
+        """Wait until the checkpoint is durable and finalized. Raises DCP's ``CheckpointException``, or what one of its
+        finalize functions has raised.
+        """
         self._finalize(blocking=True)
         if failures := self._call.failures():
             raise write_exception(failures)
+        if self._call.finalize_error is not None:
+            raise self._call.finalize_error
 
     def _finalize(self, *, blocking: bool) -> None:
-        with contextlib.suppress(CheckpointException):  # of this save or another
-            self._queue.maybe_finalize_async_calls(blocking=blocking)
+        """What one save fails with, this or another, is for its own handle to raise."""
+        while calls := list(self._queue.async_calls):
+            try:
+                self._queue.maybe_finalize_async_calls(blocking=blocking)
+            except CheckpointException:
+                pass
+            except Exception as error:
+                if all(call.finalize_error is not error for call in calls):
+                    raise
+                continue  # those behind it are not finalized yet
+            return

@@ -42,39 +42,51 @@ class MegatronWiringError(CheckpointError):
 def install() -> None:
     """Have Megatron-LM use asyncckpt from now on. Safe to call twice.
 
-    Best called before Megatron-LM is imported. Raises ``MegatronWiringError``, saying which name has moved.
+    Best called before Megatron-LM is imported. Raises ``MegatronWiringError``, saying which name has moved; then nvrx
+    is as it was.
     """
     offer_flags()
-    with _new_enough(_install_in_nvrx()):
-        try:
-            torch_strategy = importlib.import_module(f"{_STRATEGIES}.torch")
-        except ImportError as error:
-            if error.name is not None and error.name.split(".")[0] == "megatron":
-                raise MegatronWiringError(f"Megatron-LM cannot be imported here: {error}") from error
-            raise
-    if hasattr(torch_strategy, "get_async_strategy"):
-        _check_newer(torch_strategy)
-        _take_synchronous_saves(torch_strategy)
-    else:
-        _install_in_core(torch_strategy)
+    with contextlib.ExitStack() as undo:
+        with _new_enough(_install_in_nvrx(undo), undo):
+            try:
+                torch_strategy = importlib.import_module(f"{_STRATEGIES}.torch")
+            except ImportError as error:
+                if error.name is not None and error.name.split(".")[0] == "megatron":
+                    raise MegatronWiringError(f"Megatron-LM cannot be imported here: {error}") from error
+                raise
+        if hasattr(torch_strategy, "get_async_strategy"):
+            _check_newer(torch_strategy)
+            _take_synchronous_saves(torch_strategy)
+        else:
+            _install_in_core(torch_strategy)
+        undo.pop_all()
 
 
-def _install_in_nvrx() -> ModuleType:
+def _install_in_nvrx(undo: contextlib.ExitStack) -> ModuleType:
     """Put the names into nvrx's modules, or into ones that stand in for them. Returns the package."""
     if find_spec(_NVRX) is None:
         modules = {f"{PACKAGE}.{module}" for module in _MODULES.values()}
         for name in (_NVRX, f"{_NVRX}.checkpointing", PACKAGE, *modules):
             _stand_in(name)
+            undo.callback(sys.modules.pop, name, None)
     package = importlib.import_module(_NVRX)
     for attribute, module in _MODULES.items():
         try:
-            setattr(importlib.import_module(f"{PACKAGE}.{module}"), attribute, _OURS[attribute])
+            _replace(importlib.import_module(f"{PACKAGE}.{module}"), attribute, _OURS[attribute], undo)
         except ModuleNotFoundError as error:
             raise MegatronWiringError(
                 f"Megatron-LM takes {attribute} from {PACKAGE}.{module}, which cannot be imported from the installed"
                 f" nvidia-resiliency-ext ({getattr(package, '__version__', 'of unknown version')}): {error}"
             ) from error
     return package
+
+
+def _replace(module: ModuleType, name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    if hasattr(module, name):
+        undo.callback(setattr, module, name, getattr(module, name))
+    else:
+        undo.callback(delattr, module, name)
+    setattr(module, name, value)
 
 
 def _stand_in(name: str) -> None:
@@ -90,7 +102,7 @@ def _stand_in(name: str) -> None:
 
 
 @contextlib.contextmanager
-def _new_enough(package: ModuleType) -> Iterator[None]:
+def _new_enough(package: ModuleType, undo: contextlib.ExitStack) -> Iterator[None]:
     """While newer trees are imported they check nvrx's version, although nothing is asked of it any more."""
     version = getattr(package, "__version__", None)
     package.__version__ = _GOOD_VERSION  # type: ignore[attr-defined]
@@ -98,7 +110,7 @@ def _new_enough(package: ModuleType) -> Iterator[None]:
         yield
         helpers = sys.modules.get(f"{_STRATEGIES}.nvrx")
         if helpers is not None and hasattr(helpers, "is_nvrx_min_version"):
-            helpers.is_nvrx_min_version = lambda version=_GOOD_VERSION: True  # type: ignore[attr-defined]
+            _replace(helpers, "is_nvrx_min_version", lambda version=_GOOD_VERSION: True, undo)
     finally:
         package.__version__ = version  # type: ignore[attr-defined]
 

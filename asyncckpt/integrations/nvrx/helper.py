@@ -64,6 +64,8 @@ class Helper:
         self._unanswered: deque[Future[None]] = deque()
         self.death: WorkerDiedError | None = None
         """How the process ended; None while it lives."""
+        self.is_leaving = False
+        """Whether it is given nothing more, and ends when all it was given is done."""
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-helper", daemon=True)
         self._listener.start()
 
@@ -99,14 +101,18 @@ class Helper:
         future = Future[None]()
         with Segment.create("asyncckpt", max(pickler.nbytes, 1)) as segment:
             pickler.copy_storages(segment.view)
-            self._unanswered.append(future)
             try:
+                self._unanswered.append(future)
                 self._connection.send_bytes(buffer.getbuffer())
                 self._connection.send_descriptor(segment.fileno())
             except OSError as error:
                 self._process.kill()  # it may have received half a message
                 self._listener.join()
                 raise self.death or WorkerDiedError("the helper process has ended") from error
+            except BaseException:  # an interrupt: nobody knows how much of it has been sent
+                self.is_leaving = True
+                self._connection.hang_up(socket.SHUT_WR)
+                raise
         return future
 
     def kill(self) -> None:

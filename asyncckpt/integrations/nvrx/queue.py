@@ -88,15 +88,19 @@ class AsyncRequest(NamedTuple):
         return self.call_idx
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AsyncCall:
-    """A scheduled request. ``future`` ends with it on this rank, well or badly; a save ends on all ranks alike."""
+    """A scheduled request. ``future`` ends with it on this rank, well or badly; a save ends on all ranks alike.
+
+    ``finalize_error``: what one of its finalize functions has raised.
+    """
 
     request: AsyncRequest
     future: Future[Any]
     is_save: bool = False
     process_group: dist.ProcessGroup | None = None
     generation: int = 0
+    finalize_error: Exception | None = None
 
     def failures(self) -> dict[int, BaseException] | None:
         """How it failed, by rank, as far as this rank knows; None if it has not ended here yet."""
@@ -240,7 +244,11 @@ class AsyncCallsQueue:
                 logger.error("call %d has failed: %s", call.request.call_idx, str(next(iter(failures.values()))))
                 failed.append(write_exception(failures))
             else:
-                finalized.append(call.request.execute_finalize_fns())
+                try:
+                    finalized.append(call.request.execute_finalize_fns())
+                except Exception as error:
+                    call.finalize_error = error
+                    raise
         if failed:
             raise failed[0]
         return finalized
@@ -302,7 +310,7 @@ class AsyncCallsQueue:
             nothing = Future[None]()
             nothing.set_result(None)
             return nothing
-        if self._helper is None or self._helper.death is not None:
+        if self._helper is None or self._helper.death is not None or self._helper.is_leaving:
             self._helper = Helper()
         return self._helper.submit(request.async_fn, request.arguments(), request.async_fn_kwargs or {})
 

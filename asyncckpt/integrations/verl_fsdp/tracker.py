@@ -87,6 +87,8 @@ class StepTracker:
         """
         self._folder, self._timeout = folder, timeout
         self._expected: list[_Step] = []
+        self._passed: list[_Step] = []
+        """Steps that nobody waits for any more, and whose notes are still to go."""
         self._littered: list[str] = []
         """Folders of steps in which killed workers have left something."""
         self._changed = threading.Condition()
@@ -182,8 +184,7 @@ class StepTracker:
                 if ended:  # and with it those before it, which failed, or were overtaken
                     passed = self._expected[: self._expected.index(ended[-1]) + 1]
                     self._expected = self._expected[len(passed) :]
-                    for step in passed:
-                        step.forget()
+                    self._passed = [step for step in self._passed + passed if not _is_forgotten(step)]
                     self._changed.notify_all()
                     continue
             time.sleep(_POLL_S)
@@ -227,6 +228,16 @@ class StepTracker:
                 logger.info("what was left in %s stays: %s", folder, error)
             left.append(folder)
         self._littered = left
+
+
+def _is_forgotten(step: _Step) -> bool:
+    """Whether the note of a step is gone now. What is wrong with that is no fault of later steps."""
+    try:
+        step.forget()
+    except OSError as error:
+        logger.warning("the note of step %d stays for now: %s", step.number, error)
+        return False
+    return True
 
 
 def _is_littered(folder: str) -> bool:

@@ -125,7 +125,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
             for _ in self._pairs():
                 pass
             return None
-        publication = self._publish(publisher, self._next() if version is None else version, roll_back)
+        publication = self._publish(publisher, version, roll_back)
         self.version = publication.version
         self.wait()
         if self._thread is None:
@@ -165,7 +165,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
             shapes = {meta.name: (meta.dtype, tuple(meta.shape)) for meta in self.source.metadata()}
         return {name: torch.empty((), dtype=dtype).expand(shape) for name, (dtype, shape) in shapes.items()}
 
-    def _publish(self, publisher: WeightPublisher, version: int, roll_back: bool) -> Publication:
+    def _publish(self, publisher: WeightPublisher, version: int | None, roll_back: bool) -> Publication:
         pairs = self._pairs()
         weights: Any = pairs
         # Without process groups there are no sharded parameters: these yield what is there already, and all of it can
@@ -173,6 +173,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         if isinstance(self.source, (Mapping, ModuleSource)) and not torch.distributed.is_initialized():
             weights = dict(pairs)
         try:
+            version = self._next() if version is None else version
             publication = publisher.publish(weights, version, dtype=self._info.dtype, roll_back=roll_back)
         except Exception:
             for _ in pairs:  # other ranks are about to gather the rest
@@ -197,7 +198,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
             self._told("start_weight_update")
         try:
             self._told("update_weights", {"version": version, "timeout": self._info.timeout})
-        except CheckpointError:
+        except BaseException:
             self._end_update()
             raise
         self._told("finish_weight_update", str(version))

@@ -85,7 +85,7 @@ class EngineUpdater(_Updater):
         self._engine.start_weight_update()
         try:
             self._engine.update_weights({"update_info": {"version": version, "timeout": timeout}})
-        except Exception:
+        except BaseException:  # a task that is cancelled, too: else vLLM begins no other update
             with contextlib.suppress(Exception):  # see ``SharedMemoryWeightTransferEngine.update_weights``
                 self._engine.finish_weight_update()
             raise
@@ -148,7 +148,7 @@ class AsyncEngineUpdater(_Updater):
         update = WeightTransferUpdateRequest(update_info={"version": version, "timeout": timeout})
         try:
             await self._engine.update_weights(update)
-        except Exception:
+        except BaseException:  # a task that is cancelled, too: else vLLM begins no other update
             with contextlib.suppress(Exception):  # see ``SharedMemoryWeightTransferEngine.update_weights``
                 await self._engine.finish_weight_update()
             raise

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.integrations import nvrx
+from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.takeover import is_running
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -81,6 +83,39 @@ def test_what_does_not_pickle_is_refused_at_once(queue: nvrx.AsyncCallsQueue) ->
     with pytest.raises(UnsavableStateError, match="cannot be pickled"):
         queue.schedule_async_request(nvrx.AsyncRequest(print, ((number for number in range(3)),), []))
     assert queue.get_num_unfinalized_calls() == 0
+
+
+@pytest.mark.parametrize("at", ["send_bytes", "send_descriptor"])
+def test_a_request_that_is_interrupted_takes_no_answer_of_another(
+    queue: nvrx.AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """By Ctrl-C. What was given to the helper before is done, and what comes later, too."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    finalized: list[str] = []
+
+    def schedule(name: str, function: Callable[..., object], *arguments: object) -> None:
+        queue.schedule_async_request(nvrx.AsyncRequest(function, arguments, [lambda: finalized.append(name)]))
+
+    def wait_and_touch(path: Path) -> None:
+        while not path.with_suffix(".go").exists():
+            time.sleep(0.01)
+        path.touch()
+
+    schedule("before", wait_and_touch, tmp_path / "file")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SocketConnection, at, interrupt)
+        schedule("interrupted", print)
+    (tmp_path / "file.go").touch()
+    for name, function in (("bad", _raise), ("good", os.getpid)):
+        schedule(name, function)
+    done, _ = futures.wait([call.future for call in queue.async_calls], 60)
+    assert len(done) == 3
+    with pytest.raises(CheckpointException, match="as the test wants"):
+        queue.maybe_finalize_async_calls(blocking=False)
+    assert finalized == ["before", "good"] and (tmp_path / "file").exists()
 
 
 def test_preloading_that_fails_is_raised_at_once(queue: nvrx.AsyncCallsQueue) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.errors import WorkerDiedError
 from asyncckpt.integrations import nvrx
+from asyncckpt.integrations.megatron import MegatronSave
 from asyncckpt.integrations.nvrx import filesystem
 from asyncckpt.loading.source import verify
 from asyncckpt.worker import process as worker_process
@@ -35,6 +36,28 @@ def test_several_under_way_are_finalized_in_order(queue: nvrx.AsyncCallsQueue, t
         queue.schedule_async_request(plan(state, tmp_path / str(number)))
     assert queue.maybe_finalize_async_calls(blocking=True) == list(range(5))
     assert all(is_there(state, tmp_path / str(number)) for number, state in enumerate(states))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("asked", [0, 1])
+def test_what_a_finalize_function_raises_comes_from_the_handle_of_its_save(
+    queue: nvrx.AsyncCallsQueue, tmp_path: Path, bad: int, asked: int
+) -> None:
+    """Whichever handle is asked first: the one of a save that lacks something must not say that it is whole."""
+
+    def write_metadata() -> None:
+        raise OSError("as the test wants")
+
+    requests = [plan(small_state(), tmp_path / str(number)) for number in range(2)]
+    requests[bad].finalize_fns.append(write_metadata)
+    handles = [MegatronSave(queue, request) for request in requests]
+    for number in (asked, 1 - asked, asked):
+        if number == bad:
+            with pytest.raises(OSError, match="as the test wants"):
+                handles[number].result()
+        else:
+            handles[number].result()
+        assert handles[number].done()
 
 
 def test_it_can_be_done_at_once(tmp_path: Path) -> None:
