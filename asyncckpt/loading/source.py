@@ -20,7 +20,7 @@ from asyncckpt.loading.shared_files import CheckedFile, CheckedFiles, distrusted
 from asyncckpt.worker.extent import check_whole
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.joint_file import JointInput
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, indexes_of
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, indexes_of, is_index
 from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import history, newest_step, stored_step
@@ -88,11 +88,15 @@ def find_step(step: int | None, timeout: float, *roots: str) -> list[tuple[int, 
 
 
 def is_stock(path: str) -> bool:
-    """Whether stock DCP wrote the checkpoint ``path``: it has DCP's metadata, and not our manifest."""
+    """Whether stock DCP wrote the checkpoint ``path``: it has DCP's metadata, and not our manifest.
+
+    What has an index of ours is none, also without a manifest, which it has lost: nothing would check its bytes, and
+    another may just be taking its place, file by file.
+    """
     storage = storage_for(path)
-    if storage.exists(os.path.join(path, MANIFEST_NAME)):
+    if storage.exists(os.path.join(path, MANIFEST_NAME)) or not storage.exists(os.path.join(path, METADATA_NAME)):
         return False
-    return storage.exists(os.path.join(path, METADATA_NAME))
+    return not any(map(is_index, storage.names_in(path)))
 
 
 def read_manifest(path: str) -> Manifest:
@@ -115,6 +119,12 @@ def read_manifest(path: str) -> Manifest:
         raise DamagedCheckpointError(
             f"there is no {MANIFEST_NAME} beside {METADATA_NAME}: it was removed, or another program wrote this"
             " (then torch.distributed.checkpoint loads it, and nothing can verify it)",
+            path=path,
+        )
+    if storage.exists(os.path.join(path, METADATA_NAME)):
+        raise DamagedCheckpointError(
+            f"asyncckpt wrote this, and its manifest is missing: {MANIFEST_NAME} was removed, or another checkpoint is"
+            " just taking the place of this one",
             path=path,
         )
     raise CheckpointNotFoundError("there is no checkpoint here", path=path)

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+import asyncckpt
 from asyncckpt import Checkpointer, cli
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.loading import source
@@ -147,3 +149,24 @@ def test_a_data_file_of_another_structure_is_refused(root: Path) -> None:
     with Checkpointer(root / "0") as checkpointer, pytest.raises(DamagedCheckpointError, match="'other'"):
         checkpointer.load(into, memory=False)
     assert not into["one"].any()
+
+
+@pytest.mark.parametrize("name", ["it", "step-00000001"])
+def test_one_that_has_lost_its_manifest_is_not_taken_for_stock_dcps(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncckpt.save({"w": torch.ones(5000)}, checkpoint_id=(folder := tmp_path / name))
+    data = bytearray((folder / data_name(0)).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / data_name(0)).write_bytes(data)
+    (folder / MANIFEST_NAME).unlink()
+    for planner in (None, DefaultLoadPlanner()):
+        with pytest.raises(DamagedCheckpointError, match="manifest is missing"):
+            asyncckpt.load({"w": torch.zeros(5000)}, checkpoint_id=folder, planner=planner)
+    with pytest.raises(DamagedCheckpointError, match="manifest is missing"):
+        asyncckpt.export(folder, tmp_path / "out")
+    for command, status in (("verify", 1), ("inspect", 1), ("ls", 1)):
+        assert cli.main([command, str(folder)]) == status
+        answer = capsys.readouterr()
+        assert "manifest is missing" in answer.out + answer.err
+    assert cli.main(["diff", str(folder), str(folder)]) == 2
