@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,31 @@ def read_stock_metadata(path: str, *, weights_only: bool) -> Metadata:
     return metadata
 
 
+class _LookedAt:
+    """A planner that unpickles whatever it is given: what could run code is refused before it is given that."""
+
+    def __init__(self, planner: LoadPlanner, path: str) -> None:
+        self._planner, self._path = planner, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        load_object(value, read_item.dest_index.fqn, self._path, weights_only=True)
+        value.seek(0)
+        self._planner.load_bytes(read_item, value)
+
+
+def _looked_at(planner: LoadPlanner, path: str, *, weights_only: bool) -> LoadPlanner:
+    """The same planner, but one that unpickles as DCP's does, with ``weights_only`` nothing that could run code.
+
+    Only whoever has another ``load_bytes`` knows what the bytes are.
+    """
+    if not weights_only or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        return planner
+    return cast("LoadPlanner", _LookedAt(planner, path))
+
+
 class StockReader(FileSystemReader):
     """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
 
@@ -98,7 +123,7 @@ class StockReader(FileSystemReader):
         path = str(self.path)
         for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
             storage_for(path).open(os.path.join(path, name)).close()
-        return super().read_data(plan, planner)
+        return super().read_data(plan, _looked_at(planner, path, weights_only=self._weights_only))
 
 
 class CheckpointReader(StorageReader):
@@ -166,6 +191,7 @@ class CheckpointReader(StorageReader):
             sizes.setdefault(stored.relative_path, {})[stored.offset] = stored.length
         expected = {name: sum(each.values()) for name, each in sizes.items()}
         self._progress.expect(sum(expected.values()))
+        planner = _looked_at(planner, self._path, weights_only=self._weights_only)
         all_filled: list[tuple[ReadItem, torch.Tensor]] = []
         with DeviceBuffers() as buffers, read_pool(self._path) as pool:
             for name, items in sorted(per_file.items()):

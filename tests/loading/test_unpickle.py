@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from support.states import same, small_state, zeros_like
 from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+import asyncckpt
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
@@ -134,6 +137,24 @@ def test_what_stock_dcp_wrote_runs_nothing_either(tmp_path: Path) -> None:
     with pytest.raises(UntrustedValueError, match="mkdir"):
         load(into, str(folder))
     assert not proof.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("written", [asyncckpt.save, state_dict_saver.save])
+def test_nor_does_a_value_for_a_planner_of_dcps(written: Callable[..., Any], tmp_path: Path) -> None:
+    """Which unpickles whatever it is given, and is how part of a checkpoint is loaded."""
+    proof = tmp_path / "proof"
+    written({"innocent": Attack(proof), "known": range(3), "w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    into: dict[str, Any] = {"innocent": None, "known": None, "w": torch.zeros(2), "more": torch.zeros(2)}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.raises(UntrustedValueError, match="'innocent'"):
+        load(into, str(tmp_path / "a"), planner=planner)
+    assert not proof.exists()
+    del into["innocent"]
+    load(into, str(tmp_path / "a"), planner=planner)
+    assert into["known"] == range(3) and torch.equal(into["w"], torch.ones(2))
+    load({"innocent": None}, str(tmp_path / "a"), planner=planner, weights_only=False)
+    assert proof.exists()
 
 
 @dataclasses.dataclass
