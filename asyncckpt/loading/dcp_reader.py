@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from asyncckpt.errors import DamagedCheckpointError, MismatchError
+from asyncckpt.errors import DamagedCheckpointError, MismatchError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
 from asyncckpt.loading.direct_load import left_out, some, warn_left_out
@@ -40,6 +40,7 @@ from asyncckpt.ranks.collectives import cpu_group, many
 from asyncckpt.worker.index import Item
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage import absolute, is_address, storage_for
+from asyncckpt.worker.storage.storage import FileStamp
 
 logger = logging.getLogger(__name__)
 
@@ -111,19 +112,32 @@ class StockReader(FileSystemReader):
     def __init__(self, path: str, *, weights_only: bool) -> None:
         super().__init__(path)
         self._weights_only = weights_only
+        self._stamp: FileStamp | None = None  # of the metadata that was read
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        (self._stamp,) = self._stamps([METADATA_NAME])
         metadata = read_stock_metadata(str(self.path), weights_only=self._weights_only)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """DCP would wait for ever where one of its files is a pipe."""
+        """DCP would wait for ever where one of its files is a pipe.
+
+        Nothing else would tell that another checkpoint takes the place of this one meanwhile.
+        """
         path = str(self.path)
-        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+        names = [*{self.storage_data[item.storage_index].relative_path for item in plan.items}]
+        for name in names:
             storage_for(path).open(os.path.join(path, name)).close()
-        return super().read_data(plan, _looked_at(planner, path, weights_only=self._weights_only))
+        before = self._stamps(names)
+        read = super().read_data(plan, _looked_at(planner, path, weights_only=self._weights_only))
+        if self._stamps([METADATA_NAME, *names]) != [self._stamp, *before]:
+            raise StorageError("this checkpoint was changed or replaced while it was read: try again", path=path)
+        return read
+
+    def _stamps(self, names: Sequence[str]) -> list[FileStamp | None]:
+        return [storage_for(str(self.path)).stamp(os.path.join(self.path, name)) for name in names]
 
 
 class CheckpointReader(StorageReader):

@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import asyncckpt
 from asyncckpt import Checkpointer, cli
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.loading import source
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, data_name, index_name
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, data_name, index_name
 from asyncckpt.worker.storage import storage_for
 
 
@@ -170,3 +172,36 @@ def test_one_that_has_lost_its_manifest_is_not_taken_for_stock_dcps(
         answer = capsys.readouterr()
         assert "manifest is missing" in answer.out + answer.err
     assert cli.main(["diff", str(folder), str(folder)]) == 2
+
+
+def _begin_to_join(folder: Path, other: Path) -> None:
+    """As a save of ours that joins what is there."""
+    (folder / METADATA_NAME).unlink()
+    (other / data_name(0)).rename(folder / data_name(0))
+
+
+def _write_half(folder: Path, other: Path) -> None:
+    """As DCP, which writes over what is there."""
+    data = (other / data_name(0)).read_bytes()
+    with open(folder / data_name(0), "r+b") as file:
+        file.write(data[: len(data) // 2])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("replaced", [_begin_to_join, _write_half])
+def test_stock_dcps_that_is_replaced_while_it_is_read_is_refused(
+    replaced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of the other stand where those of the one did: nothing else would tell them."""
+    folder, other = tmp_path / "it", tmp_path / "other"
+    for place, value in ((folder, 1.0), (other, 2.0)):
+        state_dict_saver.save({name: torch.full((1000,), value) for name in "ab"}, checkpoint_id=place)
+    read = FileSystemReader.read_data
+
+    def interrupted(*args: Any) -> Any:
+        replaced(folder, other)
+        return read(*args)
+
+    monkeypatch.setattr(FileSystemReader, "read_data", interrupted)
+    with pytest.raises(StorageError, match="replaced while it was read"):
+        asyncckpt.load({name: torch.zeros(1000) for name in "ab"}, checkpoint_id=folder)
