@@ -8,6 +8,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,31 @@ def test_what_stock_dcp_wrote_runs_nothing_either(tmp_path: Path) -> None:
     with pytest.raises(UntrustedValueError, match="mkdir"):
         load(into, str(folder))
     assert not proof.exists()
+
+
+def test_what_the_caller_allows_stays_allowed(tmp_path: Path) -> None:
+    asyncckpt.save({"known": range(3)}, checkpoint_id=tmp_path / "a")
+    with torch.serialization.safe_globals([range]):
+        load(into := {"known": None}, str(tmp_path / "a"))
+        assert range in torch.serialization.get_safe_globals() and slice not in torch.serialization.get_safe_globals()
+    assert into["known"] == range(3)
+
+
+def test_loads_on_two_threads_allow_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one begins and ends while the other is about to unpickle."""
+    asyncckpt.save({"known": range(3)}, checkpoint_id=(path := str(tmp_path / "a")))
+    before, unpickle = torch.serialization.get_safe_globals(), torch.load
+    into: list[dict[str, Any]] = [{"known": None}, {"known": None}]
+
+    def first(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(torch, "load", unpickle)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(load, into[1], path).result(60)
+        return unpickle(*args, **options)
+
+    monkeypatch.setattr(torch, "load", first)
+    load(into[0], path)
+    assert into == [{"known": range(3)}] * 2 and set(torch.serialization.get_safe_globals()) == set(before)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
