@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import asyncckpt
 from asyncckpt import Checkpointer, cli
-from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading import source
+from asyncckpt.loading.memory_search import FoundImages, HeldAttempt
+from asyncckpt.loading.memory_source import MemorySource
 from asyncckpt.loading.source import verify
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, data_name, index_name
 from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage.local import LocalStorage
+from asyncckpt.worker.write_request import WriteRequest
 
 
 def _folder(root: Path, step: int) -> Path:
@@ -205,3 +210,28 @@ def test_stock_dcps_that_is_replaced_while_it_is_read_is_refused(
     monkeypatch.setattr(FileSystemReader, "read_data", interrupted)
     with pytest.raises(StorageError, match="replaced while it was read"):
         asyncckpt.load({name: torch.zeros(1000) for name in "ab"}, checkpoint_id=folder)
+
+
+def test_what_replaces_a_checkpoint_is_no_part_of_what_is_held_of_it(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks one is in memory; what the other has saved is in storage, where the step is just saved again."""
+    path = str(_folder(saved, 3))
+    with Checkpointer(again := tmp_path / "again") as checkpointer:
+        checkpointer.save(3, _state(30)).result(60)
+    attempt = source.read_manifest(path).attempt
+    request = WriteRequest(1, 0, 0, path, attempt, 3, 0, 2, "set aside", None, False, 20.0)
+    held = HeldAttempt(request, True, {})
+    with closing(MemorySource(FoundImages(None, "here", b"", ()), held, lambda found: None, "sockets")) as memory:
+        memory.open(data_name(0)).close()
+        is_finalized = LocalStorage.is_finalized
+
+        def then_replaced(storage: LocalStorage, final: str, *args: Any) -> bool:
+            found = is_finalized(storage, final, *args)
+            Path(final).rename(f"{final}.abandoned-1")
+            _folder(again, 3).rename(final)
+            return found
+
+        monkeypatch.setattr(LocalStorage, "is_finalized", then_replaced)
+        with pytest.raises(CheckpointNotFoundError, match="no memory that can be reached"):
+            memory.open(data_name(0))
