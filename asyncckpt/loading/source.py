@@ -273,7 +273,7 @@ def verify(
         checked: What was found in files of others that were verified; is added to. None: this is the only one.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint at all.
+        CheckpointNotFoundError: There is no checkpoint at all, or none any more.
         StorageError: It cannot be read.
     """
     path = absolute(path)
@@ -285,6 +285,8 @@ def verify(
             report.damages.append(error)
             return report
         verify_files(source, source.manifest.files, report, progress, checked)
+        if report.damages and not storage_for(path).exists(os.path.join(path, MANIFEST_NAME)):
+            raise CheckpointNotFoundError("this was removed while it was checked", path=path)
     return report
 
 
