@@ -24,7 +24,7 @@ from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, St
 from asyncckpt.loading import source
 from asyncckpt.loading.memory_search import FoundImages, HeldAttempt
 from asyncckpt.loading.memory_source import MemorySource
-from asyncckpt.loading.source import verify
+from asyncckpt.loading.source import StorageSource, verify
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, data_name, index_name
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.local import LocalStorage
@@ -235,3 +235,25 @@ def test_what_replaces_a_checkpoint_is_no_part_of_what_is_held_of_it(
         monkeypatch.setattr(LocalStorage, "is_finalized", then_replaced)
         with pytest.raises(CheckpointNotFoundError, match="no memory that can be reached"):
             memory.open(data_name(0))
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_step_that_is_saved_again_while_it_is_loaded_is_not_damaged(
+    fallback: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a training that went back, while another process loads the newest: that is good, and keeps its name."""
+    with Checkpointer(again := tmp_path / "again") as checkpointer:
+        checkpointer.save(3, _state(30.0)).result(60)
+    open_file = StorageSource.open
+
+    def first(*args: Any) -> Any:
+        monkeypatch.setattr(StorageSource, "open", open_file)
+        _folder(saved, 3).rename(f"{_folder(saved, 3)}.abandoned-1")
+        _folder(again, 3).rename(_folder(saved, 3))
+        return open_file(*args)
+
+    monkeypatch.setattr(StorageSource, "open", first)
+    with Checkpointer(saved) as checkpointer:
+        assert checkpointer.load(into := _state(), memory=False, fallback=fallback) == 3
+    assert into["step"] == 30 and torch.equal(into["model"]["w"], _state(30.0)["model"]["w"])
+    assert not list(saved.glob("*damaged*"))
