@@ -14,7 +14,13 @@ from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, StorageError
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    MismatchError,
+    StorageError,
+)
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, StoredPart, read_pool
 from asyncckpt.loading.shared_files import CheckedFile, CheckedFiles, distrusted
 from asyncckpt.worker.extent import check_whole
@@ -128,6 +134,14 @@ def read_manifest(path: str) -> Manifest:
             path=path,
         )
     raise CheckpointNotFoundError("there is no checkpoint here", path=path)
+
+
+def is_replaced(path: str, attempt: str) -> bool:
+    """Whether another checkpoint stands at ``path`` than that of the ``attempt``: what was read is of both, perhaps."""
+    try:
+        return read_manifest(path).attempt != attempt
+    except CheckpointError:
+        return False
 
 
 class Source(Protocol):
@@ -287,6 +301,8 @@ def verify(
         verify_files(source, source.manifest.files, report, progress, checked)
         if report.damages and not storage_for(path).exists(os.path.join(path, MANIFEST_NAME)):
             raise CheckpointNotFoundError("this was removed while it was checked", path=path)
+    if report.damages and is_replaced(path, source.attempt):
+        return verify(path, progress, checked)
     return report
 
 

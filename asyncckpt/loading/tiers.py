@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 from xxhash import xxh3_64_hexdigest
 
-from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
-from asyncckpt.loading.source import find_step, read_manifest, settled_step
+from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.loading.source import find_step, is_replaced, read_manifest, settled_step
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of
@@ -105,7 +105,7 @@ class Tiers:
                 fill(path)
                 return step, "local" if root == self.local else "storage"
             except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-                if attempt is not None and from_first(partial(_is_replaced, path, attempt), ranks):
+                if attempt is not None and from_first(partial(is_replaced, path, attempt), ranks):
                     logger.warning("step %d was saved again while it was loaded, and is loaded anew: %s", step, error)
                     copies.insert(0, (step, root))
                     continue
@@ -116,14 +116,6 @@ class Tiers:
                 if fallback and isinstance(error, DamagedCheckpointError):
                     from_first(partial(set_aside, root, step), ranks)
                 logger.error("step %d cannot be loaded, falling back to step %d in %s: %s", step, *copies[0], error)
-
-
-def _is_replaced(path: str, attempt: str) -> bool:
-    """Whether another checkpoint stands at ``path`` than that of the ``attempt``: what was read is of both, perhaps."""
-    try:
-        return read_manifest(path).attempt != attempt
-    except CheckpointError:
-        return False
 
 
 def _copies(found: StoredStep | None) -> list[tuple[int, str]]:

@@ -25,6 +25,7 @@ from asyncckpt.loading import source
 from asyncckpt.loading.memory_search import FoundImages, HeldAttempt
 from asyncckpt.loading.memory_source import MemorySource
 from asyncckpt.loading.source import StorageSource, verify
+from asyncckpt.worker.index import Index
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, data_name, index_name
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.local import LocalStorage
@@ -257,3 +258,19 @@ def test_a_step_that_is_saved_again_while_it_is_loaded_is_not_damaged(
         assert checkpointer.load(into := _state(), memory=False, fallback=fallback) == 3
     assert into["step"] == 30 and torch.equal(into["model"]["w"], _state(30.0)["model"]["w"])
     assert not list(saved.glob("*damaged*"))
+
+
+def test_one_that_is_replaced_while_it_is_checked_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, parse = str(tmp_path / "it"), Index.parse
+    asyncckpt.save({"w": torch.ones(5000)}, checkpoint_id=path)
+
+    def first(*args: Any) -> Any:
+        monkeypatch.setattr(Index, "parse", parse)
+        asyncckpt.save({"w": torch.zeros(5000)}, checkpoint_id=path)
+        return parse(*args)
+
+    monkeypatch.setattr(Index, "parse", first)
+    report = verify(path)
+    assert report.nbytes > 20000 and not report.damages
