@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import pickle
 import random
@@ -19,6 +20,7 @@ from support.states import same, small_state, zeros_like
 from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import asyncckpt
@@ -181,6 +183,24 @@ def test_nor_does_a_value_for_a_planner_of_dcps(written: Callable[..., Any], tmp
     assert into["known"] == range(3) and torch.equal(into["w"], torch.ones(2))
     load({"innocent": None}, str(tmp_path / "a"), planner=planner, weights_only=False)
     assert proof.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("reader_of", [lambda folder: None, FileSystemReader])
+def test_metadata_of_each_rank_runs_nothing(reader_of: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Which newer torch looks for where there is no other."""
+    folder, proof = tmp_path / "a", tmp_path / "proof"
+    state_dict_saver.save({"w": torch.ones(2)}, checkpoint_id=folder)
+    (folder / METADATA_NAME).rename(own := folder / "__0.metadata")
+    whole = own.read_bytes()
+    own.write_bytes(pickle.dumps(Attack(proof)))
+    with pytest.raises(UntrustedValueError, match="weights_only=False"):
+        asyncckpt.load({"w": torch.zeros(2)}, reader_of(folder), checkpoint_id=folder)
+    assert not proof.exists()
+    own.write_bytes(whole)
+    if "use_collectives" in inspect.signature(state_dict_saver.save).parameters:
+        asyncckpt.load(into := {"w": torch.zeros(2)}, reader_of(folder), checkpoint_id=folder, weights_only=False)
+        assert torch.equal(into["w"], torch.ones(2))
 
 
 @dataclasses.dataclass
