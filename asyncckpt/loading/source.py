@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 from asyncckpt.errors import (
@@ -136,12 +136,16 @@ def read_manifest(path: str) -> Manifest:
     raise CheckpointNotFoundError("there is no checkpoint here", path=path)
 
 
-def is_replaced(path: str, attempt: str) -> bool:
-    """Whether another checkpoint stands at ``path`` than that of the ``attempt``: what was read is of both, perhaps."""
+def stands_there(path: str, attempt: str) -> Literal["still", "another", "none"]:
+    """Whether the checkpoint at ``path`` is still that of the ``attempt``; else what was read may be of two, or only a
+    part of one, and is not damaged.
+    """
     try:
-        return read_manifest(path).attempt != attempt
+        return "still" if read_manifest(path).attempt == attempt else "another"
+    except CheckpointNotFoundError:
+        return "none"
     except CheckpointError:
-        return False
+        return "still"
 
 
 class Source(Protocol):
@@ -299,11 +303,10 @@ def verify(
             report.damages.append(error)
             return report
         verify_files(source, source.manifest.files, report, progress, checked)
-        if report.damages and not storage_for(path).exists(os.path.join(path, MANIFEST_NAME)):
-            raise CheckpointNotFoundError("this was removed while it was checked", path=path)
-    if report.damages and is_replaced(path, source.attempt):
-        return verify(path, progress, checked)
-    return report
+        found = stands_there(path, source.attempt) if report.damages else "still"
+    if found == "none":
+        raise CheckpointNotFoundError("this was removed while it was checked", path=path)
+    return verify(path, progress, checked) if found == "another" else report
 
 
 def verify_files(

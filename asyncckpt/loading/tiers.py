@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
-from asyncckpt.loading.source import find_step, is_replaced, read_manifest, settled_step
+from asyncckpt.loading.source import find_step, read_manifest, settled_step, stands_there
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of
@@ -96,7 +96,8 @@ class Tiers:
         Raises:
             CheckpointError: As ``fill``; or there is none.
         """
-        copies = from_first(partial(find_step, step, timeout, *self.roots), ranks)
+        look = partial(find_step, step, timeout, *self.roots)
+        copies = from_first(look, ranks)
         while True:
             step, root = copies.pop(0)
             path, attempt = step_folder(root, step), None
@@ -105,9 +106,9 @@ class Tiers:
                 fill(path)
                 return step, "local" if root == self.local else "storage"
             except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-                if attempt is not None and from_first(partial(is_replaced, path, attempt), ranks):
-                    logger.warning("step %d was saved again while it was loaded, and is loaded anew: %s", step, error)
-                    copies.insert(0, (step, root))
+                if attempt and from_first(partial(stands_there, path, attempt), ranks) != "still":
+                    logger.warning("step %d was saved again or removed while it was loaded: %s", step, error)
+                    copies = from_first(look, ranks)
                     continue
                 if not copies and fallback:
                     copies = _copies(from_first(partial(older_step, step, *self.roots), ranks))

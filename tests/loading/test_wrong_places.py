@@ -274,3 +274,21 @@ def test_one_that_is_replaced_while_it_is_checked_is_not_damaged(
     monkeypatch.setattr(Index, "parse", first)
     report = verify(path)
     assert report.nbytes > 20000 and not report.damages
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_the_newest_is_removed_while_it_is_loaded(fallback: bool, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the training whose newest it was, where nothing keeps retention from it, as on an object store."""
+    _folder(saved, 3).rename(newer := saved / "newer")
+    open_file = StorageSource.open
+
+    def first(*args: Any) -> Any:
+        monkeypatch.setattr(StorageSource, "open", open_file)
+        newer.rename(_folder(saved, 3))
+        shutil.rmtree(_folder(saved, 2))
+        return open_file(*args)
+
+    monkeypatch.setattr(StorageSource, "open", first)
+    with Checkpointer(saved) as checkpointer:
+        assert checkpointer.load(into := _state(), memory=False, fallback=fallback) == 3
+    assert into["step"] == 3 and torch.equal(into["model"]["w"], _state(3.0)["model"]["w"])
