@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from asyncckpt.shm.segment import HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE, PAGE, Segment, round_up
 
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage"
-_MADV_COLLAPSE = 25  # from asm-generic/mman-common.h
+# From asm-generic/mman-common.h.
+_MADV_WIPEONFORK, _MADV_COLLAPSE = 18, 25
 # Collapsed by one call, and how long that may take: where the kernel has to search for huge pages, small ones will do.
 _AT_ONCE_BYTES = 128 << 20
 _LONG_S = 1.0
@@ -83,9 +84,11 @@ def huge_buffer(nbytes: int) -> memoryview:
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     begin = -address % HUGE_PAGE
     length = min(round_up(nbytes, HUGE_PAGE), len(mapping) - begin)
-    # A fork made while a device writes here must not share these pages.
-    for advice in (MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        _advise(address + begin, length, advice)
+    _advise(address + begin, length, MADV_HUGEPAGE)
+    # A fork made while a device writes here must not share these pages. The child has others: its thread has this
+    # buffer, too.
+    if not _advise(address + begin, length, _MADV_WIPEONFORK):
+        _advise(address + begin, length, mmap.MADV_DONTFORK)
     buffer = memoryview(mapping)[begin : begin + nbytes]
     for page in range(0, nbytes, mmap.PAGESIZE):
         buffer[page] = 0

@@ -104,8 +104,8 @@ class StoredTensor:
             ends = [(begin, begin + math.prod(box.shape)) for begin, box in self.rows if 0 not in box.shape]
             return any(end > begin for (_, end), (begin, _) in pairwise(ends))
         boxes = [box for box in self.boxes if 0 not in box.shape]
-        first = torch.tensor([box.offsets for box in boxes])
-        end = first + torch.tensor([box.shape for box in boxes])
+        first = torch.tensor([box.offsets for box in boxes], device="cpu")
+        end = first + torch.tensor([box.shape for box in boxes], device="cpu")
         return any(
             bool(((first[number + 1 :] < end[number]) & (first[number] < end[number + 1 :])).all(dim=1).any())
             for number in range(len(boxes))

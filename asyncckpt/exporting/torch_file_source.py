@@ -27,7 +27,7 @@ from asyncckpt.errors import (
 from asyncckpt.exporting.checkpoint_source import whole
 from asyncckpt.exporting.source_files import SourceFiles, check
 from asyncckpt.exporting.stored import Box, DictKey, StoredState
-from asyncckpt.loading.unpickle import HARMLESS, untrusted
+from asyncckpt.loading.unpickle import harmless, untrusted
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, is_leaf
 from asyncckpt.worker.storage import refuse_address
 from asyncckpt.worker.storage.file_system import translated
@@ -137,7 +137,7 @@ def _load(path: str, weights_only: bool) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated", category=UserWarning)
-            with torch.serialization.safe_globals(HARMLESS):
+            with harmless.allowed():
                 return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         if not re.search("GLOBAL|Unsupported", str(error)):

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointExistsError, StorageError
+from asyncckpt.errors import CheckpointExistsError, StorageError, UntrustedValueError
 from asyncckpt.loading import dcp_reader
 from asyncckpt.loading import load as reader
 from asyncckpt.planning.plan import StateDict
@@ -40,6 +40,9 @@ from asyncckpt.worker.storage import refuse_address, storage_for
 from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
+
+# The first rank's, of a checkpoint that has no metadata of all ranks together.
+_OWN_METADATA_NAME = "__0.metadata"
 
 CheckpointId = str | os.PathLike[str]
 """The folder of a checkpoint."""
@@ -164,16 +167,24 @@ def load(
     Args:
         state_dict: Its tensors are written to.
         storage_reader: DCP's ``FileSystemReader`` says which folder. Any other does its own reading, in DCP's own
-            ``load``, and so does that one where the ranks' metadata is not in one file.
+            ``load``, and so does that one, with ``weights_only=False``, where each rank's metadata is in a file of its
+            own.
         checkpoint_id, planner, process_group, no_dist: As of ``async_save``.
         weights_only: Load nothing that could run code. DCP's own ``load`` has no such limit.
     """
     ranks: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
     if says_folder(storage_reader, checkpoint_id):
         folder = _folder(checkpoint_id, storage_reader)
-        if storage_reader is None or storage_for(folder).exists(os.path.join(folder, METADATA_NAME)):
+        exists = storage_for(folder).exists
+        if exists(os.path.join(folder, METADATA_NAME)) or not exists(os.path.join(folder, _OWN_METADATA_NAME)):
             reader.load(state_dict, folder, weights_only=weights_only, progress=Config.from_env().progress, **ranks)
             return
+        if weights_only:
+            raise UntrustedValueError(
+                "each rank's metadata is in a file of its own, as by use_collectives=False: DCP alone reads these, and"
+                " runs what is in them; if you trust who wrote the checkpoint, load it with weights_only=False",
+                path=folder,
+            )
     dcp_reader.load_by_dcp(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **ranks)
 
 

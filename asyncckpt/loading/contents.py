@@ -11,7 +11,7 @@ from typing import Any
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.loading.source import StorageSource, is_stock
 from asyncckpt.worker.index import Index
-from asyncckpt.worker.manifest import MANIFEST_NAME
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.storage import named_steps, step_folder, step_of, storage_for
 
 
@@ -57,7 +57,7 @@ def checkpoints_at(path: str) -> list[str]:
     Raises ``CheckpointNotFoundError`` where there is nothing, or something else; ``StorageError``.
     """
     storage = storage_for(path)
-    if storage.exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path):
+    if any(storage.exists(os.path.join(path, name)) for name in (MANIFEST_NAME, METADATA_NAME)):
         return [path]
     names = list(storage.names_in(path))
     steps = named_steps(path)

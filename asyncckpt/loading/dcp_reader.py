@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from asyncckpt.errors import DamagedCheckpointError, MismatchError
+from asyncckpt.errors import DamagedCheckpointError, MismatchError, StorageError
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
 from asyncckpt.loading.direct_load import left_out, some, warn_left_out
@@ -40,6 +40,7 @@ from asyncckpt.ranks.collectives import cpu_group, many
 from asyncckpt.worker.index import Item
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage import absolute, is_address, storage_for
+from asyncckpt.worker.storage.storage import FileStamp
 
 logger = logging.getLogger(__name__)
 
@@ -80,25 +81,63 @@ def read_stock_metadata(path: str, *, weights_only: bool) -> Metadata:
     return metadata
 
 
+class _LookedAt:
+    """A planner that unpickles whatever it is given: what could run code is refused before it is given that."""
+
+    def __init__(self, planner: LoadPlanner, path: str) -> None:
+        self._planner, self._path = planner, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        load_object(value, read_item.dest_index.fqn, self._path, weights_only=True)
+        value.seek(0)
+        self._planner.load_bytes(read_item, value)
+
+
+def _looked_at(planner: LoadPlanner, path: str, *, weights_only: bool) -> LoadPlanner:
+    """The same planner, but one that unpickles as DCP's does, with ``weights_only`` nothing that could run code.
+
+    Only whoever has another ``load_bytes`` knows what the bytes are.
+    """
+    if not weights_only or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        return planner
+    return cast("LoadPlanner", _LookedAt(planner, path))
+
+
 class StockReader(FileSystemReader):
     """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
 
     def __init__(self, path: str, *, weights_only: bool) -> None:
         super().__init__(path)
         self._weights_only = weights_only
+        self._stamp: FileStamp | None = None  # of the metadata that was read
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        (self._stamp,) = self._stamps([METADATA_NAME])
         metadata = read_stock_metadata(str(self.path), weights_only=self._weights_only)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """DCP would wait for ever where one of its files is a pipe."""
+        """DCP would wait for ever where one of its files is a pipe.
+
+        Nothing else would tell that another checkpoint takes the place of this one meanwhile.
+        """
         path = str(self.path)
-        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+        names = [*{self.storage_data[item.storage_index].relative_path for item in plan.items}]
+        for name in names:
             storage_for(path).open(os.path.join(path, name)).close()
-        return super().read_data(plan, planner)
+        before = self._stamps(names)
+        read = super().read_data(plan, _looked_at(planner, path, weights_only=self._weights_only))
+        if self._stamps([METADATA_NAME, *names]) != [self._stamp, *before]:
+            raise StorageError("this checkpoint was changed or replaced while it was read: try again", path=path)
+        return read
+
+    def _stamps(self, names: Sequence[str]) -> list[FileStamp | None]:
+        return [storage_for(str(self.path)).stamp(os.path.join(self.path, name)) for name in names]
 
 
 class CheckpointReader(StorageReader):
@@ -166,6 +205,7 @@ class CheckpointReader(StorageReader):
             sizes.setdefault(stored.relative_path, {})[stored.offset] = stored.length
         expected = {name: sum(each.values()) for name, each in sizes.items()}
         self._progress.expect(sum(expected.values()))
+        planner = _looked_at(planner, self._path, weights_only=self._weights_only)
         all_filled: list[tuple[ReadItem, torch.Tensor]] = []
         with DeviceBuffers() as buffers, read_pool(self._path) as pool:
             for name, items in sorted(per_file.items()):

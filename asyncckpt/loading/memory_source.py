@@ -215,7 +215,9 @@ class MemorySource:
             origin: BytesFrom = "peer" if isinstance(image, FetchedImage) else "memory"
             return self._noted(origin, image.file(number))
         if storage_for(request.path).is_finalized(request.path, request.attempt):
-            return self._noted("storage", StorageSource(request.path).open(name))
+            stored = StorageSource(request.path)
+            if stored.attempt == request.attempt:  # else another has just taken its place
+                return self._noted("storage", stored.open(name))
         raise CheckpointNotFoundError(
             f"{name} is in no memory that can be reached, and not yet in storage", path=request.path, step=request.step
         )

@@ -11,16 +11,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
-from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, StorageError
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    MismatchError,
+    StorageError,
+)
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, StoredPart, read_pool
 from asyncckpt.loading.shared_files import CheckedFile, CheckedFiles, distrusted
 from asyncckpt.worker.extent import check_whole
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.joint_file import JointInput
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, indexes_of
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, indexes_of, is_index
 from asyncckpt.worker.root_lock import is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import history, newest_step, stored_step
@@ -88,11 +94,15 @@ def find_step(step: int | None, timeout: float, *roots: str) -> list[tuple[int, 
 
 
 def is_stock(path: str) -> bool:
-    """Whether stock DCP wrote the checkpoint ``path``: it has DCP's metadata, and not our manifest."""
+    """Whether stock DCP wrote the checkpoint ``path``: it has DCP's metadata, and not our manifest.
+
+    What has an index of ours is none, also without a manifest, which it has lost: nothing would check its bytes, and
+    another may just be taking its place, file by file.
+    """
     storage = storage_for(path)
-    if storage.exists(os.path.join(path, MANIFEST_NAME)):
+    if storage.exists(os.path.join(path, MANIFEST_NAME)) or not storage.exists(os.path.join(path, METADATA_NAME)):
         return False
-    return storage.exists(os.path.join(path, METADATA_NAME))
+    return not any(map(is_index, storage.names_in(path)))
 
 
 def read_manifest(path: str) -> Manifest:
@@ -117,7 +127,25 @@ def read_manifest(path: str) -> Manifest:
             " (then torch.distributed.checkpoint loads it, and nothing can verify it)",
             path=path,
         )
+    if storage.exists(os.path.join(path, METADATA_NAME)):
+        raise DamagedCheckpointError(
+            f"asyncckpt wrote this, and its manifest is missing: {MANIFEST_NAME} was removed, or another checkpoint is"
+            " just taking the place of this one",
+            path=path,
+        )
     raise CheckpointNotFoundError("there is no checkpoint here", path=path)
+
+
+def stands_there(path: str, attempt: str) -> Literal["still", "another", "none"]:
+    """Whether the checkpoint at ``path`` is still that of the ``attempt``; else what was read may be of two, or only a
+    part of one, and is not damaged.
+    """
+    try:
+        return "still" if read_manifest(path).attempt == attempt else "another"
+    except CheckpointNotFoundError:
+        return "none"
+    except CheckpointError:
+        return "still"
 
 
 class Source(Protocol):
@@ -263,7 +291,7 @@ def verify(
         checked: What was found in files of others that were verified; is added to. None: this is the only one.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint at all.
+        CheckpointNotFoundError: There is no checkpoint at all, or none any more.
         StorageError: It cannot be read.
     """
     path = absolute(path)
@@ -275,7 +303,10 @@ def verify(
             report.damages.append(error)
             return report
         verify_files(source, source.manifest.files, report, progress, checked)
-    return report
+        found = stands_there(path, source.attempt) if report.damages else "still"
+    if found == "none":
+        raise CheckpointNotFoundError("this was removed while it was checked", path=path)
+    return verify(path, progress, checked) if found == "another" else report
 
 
 def verify_files(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
-from asyncckpt.loading.source import find_step, read_manifest, settled_step
+from asyncckpt.loading.source import find_step, read_manifest, settled_step, stands_there
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of
@@ -96,15 +96,20 @@ class Tiers:
         Raises:
             CheckpointError: As ``fill``; or there is none.
         """
-        copies = from_first(partial(find_step, step, timeout, *self.roots), ranks)
+        look = partial(find_step, step, timeout, *self.roots)
+        copies = from_first(look, ranks)
         while True:
             step, root = copies.pop(0)
-            path = step_folder(root, step)
+            path, attempt = step_folder(root, step), None
             try:
-                from_first(partial(read_manifest, path), ranks)
+                attempt = from_first(lambda: read_manifest(path).attempt, ranks)  # noqa: B023
                 fill(path)
                 return step, "local" if root == self.local else "storage"
             except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
+                if attempt and from_first(partial(stands_there, path, attempt), ranks) != "still":
+                    logger.warning("step %d was saved again or removed while it was loaded: %s", step, error)
+                    copies = from_first(look, ranks)
+                    continue
                 if not copies and fallback:
                     copies = _copies(from_first(partial(older_step, step, *self.roots), ranks))
                 if not copies:

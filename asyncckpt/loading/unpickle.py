@@ -6,8 +6,11 @@ With ``weights_only`` DCP's ``.metadata`` may name only what DCP itself writes t
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,7 +48,39 @@ _METADATA_GLOBALS = frozenset(
     }
 )
 # Constants of Python that torch does not know to be harmless, and bytes that are read like a file.
-HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice, io.BytesIO]
+_HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice, io.BytesIO]
+
+
+class _Harmless:
+    """What ``torch.load(weights_only=True)`` is to take, too, for as long as anybody here unpickles.
+
+    torch knows one set of that for all threads, and forgets what it is told to, whoever else has added it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._added = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Have torch take it until the context ends, on any thread."""
+        with self._lock:
+            if self._users == 0:
+                known = torch.serialization.get_safe_globals()
+                ours = [each for each in _HARMLESS if each not in known]
+                self._added.enter_context(torch.serialization.safe_globals(ours))
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._added.close()
+
+
+harmless = _Harmless()
 
 
 def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
@@ -95,7 +130,7 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, d
         CheckpointError: It fails to unpickle: what it names is not there any more, or its own code raises.
     """
     try:
-        with torch.serialization.safe_globals(HARMLESS):
+        with harmless.allowed():
             return torch.load(file, map_location=device, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise untrusted(repr(name), error, path) from error

@@ -92,7 +92,7 @@ def _gathered(mine: bytes, group: ProcessGroup) -> list[bytes]:
 
 def _rows(mine: bytes, nbytes: int, group: ProcessGroup) -> list[bytes]:
     """What all ranks give, ``nbytes`` of each."""
-    found = torch.empty(dist.get_world_size(group), nbytes, dtype=torch.uint8)
+    found = torch.empty(dist.get_world_size(group), nbytes, dtype=torch.uint8, device="cpu")
     dist.all_gather(list(found), _tensor(mine, nbytes), group=group)
     return [row.tobytes() for row in found.numpy()]
 

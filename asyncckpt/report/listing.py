@@ -12,7 +12,7 @@ from asyncckpt.report.answers import Answers
 from asyncckpt.report.disk_use import DiskUse
 from asyncckpt.report.formats import duration, number, size_of, time_of
 from asyncckpt.report.measured import Measured
-from asyncckpt.report.places import OthersKind, found_at, kind_of_listed, kind_of_ours, still_there
+from asyncckpt.report.places import OthersKind, found_at, kind_of_others, kind_of_ours, still_there
 from asyncckpt.worker.manifest import METADATA_NAME, Manifest
 from asyncckpt.worker.storage import storage_for
 
@@ -26,7 +26,7 @@ def list_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -> 
         sizes, on_disk = [], []
         for path in paths:
             with answers.about(path), still_there(path, given):
-                kind = kind_of_listed(path, given)
+                kind = kind_of_others(path)
                 list_one = _list_ours if kind is None else partial(_list_others, kind=kind)
                 facts = list_one(answers, path, args.disk_use)
                 answers.add(facts)

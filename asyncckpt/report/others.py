@@ -18,7 +18,7 @@ from asyncckpt.report.archives import CheckedRecords, check_records
 from asyncckpt.report.formats import number
 from asyncckpt.report.places import Kind, OthersKind, is_archive, is_legacy
 from asyncckpt.report.safetensors_header import tensors_in
-from asyncckpt.worker.manifest import METADATA_NAME, is_index
+from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage import storage_for
 
 if TYPE_CHECKING:
@@ -151,9 +151,7 @@ def _verify_dcp(verified: Verified, progress: Callable[[int], object]) -> None:
     # Only here: all that is ours can be looked at without torch.
     from asyncckpt.loading.dcp_reader import read_stock_metadata
 
-    path, storage = verified.path, storage_for(verified.path)
-    if any(map(is_index, storage.names_in(path))):
-        raise DamagedCheckpointError("asyncckpt wrote this, and its manifest is missing: it was removed", path=path)
+    path = verified.path
     metadata = read_stock_metadata(path, weights_only=True)
     places: dict[str, list[tuple[int, int, str]]] = {}
     transformed = 0

@@ -16,7 +16,7 @@ from asyncckpt.loading.data_file import read_plain
 from asyncckpt.loading.source import is_stock, read_manifest
 from asyncckpt.report.answers import Answers
 from asyncckpt.report.archives import records
-from asyncckpt.worker.manifest import METADATA_NAME, Manifest, is_index
+from asyncckpt.worker.manifest import METADATA_NAME, Manifest
 from asyncckpt.worker.storage import is_address, storage_for
 
 OursKind = Literal["asyncckpt", "file set"]
@@ -57,15 +57,11 @@ def newest_of(answers: Answers, paths: list[str]) -> str | None:
 
 
 def kind_of_others(path: str) -> OthersKind | None:
-    """What others have stored at ``path``; None: it is ours, or is not there. Raises ``StorageError``."""
+    """What others have stored at ``path``; None: it is ours, also without its manifest, or is not there.
+
+    Raises ``StorageError``.
+    """
     return "dcp" if is_stock(path) else _kind_of_file(path)
-
-
-def kind_of_listed(path: str, given: str) -> OthersKind | None:
-    """As ``kind_of_others``, for what stands in ``given``: what has an index of ours has only lost its manifest."""
-    if path != given and any(map(is_index, storage_for(path).names_in(path))):
-        return None
-    return kind_of_others(path)
 
 
 def kind_of_ours(manifest: Manifest) -> OursKind:

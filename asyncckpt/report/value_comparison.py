@@ -66,7 +66,7 @@ class StateReader:
                 if box in self._at_hand:  # it is tied to another
                     continue
                 nbytes = size * box.extent
-                memory = self._at_hand[box] = torch.empty(nbytes, dtype=torch.uint8)
+                memory = self._at_hand[box] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 parts.setdefault(box.file, []).append((box.begin, box.begin + nbytes, memory.data_ptr()))
         for file, some in parts.items():
             fetch(self._state.files[file], some, self._pool)
@@ -86,16 +86,16 @@ class StateReader:
             found = memory.as_strided(shape, box.strides, memory.storage_offset())
             if shape == lengths:
                 return found
-            result = torch.empty(lengths, dtype=tensor.dtype) if result is None else result
+            result = torch.empty(lengths, dtype=tensor.dtype, device="cpu") if result is None else result
             result[tuple(slice(a - b, c - b) for a, c, b in zip(begins, ends, offsets, strict=True))].copy_(found)
-        return torch.empty(lengths, dtype=tensor.dtype) if result is None else result
+        return torch.empty(lengths, dtype=tensor.dtype, device="cpu") if result is None else result
 
     def _bytes(self, box: Box, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements of a box as they are stored, from its byte ``at`` on."""
         nbytes = count * dtype.itemsize
         if (memory := self._at_hand.get(box)) is not None:
             return memory[at : at + nbytes].view(dtype)
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         begin = box.begin + at
         fetch(self._state.files[box.file], [(begin, begin + nbytes, memory.data_ptr())], self._pool)
         return memory.view(dtype)

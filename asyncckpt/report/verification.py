@@ -13,7 +13,7 @@ from asyncckpt.loading.source import read_manifest, verify
 from asyncckpt.report.answers import DAMAGED, GOOD, Answers
 from asyncckpt.report.formats import size_of
 from asyncckpt.report.others import Damage, Verified, verify_others
-from asyncckpt.report.places import found_at, kind_of_listed, kind_of_ours, still_there
+from asyncckpt.report.places import found_at, kind_of_others, kind_of_ours, still_there
 from asyncckpt.worker.storage import absolute
 
 _ALL = "every byte, by the checksums that were written with it"
@@ -30,7 +30,7 @@ def verify_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -
                 bar.expect(read_manifest(path).nbytes)
         for path in paths:
             with answers.about(path), still_there(path, given):
-                kind = kind_of_listed(path, given)
+                kind = kind_of_others(path)
                 found = (
                     _verify_ours(path, bar, args.checked)
                     if kind is None

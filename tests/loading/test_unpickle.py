@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import pickle
 import random
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,11 @@ import torch
 from support.states import same, small_state, zeros_like
 from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+import asyncckpt
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
@@ -134,6 +140,67 @@ def test_what_stock_dcp_wrote_runs_nothing_either(tmp_path: Path) -> None:
     with pytest.raises(UntrustedValueError, match="mkdir"):
         load(into, str(folder))
     assert not proof.exists()
+
+
+def test_what_the_caller_allows_stays_allowed(tmp_path: Path) -> None:
+    asyncckpt.save({"known": range(3)}, checkpoint_id=tmp_path / "a")
+    with torch.serialization.safe_globals([range]):
+        load(into := {"known": None}, str(tmp_path / "a"))
+        assert range in torch.serialization.get_safe_globals() and slice not in torch.serialization.get_safe_globals()
+    assert into["known"] == range(3)
+
+
+def test_loads_on_two_threads_allow_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one begins and ends while the other is about to unpickle."""
+    asyncckpt.save({"known": range(3)}, checkpoint_id=(path := str(tmp_path / "a")))
+    before, unpickle = torch.serialization.get_safe_globals(), torch.load
+    into: list[dict[str, Any]] = [{"known": None}, {"known": None}]
+
+    def first(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(torch, "load", unpickle)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(load, into[1], path).result(60)
+        return unpickle(*args, **options)
+
+    monkeypatch.setattr(torch, "load", first)
+    load(into[0], path)
+    assert into == [{"known": range(3)}] * 2 and set(torch.serialization.get_safe_globals()) == set(before)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("written", [asyncckpt.save, state_dict_saver.save])
+def test_nor_does_a_value_for_a_planner_of_dcps(written: Callable[..., Any], tmp_path: Path) -> None:
+    """Which unpickles whatever it is given, and is how part of a checkpoint is loaded."""
+    proof = tmp_path / "proof"
+    written({"innocent": Attack(proof), "known": range(3), "w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    into: dict[str, Any] = {"innocent": None, "known": None, "w": torch.zeros(2), "more": torch.zeros(2)}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.raises(UntrustedValueError, match="'innocent'"):
+        load(into, str(tmp_path / "a"), planner=planner)
+    assert not proof.exists()
+    del into["innocent"]
+    load(into, str(tmp_path / "a"), planner=planner)
+    assert into["known"] == range(3) and torch.equal(into["w"], torch.ones(2))
+    load({"innocent": None}, str(tmp_path / "a"), planner=planner, weights_only=False)
+    assert proof.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("reader_of", [lambda folder: None, FileSystemReader])
+def test_metadata_of_each_rank_runs_nothing(reader_of: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Which newer torch looks for where there is no other."""
+    folder, proof = tmp_path / "a", tmp_path / "proof"
+    state_dict_saver.save({"w": torch.ones(2)}, checkpoint_id=folder)
+    (folder / METADATA_NAME).rename(own := folder / "__0.metadata")
+    whole = own.read_bytes()
+    own.write_bytes(pickle.dumps(Attack(proof)))
+    with pytest.raises(UntrustedValueError, match="weights_only=False"):
+        asyncckpt.load({"w": torch.zeros(2)}, reader_of(folder), checkpoint_id=folder)
+    assert not proof.exists()
+    own.write_bytes(whole)
+    if "use_collectives" in inspect.signature(state_dict_saver.save).parameters:
+        asyncckpt.load(into := {"w": torch.zeros(2)}, reader_of(folder), checkpoint_id=folder, weights_only=False)
+        assert torch.equal(into["w"], torch.ones(2))
 
 
 @dataclasses.dataclass

@@ -7,19 +7,29 @@ import itertools
 import json
 import os
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+import asyncckpt
 from asyncckpt import Checkpointer, cli
-from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.loading import source
-from asyncckpt.loading.source import verify
-from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, data_name, index_name
+from asyncckpt.loading.memory_search import FoundImages, HeldAttempt
+from asyncckpt.loading.memory_source import MemorySource
+from asyncckpt.loading.source import StorageSource, verify
+from asyncckpt.worker.index import Index
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, data_name, index_name
 from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage.local import LocalStorage
+from asyncckpt.worker.write_request import WriteRequest
 
 
 def _folder(root: Path, step: int) -> Path:
@@ -147,3 +157,138 @@ def test_a_data_file_of_another_structure_is_refused(root: Path) -> None:
     with Checkpointer(root / "0") as checkpointer, pytest.raises(DamagedCheckpointError, match="'other'"):
         checkpointer.load(into, memory=False)
     assert not into["one"].any()
+
+
+@pytest.mark.parametrize("name", ["it", "step-00000001"])
+def test_one_that_has_lost_its_manifest_is_not_taken_for_stock_dcps(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncckpt.save({"w": torch.ones(5000)}, checkpoint_id=(folder := tmp_path / name))
+    data = bytearray((folder / data_name(0)).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / data_name(0)).write_bytes(data)
+    (folder / MANIFEST_NAME).unlink()
+    for planner in (None, DefaultLoadPlanner()):
+        with pytest.raises(DamagedCheckpointError, match="manifest is missing"):
+            asyncckpt.load({"w": torch.zeros(5000)}, checkpoint_id=folder, planner=planner)
+    with pytest.raises(DamagedCheckpointError, match="manifest is missing"):
+        asyncckpt.export(folder, tmp_path / "out")
+    for command, status in (("verify", 1), ("inspect", 1), ("ls", 1)):
+        assert cli.main([command, str(folder)]) == status
+        answer = capsys.readouterr()
+        assert "manifest is missing" in answer.out + answer.err
+    assert cli.main(["diff", str(folder), str(folder)]) == 2
+
+
+def _begin_to_join(folder: Path, other: Path) -> None:
+    """As a save of ours that joins what is there."""
+    (folder / METADATA_NAME).unlink()
+    (other / data_name(0)).rename(folder / data_name(0))
+
+
+def _write_half(folder: Path, other: Path) -> None:
+    """As DCP, which writes over what is there."""
+    data = (other / data_name(0)).read_bytes()
+    with open(folder / data_name(0), "r+b") as file:
+        file.write(data[: len(data) // 2])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("replaced", [_begin_to_join, _write_half])
+def test_stock_dcps_that_is_replaced_while_it_is_read_is_refused(
+    replaced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of the other stand where those of the one did: nothing else would tell them."""
+    folder, other = tmp_path / "it", tmp_path / "other"
+    for place, value in ((folder, 1.0), (other, 2.0)):
+        state_dict_saver.save({name: torch.full((1000,), value) for name in "ab"}, checkpoint_id=place)
+    read = FileSystemReader.read_data
+
+    def interrupted(*args: Any) -> Any:
+        replaced(folder, other)
+        return read(*args)
+
+    monkeypatch.setattr(FileSystemReader, "read_data", interrupted)
+    with pytest.raises(StorageError, match="replaced while it was read"):
+        asyncckpt.load({name: torch.zeros(1000) for name in "ab"}, checkpoint_id=folder)
+
+
+def test_what_replaces_a_checkpoint_is_no_part_of_what_is_held_of_it(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks one is in memory; what the other has saved is in storage, where the step is just saved again."""
+    path = str(_folder(saved, 3))
+    with Checkpointer(again := tmp_path / "again") as checkpointer:
+        checkpointer.save(3, _state(30)).result(60)
+    attempt = source.read_manifest(path).attempt
+    request = WriteRequest(1, 0, 0, path, attempt, 3, 0, 2, "set aside", None, False, 20.0)
+    held = HeldAttempt(request, True, {})
+    with closing(MemorySource(FoundImages(None, "here", b"", ()), held, lambda found: None, "sockets")) as memory:
+        memory.open(data_name(0)).close()
+        is_finalized = LocalStorage.is_finalized
+
+        def then_replaced(storage: LocalStorage, final: str, *args: Any) -> bool:
+            found = is_finalized(storage, final, *args)
+            Path(final).rename(f"{final}.abandoned-1")
+            _folder(again, 3).rename(final)
+            return found
+
+        monkeypatch.setattr(LocalStorage, "is_finalized", then_replaced)
+        with pytest.raises(CheckpointNotFoundError, match="no memory that can be reached"):
+            memory.open(data_name(0))
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_step_that_is_saved_again_while_it_is_loaded_is_not_damaged(
+    fallback: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a training that went back, while another process loads the newest: that is good, and keeps its name."""
+    with Checkpointer(again := tmp_path / "again") as checkpointer:
+        checkpointer.save(3, _state(30.0)).result(60)
+    open_file = StorageSource.open
+
+    def first(*args: Any) -> Any:
+        monkeypatch.setattr(StorageSource, "open", open_file)
+        _folder(saved, 3).rename(f"{_folder(saved, 3)}.abandoned-1")
+        _folder(again, 3).rename(_folder(saved, 3))
+        return open_file(*args)
+
+    monkeypatch.setattr(StorageSource, "open", first)
+    with Checkpointer(saved) as checkpointer:
+        assert checkpointer.load(into := _state(), memory=False, fallback=fallback) == 3
+    assert into["step"] == 30 and torch.equal(into["model"]["w"], _state(30.0)["model"]["w"])
+    assert not list(saved.glob("*damaged*"))
+
+
+def test_one_that_is_replaced_while_it_is_checked_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, parse = str(tmp_path / "it"), Index.parse
+    asyncckpt.save({"w": torch.ones(5000)}, checkpoint_id=path)
+
+    def first(*args: Any) -> Any:
+        monkeypatch.setattr(Index, "parse", parse)
+        asyncckpt.save({"w": torch.zeros(5000)}, checkpoint_id=path)
+        return parse(*args)
+
+    monkeypatch.setattr(Index, "parse", first)
+    report = verify(path)
+    assert report.nbytes > 20000 and not report.damages
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_the_newest_is_removed_while_it_is_loaded(fallback: bool, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the training whose newest it was, where nothing keeps retention from it, as on an object store."""
+    _folder(saved, 3).rename(newer := saved / "newer")
+    open_file = StorageSource.open
+
+    def first(*args: Any) -> Any:
+        monkeypatch.setattr(StorageSource, "open", open_file)
+        newer.rename(_folder(saved, 3))
+        shutil.rmtree(_folder(saved, 2))
+        return open_file(*args)
+
+    monkeypatch.setattr(StorageSource, "open", first)
+    with Checkpointer(saved) as checkpointer:
+        assert checkpointer.load(into := _state(), memory=False, fallback=fallback) == 3
+    assert into["step"] == 3 and torch.equal(into["model"]["w"], _state(3.0)["model"]["w"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from support.ranks import run
+from support.ranks import QUICK, run
 
+from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
 from asyncckpt.ranks.collectives import from_first, gather, gather_to_first, on_all
 
@@ -43,3 +46,26 @@ def _ask() -> list[str]:
 def test_all_hear_what_each_says(tmp_path: Path) -> None:
     expected = ["on_all 0", "from_first 0", "on_all 2"] * len(_LENGTHS)
     assert run(3, _ask, folder=tmp_path) == [expected] * 3
+
+
+def _ask_of_another_default_device() -> list[str]:
+    with torch.device("meta"):
+        return _ask()
+
+
+def test_another_default_device(tmp_path: Path) -> None:
+    expected = ["on_all 0", "from_first 0", "on_all 2"] * len(_LENGTHS)
+    assert run(3, _ask_of_another_default_device, folder=tmp_path) == [expected] * 3
+
+
+def _save_and_load(root: Path) -> None:
+    torch.set_default_device("meta")
+    into: dict[str, Any] = {"w": torch.zeros(10, device="cpu"), "step": 0}
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.save(1, {"w": torch.arange(10.0, device="cpu"), "step": 1}).result(60)
+        checkpointer.load(into)
+    assert into["step"] == 1 and torch.equal(into["w"], torch.arange(10.0, device="cpu"))
+
+
+def test_ranks_with_another_default_device(tmp_path: Path) -> None:
+    run(2, _save_and_load, tmp_path / "root", folder=tmp_path)

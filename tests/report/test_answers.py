@@ -56,14 +56,14 @@ def test_what_nobody_thought_of_does_not_stop_the_others(
 ) -> None:
     for name in ("a", "b"):
         save_file({"w": torch.ones(3)}, tmp_path / f"{name}.safetensors")
-    before = places.kind_of_listed
+    before = places.kind_of_others
 
-    def odd(path: str, given: str) -> Any:
+    def odd(path: str) -> Any:
         if path.endswith("a.safetensors"):
             raise ZeroDivisionError("odd")
-        return before(path, given)
+        return before(path)
 
-    monkeypatch.setattr(listing, "kind_of_listed", odd)
+    monkeypatch.setattr(listing, "kind_of_others", odd)
     assert cli.main(["ls", *form, *(str(tmp_path / f"{name}.safetensors") for name in ("a", "b"))]) == 2
     said = capsys.readouterr()
     assert "b.safetensors" in said.out and "ZeroDivisionError" in (said.out if form else said.err)

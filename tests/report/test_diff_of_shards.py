@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from support.ranks import QUICK, run
 from support.shards import save_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from asyncckpt import cli
+from asyncckpt import cli, export
 from asyncckpt.engine.engine import Engine
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.report import value_comparison
@@ -88,6 +89,17 @@ def test_regions_are_the_whole_tensor(shape: tuple[int, ...], most: int) -> None
         assert part.numel() <= max(most, 1) and tuple(part.shape) == lengths
         part += 1
     assert bool((seen == 1).all())
+
+
+def test_another_default_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = torch.arange(60.0).view(6, 10)
+    for name, value, cuts in (("a", whole, ((3,), (5,))), ("b", whole + 2, ((2,), (7,)))):
+        save_shards({"w": value, "same": whole}, tmp_path / name, {"w": cuts, "same": cuts})
+    with torch.device("meta"):
+        (found,) = _diff(capsys, tmp_path / "a", tmp_path / "b", "--values")["differences"]
+        export(tmp_path / "a", tmp_path / "model")
+    assert found["name"] == "w" and found["values"]["max_abs"] == 2.0
+    assert torch.equal(load_file(tmp_path / "model/model.safetensors")["w"], whole)
 
 
 def _save(root: str) -> None:

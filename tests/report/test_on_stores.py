@@ -13,6 +13,8 @@ from support.object_stores import s3_root, s3_server
 
 from asyncckpt import Checkpointer
 from asyncckpt.cli import main
+from asyncckpt.loading.source import StorageSource
+from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.objects import objects_at, split_address
 
 __all__ = ["s3_root", "s3_server"]
@@ -57,3 +59,22 @@ def _facts(argv: list[str], capsys: pytest.CaptureFixture[str], status: int = 0)
 
 def _put(address: str, data: bytes) -> None:
     objects_at(address).put(split_address(address)[1], data)
+
+
+def test_what_is_removed_while_it_is_checked_is_not_damaged(
+    s3_root: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by retention: on an object store nobody can hold a checkpoint."""
+    with Checkpointer(s3_root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.ones(1000)}).result(60)
+    first, open_parts = f"{s3_root}/step-00000001", StorageSource.open_parts
+
+    def removed(source: StorageSource, *args: Any) -> Any:
+        if source.path == first and storage_for(first).exists(f"{first}/asyncckpt.json"):
+            storage_for(first).remove_checkpoint(first)
+        return open_parts(source, *args)
+
+    monkeypatch.setattr(StorageSource, "open_parts", removed)
+    (facts,) = _facts(["verify", s3_root], capsys)
+    assert facts["path"].endswith("step-00000002") and facts["ok"]

@@ -6,14 +6,17 @@ import ctypes
 import os
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from asyncckpt.loading.data_file import read_plain
 from asyncckpt.shm import huge
 from asyncckpt.shm.descriptor import Descriptor
-from asyncckpt.shm.huge import is_huge, take_huge
+from asyncckpt.shm.huge import is_huge, own_buffer, take_huge
 from asyncckpt.shm.segment import HUGE_PAGE, PAGE, Segment
+from asyncckpt.worker.storage import storage_for
 
 _COLLAPSE = 25
 
@@ -91,3 +94,15 @@ def test_a_host_that_searches_long_is_asked_no_more(monkeypatch: pytest.MonkeyPa
     with Segment.create("asyncckpt-test", 4 * HUGE_PAGE) as segment:
         take_huge(segment, 0, segment.nbytes)
         assert segment.taken_bytes <= HUGE_PAGE
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_the_buffer_of_a_thread_that_forks(tmp_path: Path) -> None:
+    """The child has another: nobody is to read there what its parent has just read, nor to find nothing."""
+    (tmp_path / "file").write_bytes(data := os.urandom(3 * PAGE))
+    with closing(storage_for(str(tmp_path)).open(str(tmp_path / "file"))) as file:
+        assert read_plain(file, 5, len(data)) == data[5:]
+        if (child := os.fork()) == 0:
+            os._exit(0 if not any(own_buffer(PAGE)) and read_plain(file, 7, len(data)) == data[7:] else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert bytes(own_buffer(PAGE)[:PAGE]) == data[:PAGE]
