@@ -118,35 +118,38 @@ def _copied_in_chunks(device: Device, segment: Segment, source: torch.Tensor) ->
 
 
 def _saves(device: Device, scale: float, link: float) -> Iterator[Figure]:
-    """Of states of several shapes: how long the caller is held, by what the bytes take on the link."""
-    gib = 2 * scale
-    for name, state, most, most_ms in (
-        ("400 tensors", _uniform(device, 400, gib), 1.05, 3.0),
-        ("10,000 tensors", _uniform(device, 10_000, gib), 1.3, 10.0),
-        ("1,000 parameters with AdamW's state", _adamw(device, 1_000, gib), 1.3, 10.0),
+    """Of states of several shapes: how long the caller is held, by what the bytes take on the link, and the CPU."""
+    gib, many = 2 * scale, int(25_000 * min(scale, 1.0))
+    for name, state, most, most_ms, most_cpu_ms in (
+        ("400 tensors", _uniform(device, 400, gib), 1.05, 3.0, None),
+        ("10,000 tensors", _uniform(device, 10_000, gib), 1.3, 10.0, None),
+        ("1,000 parameters with AdamW's state", _adamw(device, 1_000, gib), 1.3, 10.0, None),
+        (f"{many:,} parameters with AdamW's state", _adamw(device, many, gib), None, 5.0, 60.0),
     ):
         nbytes = sum(each.nbytes for each in state.values() if each.device == device.device)
-        copied = _held(state, overlap=False)
+        copied, _ = _held(state, overlap=False)
         yield Figure(f"{name}: save, by the link", copied * link / nbytes, at_most=most)
-        yield Figure(
-            f"{name}: overlapped save holds the caller", _held(state, overlap=True) * 1e3, "ms", at_most=most_ms
-        )
+        held, cpu = _held(state, overlap=True)
+        yield Figure(f"{name}: overlapped save holds the caller", held * 1e3, "ms", at_most=most_ms)
+        yield Figure(f"{name}: CPU of the process until it is staged", cpu * 1e3, "ms", at_most=most_cpu_ms)
 
 
-def _held(state: dict[str, Any], *, overlap: bool) -> float:
-    """The median of the seconds in which ``save`` has not returned."""
-    found = []
+def _held(state: dict[str, Any], *, overlap: bool) -> tuple[float, float]:
+    """The medians of the seconds in which ``save`` has not returned, and of those of CPU until all is staged."""
+    held, cpu = [], []
     with (
         tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as root,
         Engine(Config(overlap=overlap, linger=0), alone=True) as engine,
     ):
         engine.prepare(state)
         for number in range(_SAVES + 1):
-            begun = time.perf_counter()
+            begun, used = time.perf_counter(), time.process_time()
             save = engine.save(Path(root, str(number % 2)), state, existing="replace")
-            found.append(time.perf_counter() - begun)
+            held.append(time.perf_counter() - begun)
+            save.wait_staged(_LIMIT_S)
+            cpu.append(time.process_time() - used)
             save.result(_LIMIT_S)
-    return statistics.median(found[1:])
+    return statistics.median(held[1:]), statistics.median(cpu[1:])
 
 
 def _uniform(device: Device, count: int, gib: float) -> dict[str, torch.Tensor]:
