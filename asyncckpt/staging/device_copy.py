@@ -63,39 +63,38 @@ class DeviceCopy:
         buffers = self._streams.slab_buffers() if has_slabs else []
         self.units = device_units(numbers, views, buffers, converted)
 
-    def queue(self, tensors: Sequence[torch.Tensor], ready: ReadyEvents, copied: list[DeviceEvent]) -> None:
-        """Queue the copies, and add to ``copied`` when each of the ``units`` is. If this raises, ``settle`` it, too."""
-        streams, record = self._streams, self._kind.record
+    def queue(self, tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> list[DeviceEvent]:
+        """Queue the copies; returns when each of the ``units`` is copied. If this raises, call ``settle``."""
+        streams = self._streams
+        copied: list[DeviceEvent] = []
         with self._kind.use(self._device, streams.copying):
-            try:
-                streams.copying.wait_event(ready[self._device])
-                streams.coalescing.wait_event(ready[self._device])
-                for unit in self.units:
-                    if isinstance(unit, Slab):
-                        copied.append(streams.queue_slab(unit, tensors))
-                    else:
-                        unit.copy(tensors)
-                        copied.append(record(streams.copying))
-            except BaseException:
-                record(streams.coalescing).synchronize()
-                record(streams.copying).synchronize()
-                raise
+            streams.copying.wait_event(ready[self._device])
+            streams.coalescing.wait_event(ready[self._device])
+            for unit in self.units:
+                if isinstance(unit, Slab):
+                    copied.append(streams.queue_slab(unit, tensors))
+                else:
+                    unit.copy(tensors)
+                    copied.append(self._kind.record(streams.copying))
+        return copied
 
     def wait(self, copied: Sequence[DeviceEvent], done: Callable[[CopyUnit], object]) -> None:
-        """Wait for what ``queue`` has queued, and tell ``done`` of each unit."""
+        """Wait for what ``queue`` returned, and tell ``done`` of each unit. As ``queue``, if this raises."""
         with self._kind.use(self._device):
             for unit, event in zip(self.units, copied, strict=True):
                 event.synchronize()
                 done(unit)
 
-    def settle(self, copied: Sequence[DeviceEvent]) -> None:
-        """Return when nothing of it is copied any more, wherever an exception out of a signal handler came before."""
-        for last in copied[-1:]:  # it is behind all others
-            with self._kind.use(self._device):
-                last.synchronize()
+    def settle(self) -> None:
+        """Return when nothing is copied any more: an exception out of a signal handler may come before it is noted what
+        is.
+        """
+        with self._kind.use(self._device):
+            self._kind.record(self._streams.coalescing).synchronize()
+            self._kind.record(self._streams.copying).synchronize()
 
     def fence(self, copied: Sequence[DeviceEvent]) -> Fence:
-        """The fence for what ``queue`` has queued. It keeps no slot mapped."""
+        """The fence for what ``queue`` returned. It keeps no slot mapped."""
         kind, device, last = self._kind, self._device, copied[-1]  # the last copy is behind all others
         return lambda: kind.current_stream(device).wait_event(last)
 

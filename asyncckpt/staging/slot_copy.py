@@ -95,17 +95,16 @@ class SlotStager:
         under_way: list[tuple[DeviceCopy, list[DeviceEvent]]] = []
         try:
             for each in self._device_copies:
-                copied: list[DeviceEvent] = []
-                under_way.append((each, copied))
-                each.queue(mine, ready, copied)
+                under_way.append((each, each.queue(mine, ready)))
             copy_units(self._host, mine, threads, done)
             queued([each.fence(copied) for each, copied in under_way])
             for each, copied in under_way:
                 each.wait(copied, done)
-        finally:
+        except BaseException:
             with ExitStack() as all_of_them:
-                for each, copied in under_way:
-                    all_of_them.callback(each.settle, copied)
+                for each in self._device_copies:
+                    all_of_them.callback(each.settle)
+            raise
 
     def close(self) -> None:
         """Let go of the memory, whoever still holds on to this (the traceback of an error does)."""

@@ -84,7 +84,7 @@ MUTATIONS = (
     Mutation(
         "a failed queue waits for what copies",
         _DEVICE_COPY,
-        "record(streams.copying).synchronize()",
+        "self._kind.record(self._streams.copying).synchronize()",
         "pass",
         f"{_OVERLAP}::test_a_copy_that_cannot_be_queued",
     ),
@@ -223,9 +223,9 @@ MUTATIONS = (
     ),
     Mutation(
         "memory is unpinned before it goes",
-        _BUFFER,
-        "    def _release(self) -> None:\n        if self._pinned is not None:\n            self._pinned.close()\n",
-        "    def _release(self) -> None:\n",
+        _PINNED,
+        "self._unpin(0)",
+        "pass",
         f"{_MEMORY}::test_memory_that_goes_is_not_pinned_any_more",
     ),
     Mutation(

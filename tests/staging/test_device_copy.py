@@ -96,7 +96,7 @@ def _dividing_by(where: list[torch.device]) -> Callable[[SlotStager, Any], None]
     return lambda self, _: real(self, tensors)  # type: ignore[arg-type]
 
 
-def test_a_copy_that_cannot_be_queued_leaves_none_behind(kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_queued_is_settled(kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.full((100,), float(number)) for number in range(2000)]
     slot = Slot(tensors)
     numbers, views = slot.own()
@@ -113,7 +113,8 @@ def test_a_copy_that_cannot_be_queued_leaves_none_behind(kind: MadeUpDevices, mo
         monkeypatch.setattr(Slab, "copy_out", broken)
         ready: dict[Any, Any] = {DEVICE: kind.record(MadeUpStream(kind))}
         with pytest.raises(RuntimeError, match="launch failed"):
-            copy.queue(tensors, ready, [])
+            copy.queue(tensors, ready)
+        copy.settle()
         assert not any(stream.queue for stream in kind.streams)
     finally:
         del copy, views
@@ -137,9 +138,7 @@ def test_without_memory_for_slab_buffers_tensors_are_copied_one_by_one(
         assert caplog.text.count("copied one by one") == 1
         assert [isinstance(unit, BatchCopy) for unit in copy.units] == [True]
         ready: dict[Any, Any] = {DEVICE: kind.record(MadeUpStream(kind))}
-        copied: list[Any] = []
-        copy.queue(tensors, ready, copied)
-        copy.wait(copied, lambda _: None)
+        copy.wait(copy.queue(tensors, ready), lambda _: None)
         assert slot.image_bytes() == slot.expected(tensors)
     finally:
         del copy, views
@@ -156,9 +155,7 @@ def test_large_tensors_alone_wait_for_the_compute_stream(kind: MadeUpDevices) ->
     copy = DeviceCopy(DEVICE, kind, range(3), views)
     try:
         ready: dict[Any, Any] = {DEVICE: kind.record(compute)}
-        copied: list[Any] = []
-        copy.queue(tensors, ready, copied)
-        copy.wait(copied, lambda _: None)
+        copy.wait(copy.queue(tensors, ready), lambda _: None)
         assert slot.image_bytes() == slot.expected([torch.full((300_000,), 7.0)] * 3)
     finally:
         del copy, views

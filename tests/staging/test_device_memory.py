@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.accelerators import module
+from support.accelerators import module, registrations
 from support.states import same, zeros_like
 
 from asyncckpt.checkpointer import Checkpointer
@@ -107,10 +107,13 @@ def test_it_stays_pinned_when_the_worker_dies(device_type: str, root: Path, monk
 
 def test_memory_that_goes_is_not_pinned_any_more(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another structure takes its place, in particular: at the same addresses, as a rule."""
+    before = registrations()
     with Checkpointer(root) as checkpointer:
         for step in range(1, 4):
             assert _comes_back(checkpointer, step, _large(device_type, 3, (step + 1) * MIB // 4))
             assert len(_pinned(checkpointer)) == 1
+            assert registrations() - before <= 1
+    assert registrations() == before
 
 
 def test_memory_of_a_worker_that_died_gives_way(device_type: str, root: Path) -> None:

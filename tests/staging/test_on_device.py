@@ -55,15 +55,16 @@ def test_saved_as_of_the_call(device_type: str, root: Path, overlap: bool) -> No
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tensors_that_move_between_saves(device_type: str, root: Path, overlap: bool) -> None:
-    """From one device to another, or to the host, and back, under the same names."""
+    """From the host to a device, to another, and back, under the same names; behind what a stream was given."""
     here, host = torch.device(device_type, 0), torch.device("cpu")
     there = torch.device(device_type, module().device_count() - 1)
     value = {f"small {number}": torch.randn(33, 7) for number in range(40)} | {"large": torch.randn(1 << 20)}
     names = list(value)
-    ways = [[here] * 41, [host] * 41, [*[here] * 20, *[there] * 21], [here, host] * 20 + [there], [here] * 41]
-    with Checkpointer(root, Config(overlap=overlap, slots=2)) as checkpointer:
+    ways = [[host] * 41, [here] * 41, [*[here] * 20, *[there] * 21], [here, host] * 20 + [there], [host] * 41]
+    stream = module().Stream(here)
+    with Checkpointer(root, Config(overlap=overlap, slots=2)) as checkpointer, module().stream(stream):
         for step, way in enumerate([each for each in ways for _ in range(3)]):
-            busy(0.01)
+            busy(0.03)
             state = {name: value[name].to(device) + step for name, device in zip(names, way, strict=True)}
             checkpointer.save(step, state).wait_staged(60)
             for tensor in state.values():
