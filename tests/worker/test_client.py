@@ -332,7 +332,7 @@ def test_it_may_have_as_many_descriptors_as_the_host_allows() -> None:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_to_all_processes_of_a_job_does_not_end_it(name: str) -> None:
-    """As Slurm sends SIGUSR1 some time before the job ends: it is for the trainer, which then saves for the last time."""
+    """As Slurm sends SIGUSR1 some time before the job ends: it is for the trainer, which saves for the last time."""
     worker = WorkerClient(WorkerOptions())
     os.kill(worker.pid, signal.Signals[name])
     _, segment = worker.allocate(MIB, 30)
