@@ -152,3 +152,25 @@ def test_what_other_ranks_save_too_is_waited_for_where_all_have_closed(
         assert found is not None
         with found:
             assert found._not_held == ({request.path} if is_closed_in_order else set())
+
+
+def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the container has all the processes that it may have, for a moment."""
+    start, refused = threading.Thread.start, threading.Event()
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name == "asyncckpt-answer" and not refused.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def answer(connection: Connection) -> None:
+        messages.receive(connection)
+        messages.send(connection, Inventory(os.getpid(), False, (), (), ()))
+        messages.receive(connection)
+
+    with answering(os.getpid(), answer) as name:
+        monkeypatch.setattr(threading.Thread, "start", refuses)
+        found = Takeover.find(name, 10)
+        assert found is not None and refused.is_set()
+        found.close()
