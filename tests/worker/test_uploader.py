@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -327,3 +328,19 @@ def test_a_note_that_cannot_be_shown_at_once(
         uploader.begin()
     assert outcome(uploader) is None and complete_steps(str(root)) == [4]
     assert UploadNotes(str(local)).steps() == []
+
+
+def test_a_clock_that_was_set_back_makes_no_newer_one_make_way(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader]
+) -> None:
+    allowed = threading.Event()
+    slow = SlowStorage(allowed)
+    uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else storage_for(path))
+    upload(uploader, upload_of(local, root, 1))
+    assert slow.begun.wait(60)
+    upload(uploader, upload_of(local, root, 2))
+    hour_later = time.time() + 3600
+    os.utime(local / "asyncckpt.uploads" / "step-00000002.json", (hour_later, hour_later))
+    upload(uploader, upload_of(local, root, 3))
+    allowed.set()
+    assert outcome(uploader) is None and complete_steps(str(root)) == [1, 3]
