@@ -98,7 +98,8 @@ class Server:
         ``trainer`` is a pidfd, so that its death is noticed even where a fork holds the socket. Returns whether all
         threads have ended. If not, storage does not answer, and the process should end itself.
         """
-        why, lingers = "its worker failed", False
+        why: str | None = None  # this worker fails, and its trainer starts another
+        lingers = False
         to_trainer = _LogHandler(self._send)
         logging.getLogger().addHandler(to_trainer)
         try:
@@ -121,7 +122,8 @@ class Server:
             self._segment_store.on_trainer_gone(keep=lingers)
             finished = self._writer.wait_finished()
             if finished:
-                self._committer.gone(why)
+                if why is not None:  # else this rank takes part in what follows
+                    self._committer.gone(why)
                 self._committer.close()
                 if self._root_lock is not None:
                     self._root_lock.release()
