@@ -110,9 +110,10 @@ class Server:
             self.is_closed_in_order = self._endpoint_service.is_closed_in_order = why == _CLOSED
             lingers = why != _CLOSED and linger > 0
         finally:
-            if why != _CLOSED:  # who is gone listens to nothing
+            if why not in (None, _CLOSED):  # who is gone listens to nothing
                 logging.getLogger().removeHandler(to_trainer)
                 self._endpoint_service.redirect_log()
+            if why != _CLOSED:
                 self._committer.hurry()
             if self._root_lock is not None:
                 self._root_lock.announce_end()

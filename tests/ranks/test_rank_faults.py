@@ -295,7 +295,7 @@ def _fail_the_worker(root: str) -> list[int]:
                 looked.touch()
                 check(*args)
 
-            Rounds._check_missing = look  # type: ignore[method-assign]
+            Rounds._check_missing = look  # type: ignore[assignment, method-assign]
         else:
             worker.tell(messages.GiveBack(999, 0, ()))  # of a segment that it does not have
             worker._listener.join(10)

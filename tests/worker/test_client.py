@@ -30,6 +30,7 @@ from asyncckpt.worker import client as client_module
 from asyncckpt.worker import messages
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.process import WorkerOptions, WorkerProcess
 from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.storage import complete_steps
@@ -338,6 +339,16 @@ def test_a_signal_to_all_processes_of_a_job_does_not_end_it(name: str) -> None:
     _, segment = worker.allocate(MIB, 30)
     segment.close()
     worker.close(30)
+
+
+def test_one_that_fails_says_its_last_words() -> None:
+    """Not to the log of its endpoint, which is for a trainer that is gone."""
+    worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
+    worker.listen(30)
+    worker.tell(messages.GiveBack(999, 0, ()))  # of a segment that it does not have
+    worker.wait_for_end(30)
+    with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*KeyError: 999"):
+        worker.check_usable()
 
 
 def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
