@@ -160,8 +160,10 @@ class Server:
                     if isinstance(message, messages.Close):
                         return _CLOSED
                     self._handle(message)
-            except (EOFError, OSError):
-                return "its trainer is gone"
+            except (EOFError, OSError) as error:
+                if isinstance(error, ConnectionError) or not self._connection.has_other_end():
+                    return "its trainer is gone"
+                raise  # the host has refused something
             if trainer in ready:
                 return "its trainer has died"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -65,6 +66,12 @@ class SocketConnection(Connection):  # type: ignore[misc]
         """End all talk, at once, in whatever thread; ``how``: or that of one direction."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(how)
+
+    def has_other_end(self) -> bool:
+        """Whether the other end is open, whatever has come from there and was not received."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return not poll.poll(0)
 
     def send_descriptor(self, fd: int) -> None:
         """Let the process at the other end have ``fd``, too. Raises ``OSError``."""

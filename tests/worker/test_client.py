@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -349,6 +350,25 @@ def test_one_that_fails_says_its_last_words() -> None:
     worker.wait_for_end(30)
     with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*KeyError: 999"):
         worker.check_usable()
+
+
+def test_one_that_the_host_refuses_memory_does_not_take_its_trainer_for_gone(tmp_path: Path) -> None:
+    """It would linger, and tell the other ranks; and nobody would be told why it has ended."""
+    worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
+    file = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)  # of no bytes, which cannot be mapped
+    with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*Error"):
+        worker.ask(messages.Adopt(()), messages.Adopted, 30, "as the test wants", file)
+    os.close(file)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_connection_whose_other_end_is_gone(says: bool) -> None:
+    one, other = map(SocketConnection, socket.socketpair())
+    with one:
+        other.send_bytes(b"not received" * says)
+        assert one.has_other_end()
+        other.close()
+        assert not one.has_other_end()
 
 
 def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
