@@ -7,7 +7,6 @@ import errno
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -359,16 +358,6 @@ def test_one_that_the_host_refuses_memory_does_not_take_its_trainer_for_gone(tmp
     with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*Error"):
         worker.ask(messages.Adopt(()), messages.Adopted, 30, "as the test wants", file)
     os.close(file)
-
-
-@pytest.mark.parametrize("says", [True, False])
-def test_a_connection_whose_other_end_is_gone(says: bool) -> None:
-    one, other = map(SocketConnection, socket.socketpair())
-    with one:
-        other.send_bytes(b"not received" * says)
-        assert one.has_other_end()
-        other.close()
-        assert not one.has_other_end()
 
 
 def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

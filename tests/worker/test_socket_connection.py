@@ -128,3 +128,12 @@ def test_ctrl_c_in_a_message_that_the_other_end_does_not_take(
     one.send_bytes(b"next")
     reader.join(30)
     assert received == [large, b"next"]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_whose_other_end_is_gone(ends: tuple[SocketConnection, SocketConnection], says: bool) -> None:
+    one, other = ends
+    other.send_bytes(b"not received" * says)
+    assert one.has_other_end()
+    other.close()
+    assert not one.has_other_end()
