@@ -25,12 +25,15 @@ from asyncckpt.worker.transfer.serving import Serving
 if TYPE_CHECKING:
     from asyncckpt.worker.metrics_file import MetricsFile
 
+# Launchers signal every process of a job, also to say that its time is nearly up (Slurm's --signal=USR1@90, say). The
+# worker ends when its trainer does, after what is staged is written.
+_FOR_TRAINERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+
 
 def main(argv: list[str]) -> int:
     """Serve the trainer at the other end of the socket until it closes or dies."""
-    # Launchers signal every process of a job. The worker ends when its trainer does, after what is staged is written.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for each in _FOR_TRAINERS:
+        signal.signal(each, signal.SIG_IGN)
     # A thread that has written its chunk must get to the next at once, not after 5 ms of another's checksums.
     sys.setswitchinterval(0.0002)
     logging.basicConfig(level=logging.WARNING, format="asyncckpt worker %(process)d: %(levelname)s: %(message)s")

@@ -24,7 +24,7 @@ from functools import partial
 
 import xxhash
 
-from asyncckpt.errors import JobTakenError
+from asyncckpt.errors import JobTakenError, SaveTimeoutError
 from asyncckpt.worker.socket_connection import SocketConnection
 
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
@@ -109,10 +109,13 @@ class Endpoint:
                     return
                 time.sleep(_PAUSE_S)  # too many open files, perhaps
                 continue
-            if _is_ours(peer):
-                threading.Thread(target=_serve, args=[peer, answer], name="asyncckpt-answer", daemon=True).start()
-            else:
-                peer.close()
+            with contextlib.ExitStack() as undo:
+                undo.callback(peer.close)
+                if _is_ours(peer):
+                    thread = threading.Thread(target=_serve, args=[peer, answer], name="asyncckpt-answer", daemon=True)
+                    with contextlib.suppress(RuntimeError):  # there are too many; who has asked may ask again
+                        thread.start()
+                        undo.pop_all()
 
     def _give_back(self) -> None:
         if self._lock >= 0:
@@ -222,15 +225,19 @@ def endpoint_names(job: str | None = None) -> list[str]:
     return []
 
 
-def connect(name: str, timeout: float | None = None, runtime: str | None = None) -> SocketConnection | None:
+def connect(
+    name: str, timeout: float | None = None, runtime: str | None = None, *, strict: bool = False
+) -> SocketConnection | None:
     """A connection to the worker that has ``name``, if there is one of this user that accepts it.
 
     Args:
         name: That of the endpoint.
         timeout: Seconds that it may take to accept; None: 10.
         runtime: The runtime folder; None: that of this process.
+        strict: Raise ``SaveTimeoutError`` where there is one, and it has not accepted in that time.
     """
     timeout = _CONNECT_S if timeout is None else timeout
+    is_full = False
     with (
         contextlib.suppress(OSError),
         _opened_folder(make=False, path=runtime) as folder,
@@ -239,11 +246,15 @@ def connect(name: str, timeout: float | None = None, runtime: str | None = None)
         peer = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # Where the worker is stopped and its backlog is full, this would last as long as that.
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
-        peer.connect(_path(folder, name))
+        if code := peer.connect_ex(_path(folder, name)):
+            is_full = code == errno.EAGAIN
+            raise OSError(code, os.strerror(code))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         if _is_ours(peer):
             undo.pop_all()
             return SocketConnection(peer)
+    if is_full and strict:
+        raise SaveTimeoutError(f"a worker did not accept at its endpoint within {timeout:g} s; it may be stopped")
     return None
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from asyncckpt.worker.transfer.replicator import Replicator
 
 _CLOSED = "it has closed its checkpointer"
+_FAILED = "this worker fails, and its trainer starts another"
 
 
 class Server:
@@ -98,7 +99,7 @@ class Server:
         ``trainer`` is a pidfd, so that its death is noticed even where a fork holds the socket. Returns whether all
         threads have ended. If not, storage does not answer, and the process should end itself.
         """
-        why, lingers = "its worker failed", False
+        why, lingers = _FAILED, False
         to_trainer = _LogHandler(self._send)
         logging.getLogger().addHandler(to_trainer)
         try:
@@ -109,9 +110,10 @@ class Server:
             self.is_closed_in_order = self._endpoint_service.is_closed_in_order = why == _CLOSED
             lingers = why != _CLOSED and linger > 0
         finally:
-            if why != _CLOSED:  # who is gone listens to nothing
+            if why not in (_FAILED, _CLOSED):  # who is gone listens to nothing
                 logging.getLogger().removeHandler(to_trainer)
                 self._endpoint_service.redirect_log()
+            if why != _CLOSED:
                 self._committer.hurry()
             if self._root_lock is not None:
                 self._root_lock.announce_end()
@@ -121,7 +123,8 @@ class Server:
             self._segment_store.on_trainer_gone(keep=lingers)
             finished = self._writer.wait_finished()
             if finished:
-                self._committer.gone(why)
+                if why != _FAILED:  # else this rank takes part in what follows
+                    self._committer.gone(why)
                 self._committer.close()
                 if self._root_lock is not None:
                     self._root_lock.release()
@@ -157,8 +160,10 @@ class Server:
                     if isinstance(message, messages.Close):
                         return _CLOSED
                     self._handle(message)
-            except (EOFError, OSError):
-                return "its trainer is gone"
+            except (EOFError, OSError) as error:
+                if isinstance(error, ConnectionError) or not self._connection.has_other_end():
+                    return "its trainer is gone"
+                raise  # the host has refused something
             if trainer in ready:
                 return "its trainer has died"
 

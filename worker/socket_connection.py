@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -14,8 +15,19 @@ from multiprocess.connection import Connection
 from asyncckpt.shm.descriptor import Descriptor
 
 _NUMBER = struct.Struct("i")
+# What stands before a message, as multiprocessing has it: its length, or -1 and then its length.
+_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!iQ")
+_LONG_BYTES = 1 << 31
 # From what ``recvmsg`` returns to the descriptor: each step is written in C, see ``receive_descriptor``.
 _STEPS = itemgetter(1), itemgetter(0), itemgetter(2), _NUMBER.unpack, itemgetter(0), Descriptor
+
+
+class _Message:
+    """A message on its way, and how much of it was sent each time."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = memoryview(text)
+        self.sent: list[int] = []
 
 
 class SocketConnection(Connection):  # type: ignore[misc]
@@ -29,7 +41,23 @@ class SocketConnection(Connection):  # type: ignore[misc]
         """Over a socket that is connected, which is this one's from now on."""
         connected.settimeout(None)  # whatever socket.setdefaulttimeout says
         self.socket = connected
+        self._unsent: list[_Message] = []  # more than one where an exception came while one was sent
         super().__init__(connected.fileno())
+
+    def _send_bytes(self, buf: memoryview) -> None:
+        """Send a message, and before it the rest of one where an exception of a signal handler or of another thread
+        came: half a message would take what follows for its own.
+        """
+        length = len(buf)
+        head = _LENGTH.pack(length) if length < _LONG_BYTES else _LONG_LENGTH.pack(-1, length)
+        self._unsent.append(_Message(b"".join((head, buf))))
+        while self._unsent:
+            message = self._unsent[0]
+            while (done := sum(message.sent)) < len(message.text):
+                # No such exception comes between the sending and the note of it: that is written in C.
+                message.sent.extend(map(self.socket.send, (message.text[done:],)))
+            with contextlib.suppress(ValueError):  # who tells a worker to end does not wait for another that tells it
+                self._unsent.remove(message)
 
     def _close(self) -> None:
         self.socket.close()
@@ -38,6 +66,12 @@ class SocketConnection(Connection):  # type: ignore[misc]
         """End all talk, at once, in whatever thread; ``how``: or that of one direction."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(how)
+
+    def has_other_end(self) -> bool:
+        """Whether the other end is open, whatever has come from there and was not received."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return not poll.poll(0)
 
     def send_descriptor(self, fd: int) -> None:
         """Let the process at the other end have ``fd``, too. Raises ``OSError``."""

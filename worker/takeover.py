@@ -95,7 +95,7 @@ class Takeover:
             SaveTimeoutError: It does not answer.
         """
         noticed, left_by = time.monotonic() + _NOTICE_S, time.monotonic() + timeout
-        while (connection := connect(endpoint)) is not None:
+        while (connection := connect(endpoint, strict=True)) is not None:
             try:
                 reply = _inspect(connection, timeout)
                 if isinstance(reply, Inventory):

@@ -35,9 +35,12 @@ class UploadNotes:
     def add(self, upload: Upload) -> None:
         """Note it, durably, for when its checkpoint is committed."""
         path = self._path(upload.step, hidden=True)
+        last = max((at for at, _ in [*self._found(hidden=True), *self._found(hidden=False)]), default=0)
         with translated("noting an upload", path), open(path, "w") as file:
             json.dump(asdict(upload), file)
             file.flush()
+            if os.fstat(file.fileno()).st_mtime_ns <= last:  # the clock was set back: it is the newest all the same
+                os.utime(file.fileno(), ns=(last + 1, last + 1))
             os.fsync(file.fileno())
 
     def show(self, step: int) -> None:

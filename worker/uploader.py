@@ -77,6 +77,8 @@ class Uploader:
         self._storage_for, self._tell = storage_for, tell
         self._notes = UploadNotes(local)
         self._linkable: dict[FileStamp, LinkSource] = {}
+        self._unshown: dict[int, Upload] = {}  # by step: committed, and the local folder did not let the note say so
+        self._noting = threading.Lock()  # guards these, and hidden notes
         for each in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here
             try:
                 is_committed = storage_for(local).is_finalized(each.path, each.attempt)
@@ -95,14 +97,19 @@ class Uploader:
 
     def note(self, upload: Upload) -> None:
         """Its checkpoint is about to be committed. Raises ``StorageError``."""
-        self._notes.add(upload)
+        with self._noting:
+            self._unshown.pop(upload.step, None)
+            self._notes.add(upload)
 
     def conclude(self, upload: Upload, *, is_committed: bool) -> None:
-        """How that has ended. Raises ``StorageError``."""
-        if is_committed:
+        """How that has ended. Raises ``StorageError``; what is committed is shown later, then."""
+        with self._noting:
+            if not is_committed:
+                self._notes.drop(upload.step)
+                return
+            self._unshown[upload.step] = upload
             self._notes.show(upload.step)
-        else:
-            self._notes.drop(upload.step)
+            del self._unshown[upload.step]
 
     def begin(self) -> None:
         """A save is committed: upload what is noted, and try again what has failed."""
@@ -121,7 +128,7 @@ class Uploader:
     def under_way(self) -> UploadsUnderWay:
         """What has not ended, and what went wrong. Raises ``StorageError``."""
         with self._changed:
-            waiting = self._notes.all()
+            waiting = [*self._unshown.copy().values(), *self._notes.all()]
             loss, self._loss = self._loss, None
             return UploadsUnderWay(tuple(each.to for each in waiting), loss or (self._failure if waiting else None))
 
@@ -144,11 +151,27 @@ class Uploader:
                 self._changed.wait_for(lambda: self._is_wanted or self._is_ending, limit)
                 is_last, self._is_wanted = self._is_ending, False
             try:
+                self._show_again()
                 is_elsewhere = not self._carry_out_all()
             except Exception:
                 logger.exception("uploading failed")
             if is_last:
                 return
+
+    def _show_again(self) -> None:
+        """What could not be shown when it was committed."""
+        failure: StorageError | None = None
+        with self._noting:
+            for step, upload in list(self._unshown.items()):
+                try:
+                    self._notes.show(step)
+                    del self._unshown[step]
+                except StorageError as error:
+                    logger.error("uploading %s failed: %s", upload.path, error)
+                    failure = error
+        if failure is not None:
+            with self._changed:
+                self._failure = failure
 
     def _carry_out_all(self) -> bool:
         """Upload what waits, until one has failed. Returns False where another worker is about to."""

@@ -22,6 +22,7 @@ from asyncckpt.loading.source import verify
 from asyncckpt.planning import draft
 from asyncckpt.ranks import group
 from asyncckpt.staging import slot_copy as staging
+from asyncckpt.worker import messages
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.rounds import Rounds
 
@@ -277,6 +278,38 @@ def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:
 def test_a_worker_that_died_between_saves_is_replaced(tmp_path: Path, bad: int) -> None:
     ended = Job(2, _lose_the_worker, str(tmp_path / "root"), bad, folder=tmp_path).wait()
     assert [end.result for end in ended] == [([1, 2], 0)] * 2, ended
+
+
+def _fail_the_worker(root: str) -> list[int]:
+    """Rank 1 comes to the next save when rank 0 has looked for it: its worker is replaced by then, or not yet."""
+    looked, is_first = Path(f"{root}.looked"), dist.get_rank() == 0
+    with Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S)) as checkpointer:
+        checkpointer.save(1, replicas(1)).result(30)
+        worker = checkpointer._engine.worker
+        assert worker is not None
+        dist.barrier()  # both know that the first save is committed
+        if is_first:
+            check: Any = Rounds._check_missing
+
+            def look(*args: Any) -> None:
+                looked.touch()
+                check(*args)
+
+            Rounds._check_missing = look  # type: ignore[assignment, method-assign]
+        else:
+            worker.tell(messages.GiveBack(999, 0, ()))  # of a segment that it does not have
+            worker._listener.join(10)
+        dist.barrier()
+        while not is_first and not looked.exists():
+            time.sleep(0.01)
+        checkpointer.save(2, replicas(2)).result(30)
+    return checkpointer.steps()
+
+
+def test_a_worker_that_failed_between_saves_is_replaced(tmp_path: Path) -> None:
+    """Not by a signal: it could tell the other ranks what it wanted. Its trainer lives, and takes part."""
+    ended = Job(2, _fail_the_worker, str(tmp_path / "root"), folder=tmp_path).wait()
+    assert [end.result for end in ended] == [[1, 2]] * 2, ended
 
 
 def _wait_for_workers(root: Path) -> None:

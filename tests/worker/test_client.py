@@ -30,6 +30,7 @@ from asyncckpt.worker import client as client_module
 from asyncckpt.worker import messages
 from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.client import WorkerClient
+from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.process import WorkerOptions, WorkerProcess
 from asyncckpt.worker.socket_connection import SocketConnection
 from asyncckpt.worker.storage import complete_steps
@@ -328,6 +329,35 @@ def test_it_may_have_as_many_descriptors_as_the_host_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert psutil.Process(worker.pid).rlimit(psutil.RLIMIT_NOFILE)[0] == hard
     worker.close(30)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_to_all_processes_of_a_job_does_not_end_it(name: str) -> None:
+    """As Slurm sends SIGUSR1 some time before the job ends: it is for the trainer, which saves for the last time."""
+    worker = WorkerClient(WorkerOptions())
+    os.kill(worker.pid, signal.Signals[name])
+    _, segment = worker.allocate(MIB, 30)
+    segment.close()
+    worker.close(30)
+
+
+def test_one_that_fails_says_its_last_words() -> None:
+    """Not to the log of its endpoint, which is for a trainer that is gone."""
+    worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
+    worker.listen(30)
+    worker.tell(messages.GiveBack(999, 0, ()))  # of a segment that it does not have
+    worker.wait_for_end(30)
+    with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*KeyError: 999"):
+        worker.check_usable()
+
+
+def test_one_that_the_host_refuses_memory_does_not_take_its_trainer_for_gone(tmp_path: Path) -> None:
+    """It would linger, and tell the other ranks; and nobody would be told why it has ended."""
+    worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
+    file = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)  # of no bytes, which cannot be mapped
+    with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*Error"):
+        worker.ask(messages.Adopt(()), messages.Adopted, 30, "as the test wants", file)
+    os.close(file)
 
 
 def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,3 +163,24 @@ def test_who_cannot_learn_the_end_leaves_its_files(tmp_path: Path, monkeypatch: 
             may_go_on.set()
             assert isinstance(told[0].get(timeout=60), Committed)
     assert list((tmp_path / "root" / "final").glob("__1_*"))
+
+
+def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank is gone, and nobody can ask storage: so is the save for this rank, and what follows goes on."""
+    store, told, start = Store(b"secret"), SimpleQueue[Any](), threading.Thread.start
+    store.close()
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name == "asyncckpt-resolve":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    monkeypatch.setattr(committer_module, "_PATIENCE_S", 0.0)
+    request = WriteRequest(1, 1, 0, str(tmp_path / "final"), "a-1", 1, 1, 2, "refuse", None, False, 300.0)
+    with closing(Committer(lambda _, outcome: told.put(outcome))) as committer:
+        committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
+        for save_id in (1, 2):
+            committer.expect(replace(request, save_id=save_id))
+            failed = told.get(timeout=20)
+            assert isinstance(failed, Failed) and "can't start new thread" in str(failed.error)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
-from support.interrupts import interrupted_everywhere
+from support.interrupts import Interrupted, interrupted_everywhere
 
 from asyncckpt.worker.socket_connection import SocketConnection
 
@@ -77,3 +80,60 @@ def test_an_exception_at_any_instruction_leaves_no_connection() -> None:
     for tried, _ in enumerate(interrupted_everywhere(connect, "worker/socket_connection.py")):
         assert _descriptors() == before, tried
     assert tried > 10
+
+
+def test_an_exception_at_any_instruction_leaves_no_half_message(
+    ends: tuple[SocketConnection, SocketConnection],
+) -> None:
+    one, other = ends
+    other.socket.setblocking(False)  # all has been sent, or never is
+    large = b"x" * 20_000
+    for tried, _ in enumerate(interrupted_everywhere(lambda: one.send_bytes(large), "connection.py")):
+        one.send_bytes(b"next")
+        while (message := other.recv_bytes()) != b"next":
+            assert message == large, tried
+    assert tried > 10
+
+
+def test_ctrl_c_in_a_message_that_the_other_end_does_not_take(
+    ends: tuple[SocketConnection, SocketConnection],
+) -> None:
+    """It is longer than what the socket holds, and the worker is busy."""
+    one, other = ends
+    large = b"x" * (4 << 20)
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise Interrupted
+
+    def interrupt_when_full() -> None:
+        full = select.poll()
+        full.register(one.socket, select.POLLOUT)
+        other.poll(60)
+        while full.poll(0):
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        thread = threading.Thread(target=interrupt_when_full)
+        thread.start()
+        with pytest.raises(Interrupted):
+            one.send_bytes(large)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.join()
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.extend(other.recv_bytes() for _ in range(2)), daemon=True)
+    reader.start()
+    one.send_bytes(b"next")
+    reader.join(30)
+    assert received == [large, b"next"]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_whose_other_end_is_gone(ends: tuple[SocketConnection, SocketConnection], says: bool) -> None:
+    one, other = ends
+    other.send_bytes(b"not received" * says)
+    assert one.has_other_end()
+    other.close()
+    assert not one.has_other_end()

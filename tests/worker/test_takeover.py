@@ -17,8 +17,9 @@ from support.attempts import checkpoint_attempt
 
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.worker import endpoint as endpoint_module
 from asyncckpt.worker import messages, takeover
-from asyncckpt.worker.endpoint import Endpoint, endpoint_name
+from asyncckpt.worker.endpoint import Endpoint, connect, endpoint_name
 from asyncckpt.worker.endpoint_messages import (
     AskStatus,
     FoundImage,
@@ -152,3 +153,39 @@ def test_what_other_ranks_save_too_is_waited_for_where_all_have_closed(
         assert found is not None
         with found:
             assert found._not_held == ({request.path} if is_closed_in_order else set())
+
+
+def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the container has all the processes that it may have, for a moment."""
+    start, refused = threading.Thread.start, threading.Event()
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name == "asyncckpt-answer" and not refused.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def answer(connection: Connection) -> None:
+        messages.receive(connection)
+        messages.send(connection, Inventory(os.getpid(), False, (), (), ()))
+        messages.receive(connection)
+
+    with answering(os.getpid(), answer) as name:
+        monkeypatch.setattr(threading.Thread, "start", refuses)
+        found = Takeover.find(name, 10)
+        assert found is not None and refused.is_set()
+        found.close()
+
+
+def test_one_that_is_stopped_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where more have asked it something, and left, than can wait: it may have what is newest."""
+    monkeypatch.setattr(endpoint_module, "_BACKLOG", 1)
+    monkeypatch.setattr(endpoint_module, "_CONNECT_S", 0.2)
+    endpoint = Endpoint(name := endpoint_name("job", 0), os.getpid())
+    try:
+        while (connection := connect(name)) is not None:
+            connection.close()
+        with pytest.raises(SaveTimeoutError, match="it may be stopped"):
+            Takeover.find(name, 1)
+    finally:
+        endpoint.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -299,3 +301,46 @@ def test_a_damaged_checkpoint_of_a_worker_that_died_keeps_no_other(
     assert "step-00000004 is not uploaded" in caplog.text
     upload(uploader, upload_of(local, root, 3))
     assert outcome(uploader) is None and complete_steps(str(root)) == [3]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_note_that_cannot_be_shown_at_once(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """The disk is full of the checkpoint that was just committed: its upload is not forgotten."""
+    replace_file, refused = os.replace, iter(range(times))
+
+    def full(*names: str) -> None:
+        if next(refused, None) is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace_file(*names)
+
+    uploader = uploader_of()
+    note = upload_of(local, root, 4)
+    uploader.note(note)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(StorageError, match="No space left"):
+        uploader.conclude(note, is_committed=True)
+    assert uploader.under_way().to == (note.to,)
+    uploader.begin()
+    if times > 1:
+        assert isinstance(outcome(uploader), StorageError)
+        uploader.begin()
+    assert outcome(uploader) is None and complete_steps(str(root)) == [4]
+    assert UploadNotes(str(local)).steps() == []
+
+
+def test_a_clock_that_was_set_back_makes_no_newer_one_make_way(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader]
+) -> None:
+    allowed = threading.Event()
+    slow = SlowStorage(allowed)
+    uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else storage_for(path))
+    upload(uploader, upload_of(local, root, 1))
+    assert slow.begun.wait(60)
+    upload(uploader, upload_of(local, root, 2))
+    hour_later = time.time() + 3600
+    os.utime(local / "asyncckpt.uploads" / "step-00000002.json", (hour_later, hour_later))
+    upload(uploader, upload_of(local, root, 3))
+    allowed.set()
+    assert outcome(uploader) is None and complete_steps(str(root)) == [1, 3]

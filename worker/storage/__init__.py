@@ -175,7 +175,10 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
 
     begun = time.monotonic()
     thread = threading.Thread(target=find_out, name="asyncckpt-resolve", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        outcome.set_exception(StorageError(f"cannot be asked: {error}"))
     try:
         is_finalized = outcome.result(timeout)
     except (FutureTimeoutError, StorageError) as error:
