@@ -14,7 +14,7 @@ import torch
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.planning.file_set_plan import FileSetPlan
-from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
+from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, DataLayout, Place
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.shm.published_slots import PublishedSlots
@@ -272,11 +272,7 @@ class StagingBuffer:
             queued, devices: As of ``SlotStager.copy``.
         """
         if self._pinned is None and (device := first_device(tensors, ready)) is not None:
-            # Only large tensors: small ones are brought over many at a time, and no copy may cross a cut.
-            large = sorted(each.payload_at for each in self.plan.layout.tensors if _is_on_pages(each))
-            own = bisect_left(large, self.plan.layout.slot_bytes)
-            cuts = [self._shared_at - self.plan.layout.slot_bytes + place for place in large[own:]]
-            cuts += [offset + place for offset in self._offsets for place in (0, *large[:own])]
+            cuts = _cuts(self.plan.layout, self._offsets, self._shared_at)
             self._pinned = PinnedMemory(self.segment, cuts, device, self._memory.ends[0])
         if self._pinned is not None:
             for end in self._memory.ends:  # no range crosses one: the memory of a slot may go back
@@ -362,6 +358,17 @@ def _laid_out(plan: Plan) -> tuple[dict[str, Region], Constants, int]:
         fixed.append((regions[name], data))
         end = round_up(end + len(data))
     return regions, fixed, end
+
+
+def _cuts(layout: DataLayout, offsets: Sequence[int], shared_at: int) -> list[int]:
+    """Where ranges of pinned memory may end, in a segment with slots at ``offsets``: no copy crosses such a place.
+
+    Only large tensors begin there: small ones are brought over many at a time.
+    """
+    large = sorted(each.payload_at for each in layout.tensors if _is_on_pages(each))
+    own = bisect_left(large, layout.slot_bytes)
+    cuts = [shared_at - layout.slot_bytes + place for place in large[own:]]
+    return cuts + [offset + place for offset in offsets for place in (0, *large[:own])]
 
 
 def _is_on_pages(place: Place) -> bool:
