@@ -316,7 +316,7 @@ class CheckingPlanner(DefaultLoadPlanner):
                 path=self._path,
             )
         if self._warns:
-            warn_left_out(left_out(self.state_dict, known), self._path)
+            warn_left_out(left_out(self.original_state_dict, self.state_dict, known), self._path)
         wrong = [
             f"{name!r} {why}"
             for name, value in self.state_dict.items()
