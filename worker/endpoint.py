@@ -109,13 +109,10 @@ class Endpoint:
                     return
                 time.sleep(_PAUSE_S)  # too many open files, perhaps
                 continue
-            with contextlib.ExitStack() as undo:
-                undo.callback(peer.close)
-                if _is_ours(peer):
-                    thread = threading.Thread(target=_serve, args=[peer, answer], name="asyncckpt-answer", daemon=True)
-                    with contextlib.suppress(RuntimeError):  # there are too many; who has asked may ask again
-                        thread.start()
-                        undo.pop_all()
+            if _is_ours(peer):
+                threading.Thread(target=_serve, args=[peer, answer], name="asyncckpt-answer", daemon=True).start()
+            else:
+                peer.close()
 
     def _give_back(self) -> None:
         if self._lock >= 0:
