@@ -18,7 +18,9 @@ import pytest
 import torch
 from support.states import same, small_state, zeros_like
 from support.workers import Faulty
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+import asyncckpt
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
@@ -96,6 +98,23 @@ def test_an_optimizer_without_a_state_to_load_into_is_warned_about(
     assert "not asked for" not in caplog.text
     checkpointer.load({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
     assert "'optimizer.state.0.exp_avg'" in caplog.text and "were not asked for" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_a_dict_without_the_keys_that_are_stored_is_warned_about(
+    is_stock: bool, checkpointer: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As metrics that a new process has none of yet: nothing of them is asked for, and they stay empty."""
+    state = {"model": torch.ones(3), "seen": {"metrics": {"loss": 0.5}}, "rank": asyncckpt.PerRank({"a": 1})}
+    path = str(checkpointer.save(1, state).result(60))
+    if is_stock:
+        dcp_save(state, checkpoint_id=(path := str(tmp_path / "stock")), no_dist=True)
+    asyncckpt.load({"model": torch.zeros(3)}, checkpoint_id=path)  # which leaves them out on purpose
+    assert "not asked for" not in caplog.text
+    fresh = {"model": torch.zeros(3), "seen": {"metrics": {}}, "rank": asyncckpt.PerRank({})}
+    asyncckpt.load(fresh, checkpoint_id=path)
+    assert "2 values of" in caplog.text and "'rank.rank-0-of-1.a', 'seen.metrics.loss'" in caplog.text
 
 
 # When all slots are busy.

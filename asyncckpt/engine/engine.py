@@ -101,7 +101,7 @@ class Engine(AbstractContextManager["Engine"]):
         with self._turn.take():
             group, number = self._usable(), next(self._numbers)
             try:
-                buffer, tensors, *_ = self._plans.for_all(save_input(group, number, state_dict, planner))
+                buffer, tensors, *_ = self._plans.for_all(save_input(group, number, state_dict, planner), prepares=True)
             except BaseException as error:
                 group.report_failure(number, error, begun=False)
                 if not _is_only_logged(error, self.config):

@@ -121,13 +121,14 @@ class Loads:
                     found, nbytes_from = held.request.step, held.nbytes_from()
         if found is None:
             found, source = self._tiers.load(counted, step, self._engine.config.timeout, self._ranks, fallback=fallback)
-        self.origin = from_first(partial(self._origin, found, images), self._ranks)
+        goes_back = step is not None or fallback
+        self.origin = from_first(partial(self._origin, found, images, goes_back=goes_back), self._ranks)
         return Loaded(found, source, time.perf_counter() - begun, nbytes, nbytes_from)
 
-    def _origin(self, step: int, images: FoundImages | None) -> Origin:
+    def _origin(self, step: int, images: FoundImages | None, *, goes_back: bool) -> Origin:
         """First rank: where the run goes on that has loaded ``step``, when ``images`` were held."""
         unfinished = [] if images is None else images.unfinished(self._tiers.roots[0], step)
-        return self._tiers.origin(step, unfinished)
+        return self._tiers.origin(step, unfinished, goes_back=goes_back)
 
     def _check_asked_by_all(self, step: int | None) -> None:
         """Raise unless all ranks load the same, and may."""

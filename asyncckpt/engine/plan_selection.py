@@ -127,8 +127,10 @@ class PlanSelection:
     stored: StoredPlan | None = None
     """That of the checkpoint which this job goes on from, until there is a plan for what is in it."""
 
-    def for_all(self, wanted: SaveInput) -> Captured:
+    def for_all(self, wanted: SaveInput, *, prepares: bool = False) -> Captured:
         """The memory and the tensors of what all ranks save, as they have planned it.
+
+        ``prepares``: it is only prepared, and all ranks are asked, whatever was promised.
 
         Raises ``UnsavableStateError``, ``OutOfMemoryError``, ``RankFailedError``, ``WorkerDiedError``,
         ``SaveTimeoutError``; ``StructureChangedError`` where ``assume_constant_structure`` was promised in vain.
@@ -143,7 +145,7 @@ class PlanSelection:
             raise
         client = wanted.group.connect_worker(self.supervisor.running)
         try:
-            found = self._found_by_all(wanted, client)
+            found = self._found_by_all(wanted, client, prepares)
         except WorkerDiedError as error:
             if wanted.group.alone or wanted.group.rank > 0 or error.rank != 0:
                 raise
@@ -152,7 +154,7 @@ class PlanSelection:
             logger.warning("asking again: %s", str(error))
             client.wait_for_end(_NOTICE_S)
             client = wanted.group.connect_worker(self.supervisor.running)
-            found = self._found_by_all(wanted, client)
+            found = self._found_by_all(wanted, client, prepares)
         if not isinstance(found, Captured):
             differing = None if wanted.group.alone else self.differing
             plan = found or wanted.make_plan(differing, self._settling(wanted))
@@ -188,12 +190,14 @@ class PlanSelection:
             buffer.close()
             raise
 
-    def _found_by_all(self, wanted: SaveInput, client: WorkerClient) -> Captured | CheckpointPlan | None:
+    def _found_by_all(
+        self, wanted: SaveInput, client: WorkerClient, prepares: bool
+    ) -> Captured | CheckpointPlan | None:
         """By a plan that all ranks have, or by that of a checkpoint, which is to be placed; None: all have to plan.
 
-        With constant structure no rank is asked.
+        With constant structure no rank is asked, but to prepare.
         """
-        is_constant = self.config.assume_constant_structure and not wanted.asks
+        is_constant = self.config.assume_constant_structure and not (wanted.asks or prepares)
         asks = not (wanted.group.alone or (is_constant and self.buffers.known))
         found: Captured | CheckpointPlan | None = None
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.worker.storage import is_address, step_folder, storage_for
 from asyncckpt.worker.storage.history import Origin
 from asyncckpt.worker.uploads import Upload
 from asyncckpt.worker.write_request import Existing
@@ -51,11 +51,15 @@ def retention_of(
     with contextlib.suppress(StorageError):  # the save says it better
         if origin is not None and origin.has_left(root, step):
             existing = "set aside"
-            logger.warning(
+            path = step_folder(root, step)
+            # As a rule nothing comes of what a trainer that died had under way.
+            is_there = is_address(root) or storage_for(root).exists(path)
+            logger.log(
+                logging.WARNING if is_there else logging.INFO,
                 "step %d is saved again, after step %d was loaded: one that is there then is renamed to %s.abandoned-N",
                 step,
                 origin.step,
-                step_folder(root, step),
+                path,
             )
     since = 0.0 if origin is None else origin.newest
     if len(roots) == 1:

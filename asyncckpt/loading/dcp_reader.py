@@ -310,13 +310,15 @@ class CheckingPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         known: Mapping[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}
         missing = [name for name in self.state_dict if name not in known]
+        left = left_out(self.original_state_dict, self.state_dict, known) if missing or self._warns else []
         if missing:
+            there = f"; it has {some(left)}, which were not asked for" if left else ""  # a prefix, as DDP's, often
             raise MismatchError(
-                f"the checkpoint has no {some(missing)}; leave them out of the state dict to load the others",
+                f"the checkpoint has no {some(missing)}; leave them out of the state dict to load the others{there}",
                 path=self._path,
             )
         if self._warns:
-            warn_left_out(left_out(self.state_dict, known), self._path)
+            warn_left_out(left, self._path)
         wrong = [
             f"{name!r} {why}"
             for name, value in self.state_dict.items()

@@ -12,7 +12,7 @@ import io
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from operator import add, sub
@@ -102,7 +102,7 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
     try:
         leaves = _Leaves(state_dict)
         stored = _stored(source, held)
-        left = left_out(leaves.tensors.keys() | leaves.others.keys(), stored)
+        left = left_out(state_dict, leaves.tensors.keys() | leaves.others.keys(), stored)
         if not leaves.containers.isdisjoint(left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
         with torch.no_grad():  # a DTensor's part is its own then, and no view of it
@@ -112,24 +112,40 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
         return None
 
 
-def left_out(asked: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Names that are ``known``, and not ``asked`` for, though others are with the same key at the top; but for those of
-    what each rank has of its own, where this rank's, or any, is asked for.
+def left_out(state_dict: Mapping[str, Any], asked: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Names that are ``known``, and not ``asked`` for, though others are with the same key at the top, or a container
+    of ``state_dict`` has nothing in it where they are; but for those of what each rank has of its own, where this
+    rank's, or any, is asked for.
     """
     missing = set(known).difference(asked := set(asked))
     if not missing:
         return []
     tops = {name.partition(".")[0] for name in asked}
+    empty = tuple(each for key, value in state_dict.items() if str(key) not in tops for each in _empty(value, str(key)))
     per_rank = set(map(of_any_rank, asked)).difference(asked)
-    return sorted(name for name in missing if name.partition(".")[0] in tops and of_any_rank(name) not in per_rank)
+    return sorted(
+        name
+        for name in missing
+        if name.startswith(empty) or (name.partition(".")[0] in tops and of_any_rank(name) not in per_rank)
+    )
+
+
+def _empty(container: Any, name: str) -> Iterator[str]:
+    """How the names of values begin that would be in the empty containers of one without a value."""
+    if isinstance(container, Mapping | list):
+        if not container:
+            yield f"{name}."
+        for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
+            yield from _empty(value, f"{name}.{key}")
 
 
 def warn_left_out(left: Sequence[str], path: str) -> None:
-    """A fresh optimizer has no state yet, so none is asked for, and DCP loses its moments in silence."""
+    """A fresh optimizer has no state yet, nor has a dict that fills with time a key: DCP loses theirs in silence."""
     if left:
         logger.warning(
             "%d values of %s were not asked for, and not loaded: %s; if they belong to an optimizer, give it its"
-            " state before loading (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does)",
+            " state before loading (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does), and to a"
+            " dict its keys",
             len(left),
             path,
             some(left),

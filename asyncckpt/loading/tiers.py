@@ -68,9 +68,9 @@ class Tiers:
         """The newest step, once no dead trainer's worker writes any more. Raises ``StorageError``."""
         return settled_step(timeout, *self.roots)
 
-    def origin(self, step: int, unfinished: Sequence[WriteRequest] = ()) -> Origin:
-        """Where a run goes on that has loaded ``step``; ``unfinished``: see ``Origin``. Raises ``StorageError``."""
-        return origin_of(step, *self.roots, unfinished=unfinished)
+    def origin(self, step: int, unfinished: Sequence[WriteRequest] = (), *, goes_back: bool) -> Origin:
+        """Where a run goes on that has loaded ``step``; the others as of ``origin_of``. Raises ``StorageError``."""
+        return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back)
 
     def load(
         self,

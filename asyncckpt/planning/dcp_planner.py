@@ -23,10 +23,14 @@ PLANNED_BY = (1, *torch.__version__.split(".")[:2])
 
 
 def flat_names(state_dict: StateDict, planner: SavePlanner | None) -> frozenset[str]:
-    """The names of the values of ``state_dict``, as DCP's default planner would give them."""
+    """The names of the values of ``state_dict``, as DCP's default planner would give them.
+
+    Raises ``UnsavableStateError`` where two have the same.
+    """
     if type(planner) is DefaultSavePlanner and not planner.flatten_state_dict:
         return frozenset(map(str, state_dict))
-    return frozenset(flatten_state_dict(dict(state_dict))[0])
+    with planning():
+        return frozenset(flatten_state_dict(dict(state_dict))[0])
 
 
 def options(planner: DefaultSavePlanner) -> dict[str, bool]:

@@ -10,6 +10,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -58,6 +59,20 @@ def test_or_a_warning_is_enough(root: Path, faulty_worker: Faulty, caplog: pytes
         checkpointer.save(3, small_state())
     assert checkpointer.failures == 2 and checkpointer.steps() == [2]
     assert "saving failed" in caplog.text and "not saved, and training goes on" in caplog.text
+
+
+@pytest.mark.parametrize("saves_before", [0, 1])
+def test_names_that_collide_are_an_error_of_ours(root: Path, saves_before: int) -> None:
+    """Also after a save of another structure, with whose names these are compared."""
+    twice = {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}
+    failures: tuple[Literal["raise", "warn"], ...] = ("raise", "warn")
+    for failure in failures:
+        with Checkpointer(root / failure, Config(failure=failure)) as checkpointer:
+            for step in range(saves_before):
+                checkpointer.save(step, small_state()).result(60)
+            with pytest.raises(UnsavableStateError, match=r"duplicated flatten key a\.b"):
+                checkpointer.save(7, twice).result(60)
+            assert checkpointer.steps() == [*range(saves_before)]
 
 
 def test_a_worker_that_dies_in_the_call_is_passed_over_too(root: Path, faulty_worker: Faulty) -> None:

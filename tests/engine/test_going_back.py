@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -48,6 +49,25 @@ def test_what_is_saved_after_going_back_is_the_newest(saved: Path, caplog: pytes
             checkpointer.save(step, state(step)).result(60)
     assert checkpointer.steps() == [810, 820, 830]  # what was left behind went first
     assert Checkpointer(saved).load(state()) == 830
+
+
+def test_a_newest_that_is_outrun_while_it_is_loaded_is_no_going_back(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an evaluation loads what a training saves."""
+
+    class SavesMeanwhile:
+        def state_dict(self) -> dict[str, Any]:
+            training.save(2, state(2)).result(60)
+            return {}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            pass
+
+    with Checkpointer(root) as training, Checkpointer(root) as evaluation:
+        training.save(1, state(1)).result(60)
+        assert evaluation.load(into := state() | {"meanwhile": SavesMeanwhile()}) == 1 and into["w"][0] == 1
+    assert not [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
 def test_a_step_that_was_left_behind_is_set_aside_when_it_is_saved_again(

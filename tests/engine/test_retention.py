@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.engine.retention import retention_of
 from asyncckpt.errors import CheckpointError
 from asyncckpt.worker.storage import storage_for
+from asyncckpt.worker.storage.history import Origin
 
 
 def save(root: Path, steps: range | list[int], config: Config) -> list[int]:
@@ -46,6 +50,22 @@ def test_one_being_read_stays(root: Path) -> None:
     with storage_for(str(root)).reading(str(root / "step-00000001")):
         assert save(root, [3], Config(keep_last=1)) == [1, 3]
     assert save(root, [4], Config(keep_last=1)) == [4]
+
+
+def test_what_may_come_yet_of_a_dead_trainer_is_no_reason_for_a_warning(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It died while it copied step 2, say, and step 1 was loaded: its successor comes to step 2 as it has to."""
+    save(root, [1], Config())
+    path = root / "step-00000002"
+    origin = Origin(1, time.time(), frozenset({2}), ((str(path), "an attempt"),))
+    for is_there in (False, True):
+        if is_there:
+            path.mkdir()
+            (path / "file").touch()
+        assert retention_of(Config(), origin, [str(root)], 2).existing == "set aside"
+        warned = [each for each in caplog.records if each.levelno >= logging.WARNING]
+        assert bool(warned) == is_there
 
 
 def test_one_whose_manifest_cannot_be_read_stays(root: Path) -> None:

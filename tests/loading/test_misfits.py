@@ -65,6 +65,20 @@ def test_what_a_tensor_cannot_be_loaded_into_is_named(case: str, written: str, f
 
 
 @pytest.mark.parametrize("written", ["ours", "stock"])
+def test_of_names_that_are_missing_those_that_are_there_are_told(written: str, tmp_path: Path) -> None:
+    """As of a model that was saved within DDP, and is evaluated without."""
+    place, state = tmp_path / "at", {"model": {"module": {"weight": torch.ones(3)}}, "other": 1}
+    with Engine() as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if written == "ours":
+            engine.save(place, state).result(60)
+        else:
+            state_dict_saver.save(state, checkpoint_id=place)
+    with pytest.raises(MismatchError, match=r"has no 'model\.weight'.* has 'model\.module\.weight', which were not"):
+        reader.load({"model": {"weight": torch.zeros(3)}}, str(place))
+
+
+@pytest.mark.parametrize("written", ["ours", "stock"])
 def test_a_value_that_fails_to_unpickle_is_named(written: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(globals(), "Gone")
     with pytest.raises(CheckpointError, match="'gone'.*AttributeError"):

@@ -130,6 +130,26 @@ def test_a_broken_promise_of_constant_structure(tmp_path: Path, rank: int) -> No
     assert {(kind, where) for kind, where, at_once in ended if not at_once} == {("StructureChangedError", rank)}
 
 
+def _constant_prepared_anew(root: str) -> None:
+    with Checkpointer(root, CONSTANT) as checkpointer:
+        checkpointer.save(1, replicas(1)).result(60)
+        state = replicas(2)
+        state["model"] = {name: value.double() for name, value in state["model"].items()}
+        with pytest.raises(StructureChangedError, match="call prepare with it on all ranks"):
+            checkpointer.save(2, state).result(60)
+        checkpointer.prepare(state)
+        checkpointer.save(3, state).result(60)
+        into = replicas(9)
+        into["model"] = {name: value.double() for name, value in into["model"].items()}
+        assert checkpointer.load(into) == 3 and equal(into, state)
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_new_constant_structure_is_prepared(tmp_path: Path) -> None:
+    """As the error says that refuses it."""
+    run(2, _constant_prepared_anew, str(tmp_path / "root"), folder=tmp_path)
+
+
 def _mixed(root: str) -> tuple[str, int | None]:
     with Checkpointer(root, CONSTANT) as checkpointer:
         for step, name in enumerate(["model", "ema"]):

@@ -138,14 +138,19 @@ def older_step(step: int, *roots: str) -> StoredStep | None:
     return found[place - 1] if place else None
 
 
-def origin_of(step: int, *roots: str, unfinished: Sequence[WriteRequest] = ()) -> Origin:
-    """Where a run goes on that has loaded ``step``; ``unfinished``: see ``Origin``. Raises ``StorageError``."""
+def origin_of(step: int, *roots: str, unfinished: Sequence[WriteRequest] = (), goes_back: bool = True) -> Origin:
+    """Where a run goes on that has loaded ``step``; ``unfinished``: see ``Origin``. Raises ``StorageError``.
+
+    ``goes_back``: it may have been told to load an older one; else what is newer came while it loaded the newest, as
+    for a process that evaluates what a training saves.
+    """
     found = history(*roots, strict=False)
     newest = max((each.created for each in found if each.created is not None), default=0.0)
     places = {each.step: at for at, each in enumerate(found)}
     newer = sorted(each.step for each in found[places.get(step, len(found)) + 1 :] if each.step > step)
     if newer:
-        logger.warning(
+        logger.log(
+            logging.WARNING if goes_back else logging.INFO,
             "step %d is loaded, and %s are newer: what is saved from here on is newer than they are, and retention"
             " removes them first",
             step,
