@@ -46,18 +46,21 @@ def on_all(do: Callable[[], T], process_group: Any = None) -> T:
     return result
 
 
-def from_first(do: Callable[[], T], process_group: Any = None) -> T:
-    """What ``do`` returns on the first rank, on all ranks; or what it raises there, on all ranks."""
+def from_first(do: Callable[[], T], process_group: Any = None, timeout: float = COLLECTIVE_S) -> T:
+    """What ``do`` returns on the first rank, on all ranks; or what it raises there, on all ranks.
+
+    Raises torch's ``RuntimeError`` after ``timeout`` seconds in which not all ranks have come, if not before.
+    """
     if not many(process_group):
         return do()
     answer: Any = None
-    group = cpu_group(process_group)
+    group = cpu_group(process_group, timeout)
     if dist.get_rank(group) == 0:
         try:
             answer = do()
         except Exception as error:  # the others wait
             answer = located(error, rank=0)
-    answer = pickle.loads(_broadcast(pickle.dumps(answer), group))
+    answer = pickle.loads(_broadcast(pickle.dumps(answer), group, timedelta(seconds=timeout)))
     if isinstance(answer, CheckpointError):
         raise answer
     found: T = answer
@@ -97,17 +100,23 @@ def _rows(mine: bytes, nbytes: int, group: ProcessGroup) -> list[bytes]:
     return [row.tobytes() for row in found.numpy()]
 
 
-def _broadcast(mine: bytes, group: ProcessGroup) -> bytes:
+def _broadcast(mine: bytes, group: ProcessGroup, timeout: timedelta) -> bytes:
     """What the first rank gives."""
     first = dist.get_global_rank(group, 0)
     head = _tensor(_LENGTH.pack(len(mine)) + mine[:_SHORT], _LENGTH.size + _SHORT)
-    dist.broadcast(head, first, group=group)
+    _wait(dist.broadcast(head, first, group=group, async_op=True), timeout)
     (length,) = _LENGTH.unpack_from(text := head.numpy().tobytes())
     if length <= _SHORT:
         return text[_LENGTH.size :][:length]
     whole = _tensor(mine[:length], length)
-    dist.broadcast(whole, first, group=group)
+    _wait(dist.broadcast(whole, first, group=group, async_op=True), timeout)
     return whole.numpy().tobytes()
+
+
+def _wait(work: dist.Work | None, timeout: timedelta) -> None:
+    """The group of the caller's has a limit of its own, of half an hour as a rule."""
+    if work is not None:  # else this is no rank of the group
+        work.wait(timeout)
 
 
 def _tensor(data: bytes, nbytes: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.gc_pause import without_gc
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope, own_address
-from asyncckpt.ranks.collectives import cpu_group
+from asyncckpt.ranks.collectives import from_first
 from asyncckpt.ranks.packing import pack, unpack
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint_messages import Serve, Served
@@ -312,29 +312,27 @@ class Group:
 
     def _exchange(self, client: WorkerClient | CheckpointError) -> Rendezvous:
         """A collective: the first rank's worker hosts the store, and all learn where."""
-        offer: list[Any] = [client if isinstance(client, CheckpointError) else None]
-        if self.rank == 0 and isinstance(client, WorkerClient):
-            try:
-                name = self._address()
-                listens_at = address_to_listen_at(name, dist.get_world_size())
-                hosting = _host(client, Host(0, listens_at, self._secret), self._config)
-                self._listens_at = hosting.address
-                address = hosting.address or name
-                rendezvous = Rendezvous(address, hosting.port, self.token, self._secret, 0, self.world_size)
-                offer[0] = (rendezvous, "" if hosting.address else loopback_scope())
-            except CheckpointError as error:
-                offer[0] = error
+
+        def host() -> tuple[Rendezvous, str]:
+            if isinstance(client, CheckpointError):
+                raise client
+            name = self._address()
+            listens_at = address_to_listen_at(name, dist.get_world_size())
+            hosting = _host(client, Host(0, listens_at, self._secret), self._config)
+            self._listens_at = hosting.address
+            address = hosting.address or name
+            rendezvous = Rendezvous(address, hosting.port, self.token, self._secret, 0, self.world_size)
+            return rendezvous, "" if hosting.address else loopback_scope()
+
+        limit = self._config.timeout + self._config.start_timeout  # the first rank may be starting its worker
         try:
-            group = cpu_group(self._process_group, self._config.timeout)
-            dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0), group=group)
+            rendezvous, scope = from_first(host, self._process_group, limit)
         except RuntimeError as error:
             raise RankFailedError(
-                f"the rendezvous of the ranks failed: {str(error).splitlines()[0]}; one of them may have died",
+                f"the rendezvous of the ranks failed: {str(error).splitlines()[0]}; within {limit:g} s one of them has"
+                " died, or has not made this call (look for one under `if rank == 0`)",
                 rank=self.rank,
             ) from error
-        if isinstance(offer[0], CheckpointError):
-            raise offer[0]
-        rendezvous, scope = offer[0]
         # A host's own name is not always known to itself.
         address = "127.0.0.1" if scope == loopback_scope() else rendezvous.address
         mine: Rendezvous = replace(rendezvous, rank=self.rank, address=address)
