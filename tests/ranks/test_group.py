@@ -20,7 +20,7 @@ from support.workers import stop
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError, SaveDroppedError, SaveTimeoutError
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveDroppedError, SaveTimeoutError
 from asyncckpt.loading.source import verify
 from asyncckpt.ranks import group
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
@@ -305,3 +305,34 @@ def test_a_folder_that_is_not_shared_is_an_error_that_says_so(tmp_path: Path) ->
     for text, rank in run(2, _not_shared, str(tmp_path / "root"), folder=tmp_path):
         assert "file system that all nodes share" in text and rank == 1
     assert not list(tmp_path.glob("root/*/*")) and not list(tmp_path.glob("root/*/.*"))
+
+
+def _save_on_one(root: str, folder: str, ready: str) -> tuple[str, float]:
+    """The first rank saves, and the other waits for something else, as with a save under ``if rank == 0``."""
+    if dist.get_rank() == 1:
+        _wait_for_file(Path(folder, ready))
+        return "", 0.0
+    patched: Any = group
+    real = patched.from_first
+    patched.from_first = lambda do, process_group, _: real(do, process_group, 1.0)
+    begun = time.monotonic()
+    try:
+        with Checkpointer(root, QUICK) as checkpointer:
+            checkpointer.save(1, replicas(1))
+    except RankFailedError as error:
+        return str(error), time.monotonic() - begun
+    finally:
+        Path(folder, ready).touch()
+    return "it was saved", 0.0
+
+
+def _wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + QUICK.timeout
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_a_first_save_of_one_rank_alone_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+    """torch's own limit is half an hour."""
+    (text, took), _ = run(2, _save_on_one, str(tmp_path / "root"), str(tmp_path), "over", folder=tmp_path)
+    assert "if rank == 0" in text and took < QUICK.timeout

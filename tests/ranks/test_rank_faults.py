@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from support.ranks import LIMIT_S, Job, faulty, run, say
+from support.ranks import LIMIT_S, Job, faulty, say
 from support.states import equal, replicas
 
 from asyncckpt import Checkpointer, Config
-from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.loading.source import verify
 from asyncckpt.planning import draft
 from asyncckpt.ranks import group
@@ -254,37 +254,6 @@ def test_one_that_fails_before_it_asks(tmp_path: Path, bad: int, how: str) -> No
         kinds, took = end.result
         assert kinds[0].startswith(kind) and kinds[1] == "saved", kinds
         assert took < 60  # which the start of a worker does not take
-
-
-def _save_on_one(root: str, folder: str, ready: str) -> tuple[str, float]:
-    """The first rank saves, and the other waits for something else, as with a save under ``if rank == 0``."""
-    if dist.get_rank() == 1:
-        _wait_for_file(Path(folder, ready))
-        return "", 0.0
-    patched: Any = group
-    real = patched.from_first
-    patched.from_first = lambda do, process_group, _: real(do, process_group, 1.0)
-    begun = time.monotonic()
-    try:
-        with Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S)) as checkpointer:
-            checkpointer.save(1, replicas(1))
-    except RankFailedError as error:
-        return str(error), time.monotonic() - begun
-    finally:
-        Path(folder, ready).touch()
-    return "it was saved", 0.0
-
-
-def _wait_for_file(path: Path) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def test_a_first_save_of_one_rank_alone_waits_no_longer_than_it_may(tmp_path: Path) -> None:
-    """torch's own limit is half an hour."""
-    (text, took), _ = run(2, _save_on_one, str(tmp_path / "root"), str(tmp_path), "over", folder=tmp_path)
-    assert "if rank == 0" in text and took < LONG_S
 
 
 def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:
