@@ -47,8 +47,9 @@ def half_copy(root: Path, middle: Callable[[], None]) -> Callable[..., None]:
         threads: CopyThreads,
         arrived: Callable[[int], None],
         queued: Callable[[Sequence[Fence]], None],
+        devices: object | None,
     ) -> None:
-        real_copy(self, tensors, ready, threads, arrived, queued)
+        real_copy(self, tensors, ready, threads, arrived, queued, devices)
         assert self._views is not None
         begin = self._views._offset
         image = self._views._view[begin : begin + self._nbytes]
