@@ -105,7 +105,8 @@ class Config:
 
     assume_constant_structure: bool = False
     """Promise that a structure, once saved, never changes: then the ranks of a job do not ask each other before a save
-    whether they all still have it. A rank that finds it changed raises, and that save fails on all ranks."""
+    whether they all still have it. A rank that finds it changed raises, and that save fails on all ranks. One that is
+    alone has nobody to ask, and plans anew."""
 
     host: str | None = None
     """Name or address of the first rank's host, for the other ranks' workers. None: ``$MASTER_ADDR``, as torchrun sets
