@@ -46,10 +46,13 @@ def on_all(do: Callable[[], T], process_group: Any = None) -> T:
     return result
 
 
-def from_first(do: Callable[[], T], process_group: Any = None, timeout: float = COLLECTIVE_S) -> T:
+def from_first(
+    do: Callable[[], T], process_group: Any = None, timeout: float = COLLECTIVE_S, start_timeout: float = 0.0
+) -> T:
     """What ``do`` returns on the first rank, on all ranks; or what it raises there, on all ranks.
 
-    Raises torch's ``RuntimeError`` after ``timeout`` seconds in which not all ranks have come, if not before.
+    Raises torch's ``RuntimeError`` where not all ranks have come in ``timeout`` seconds, and ``start_timeout`` more
+    that the first one may take before.
     """
     if not many(process_group):
         return do()
@@ -60,7 +63,7 @@ def from_first(do: Callable[[], T], process_group: Any = None, timeout: float = 
             answer = do()
         except Exception as error:  # the others wait
             answer = located(error, rank=0)
-    answer = pickle.loads(_broadcast(pickle.dumps(answer), group, timedelta(seconds=timeout)))
+    answer = pickle.loads(_broadcast(pickle.dumps(answer), group, timedelta(seconds=timeout + start_timeout)))
     if isinstance(answer, CheckpointError):
         raise answer
     found: T = answer

@@ -324,13 +324,13 @@ class Group:
             rendezvous = Rendezvous(address, hosting.port, self.token, self._secret, 0, self.world_size)
             return rendezvous, "" if hosting.address else loopback_scope()
 
-        limit = self._config.timeout + self._config.start_timeout  # the first rank may be starting its worker
+        limits = self._config.timeout, self._config.start_timeout  # the first rank may be starting its worker
         try:
-            rendezvous, scope = from_first(host, self._process_group, limit)
+            rendezvous, scope = from_first(host, self._process_group, *limits)
         except RuntimeError as error:
             raise RankFailedError(
-                f"the rendezvous of the ranks failed: {str(error).splitlines()[0]}; within {limit:g} s one of them has"
-                " died, or has not made this call (look for one under `if rank == 0`)",
+                f"the rendezvous of the ranks failed: {str(error).splitlines()[0]}; one of them has died, or has"
+                f" not made this call in {sum(limits):g} s (look for one under `if rank == 0`)",
                 rank=self.rank,
             ) from error
         # A host's own name is not always known to itself.

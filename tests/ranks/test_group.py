@@ -314,7 +314,7 @@ def _save_on_one(root: str, folder: str, ready: str) -> tuple[str, float]:
         return "", 0.0
     patched: Any = group
     real = patched.from_first
-    patched.from_first = lambda do, process_group, _: real(do, process_group, 1.0)
+    patched.from_first = lambda do, process_group, *_: real(do, process_group, 1.0)
     begun = time.monotonic()
     try:
         with Checkpointer(root, QUICK) as checkpointer:
