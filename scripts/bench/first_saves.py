@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,6 +34,7 @@ from asyncckpt.planning.draft import make_plans
 from asyncckpt.planning.metadata import StoredPlaces
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.stored_plan import StoredPlan
+from asyncckpt.ranks import group
 from asyncckpt.ranks.packing import pack
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.messages import Rendezvous
@@ -131,11 +132,13 @@ def _first_rank(pipe: Connection, world_size: int, items: int, path: str) -> Non
         make_plans(*args)
         plans.append(args[0][0].plan)
 
-    def telling(offer: list[Any], **_: object) -> None:
-        pipe.send(offer[0][0])
+    def telling(host: Callable[[], tuple[Rendezvous, str]], *_: object) -> tuple[Rendezvous, str]:
+        rendezvous, scope = host()
+        pipe.send(rendezvous)
+        return rendezvous, scope
 
     setattr(save_input, "make_plans", noting)  # noqa: B010
-    setattr(dist, "broadcast_object_list", telling)  # noqa: B010
+    setattr(group, "from_first", telling)  # noqa: B010
     state = _state(world_size, items)
     for stored in (False, True):
         engine = Engine(Config(timeout=_TIMEOUT_S))
