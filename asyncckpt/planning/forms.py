@@ -216,8 +216,8 @@ def _exchange() -> _Exchange | None:
 
 
 def _words() -> tuple[int, int]:
-    """Which word of a tensor's object refers to torch's own object, and which of that to its storage; 0: none of the
-    first, as it is with another release of torch.
+    """Which word of a tensor's object refers to torch's own object, and which word of that to its storage; 0: it was
+    not found.
     """
     tensor = torch.empty(1, device="cpu")
     implementation = tensor._cdata
