@@ -171,9 +171,9 @@ def _parser() -> argparse.ArgumentParser:
     who.add_argument(
         "--contestants",
         type=_names,
-        default=list(ENTRIES),
+        default=names_in("all"),
         metavar="A,B",
-        help=f"who takes part (default: all): {', '.join(ENTRIES)}",
+        help=f"who takes part (default: all but nvrx-ipc): {', '.join(ENTRIES)}",
     )
     who.add_argument("--pause", type=float, default=0.5, help="seconds before each turn (default: %(default)s)")
     who.add_argument(
@@ -194,7 +194,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_state,
         nargs="+",
         default=["400"],
-        help="so many equal tensors (400), of a size (8000x50kB), or a model: gpt2, llama3-8b, olmoe, deepseek-v3",
+        help="so many equal tensors (400), of a size (8000x50kB), as AdamW has them (adamw2000), or a model: gpt2,"
+        " llama3-8b, olmoe, deepseek-v3",
     )
 
     def command(

@@ -43,7 +43,7 @@ def draw(found: Result, path: Path) -> None:
         figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
 
 
-def _bars(axes: Any, bars: Bars, label: str, limit: float, milli: bool = True) -> None:
+def draw_bars(axes: Any, bars: Bars, label: str, limit: float, milli: bool = True) -> None:
     """Horizontal ones, with a line at ``limit`` through all; on a logarithmic axis where they differ much."""
     scale = 1e3 if milli else 1.0
     shown = [(name, value * scale) for name, value in bars if value is not None]
@@ -85,9 +85,9 @@ def _save(found: Result) -> Figure:
     limits = SaveLimits.of(found)
     rows = {name: SaveFigures.of(result, limits) for name, result in found["results"].items()}
     rows = {name: each for name, each in rows.items() if each.blocked is not None}
-    _bars(blocked, [(name, each.blocked) for name, each in rows.items()], "blocked, ms", limits.copy)
+    draw_bars(blocked, [(name, each.blocked) for name, each in rows.items()], "blocked, ms", limits.copy)
     label = "durable after, s"
-    _bars(durable, [(name, each.durable) for name, each in rows.items()], label, limits.durable, milli=False)
+    draw_bars(durable, [(name, each.durable) for name, each in rows.items()], label, limits.durable, milli=False)
     figure.suptitle(f"A save of {_about(found)}; dashed: the limits", fontsize=10)
     return figure
 
@@ -98,8 +98,8 @@ def _unchanged(found: Result) -> Figure:
     rows = {name: UnchangedFigures.of(result) for name, result in found["results"].items()}
     copy = median(found["limits"][COPY_CHANGING])
     write = copy + median(found["limits"][WRITE_CHANGING])
-    _bars(call, [(name, each.call) for name, each in rows.items()], "the call, ms", copy)
-    _bars(durable, [(name, each.durable) for name, each in rows.items()], "durable after, ms", write)
+    draw_bars(call, [(name, each.call) for name, each in rows.items()], "the call, ms", copy)
+    draw_bars(durable, [(name, each.durable) for name, each in rows.items()], "durable after, ms", write)
     figure.suptitle(f"{found['title']}\ndashed: copying what changes, and writing it", fontsize=10)
     return figure
 
@@ -109,7 +109,7 @@ def _loop(found: Result) -> Figure:
     axes = figure.subplots()
     copy = copy_limit(found)
     rows = {name: LoopFigures.of(result, copy) for name, result in found["results"].items()}
-    _bars(axes, [(name, each.cost) for name, each in rows.items()], "a save costs the loop, ms", copy)
+    draw_bars(axes, [(name, each.cost) for name, each in rows.items()], "a save costs the loop, ms", copy)
     threads = found["train_threads"]
     about = f"{_about(found)}; {threads} training thread{'s' * (threads != 1)}; dashed: one copy"
     figure.suptitle(f"What a save costs the training loop\n{about}", fontsize=10)
@@ -122,7 +122,7 @@ def _load(found: Result) -> Figure:
     rows.pop(COPY)
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(rows) + 2)), layout="constrained")
     axes = figure.subplots()
-    _bars(axes, [(name, each.load) for name, each in rows.items()], "load, s", limit, milli=False)
+    draw_bars(axes, [(name, each.load) for name, each in rows.items()], "load, s", limit, milli=False)
     figure.suptitle(f"A load of {_about(found)}; dashed: direct read and copy", fontsize=10)
     return figure
 
@@ -130,7 +130,7 @@ def _load(found: Result) -> Figure:
 def _export(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     bars = [(name, median(result["export_s"])) for name, result in found["results"].items()]
-    _bars(figure.subplots(), bars, "export, s", median(found["limits"][COPY_FILE]), milli=False)
+    draw_bars(figure.subplots(), bars, "export, s", median(found["limits"][COPY_FILE]), milli=False)
     figure.suptitle(f"An export of {_about(found)}; dashed: direct read and write", fontsize=10)
     return figure
 
@@ -217,7 +217,7 @@ def _ways(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
     rows = [(name, median(each["elapsed_s"])) for name, each in found["results"].items()]
-    _bars(axes, rows, "until all are there, ms", copy_limit(found))
+    draw_bars(axes, rows, "until all are there, ms", copy_limit(found))
     figure.suptitle(f"{found['title']}\ndashed: one copy", fontsize=10)
     return figure
 
@@ -226,7 +226,7 @@ def _hosts(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
     rows = [(name, median(each["elapsed_s"])) for name, each in found["results"].items()]
-    _bars(axes, rows, "until all have them, s", found["limits"][LINK][0], milli=False)
+    draw_bars(axes, rows, "until all have them, s", found["limits"][LINK][0], milli=False)
     figure.suptitle(f"{found['title']}\ndashed: {LINK}", fontsize=10)
     return figure
 
@@ -235,7 +235,7 @@ def _vllm(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
     rows = [(name, median(each["update_s"])) for name, each in found["results"].items()]
-    _bars(axes, rows, "until the engine has them, ms", median(found["limits"]["one copy"]))
+    draw_bars(axes, rows, "until the engine has them, ms", median(found["limits"]["one copy"]))
     figure.suptitle(f"{found['title']}\ndashed: one copy", fontsize=10)
     return figure
 
@@ -244,7 +244,7 @@ def _frameworks(found: Result) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.34 * (len(found["results"]) + 2)), layout="constrained")
     axes = figure.subplots()
     rows = [(name, median(each["lost"] for each in turns[1:])) for name, turns in found["results"].items()]
-    _bars(axes, rows, "lost by the training, ms", copy_limit(found))
+    draw_bars(axes, rows, "lost by the training, ms", copy_limit(found))
     figure.suptitle(f"{found['title']}\ndashed: one copy", fontsize=10)
     return figure
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from bench.models import ARCHITECTURES, Part
+from bench.models import ARCHITECTURES
 
 State = dict[str, Any]
 GIB = 1 << 30
+_TENSORS_OF_ADAMW = 5
+_BYTES_OF_ADAMW = 14
+"""Of one element: 2 of the weight, 4 of the master copy and of each moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +59,10 @@ class Made:
 
 def check_name(name: str) -> str:
     """``name``, or ``ValueError``."""
-    if name not in ARCHITECTURES and re.fullmatch(r"[1-9]\d*(x[1-9]\d*kB)?", name) is None:
-        raise ValueError(f"there is no state {name!r}; there are 400, 8000x50kB, any such, {', '.join(ARCHITECTURES)}")
+    if name not in ARCHITECTURES and re.fullmatch(r"[1-9]\d*(x[1-9]\d*kB)?|adamw[1-9]\d*", name) is None:
+        raise ValueError(
+            f"there is no state {name!r}; there are 400, 8000x50kB, adamw2000, any such, {', '.join(ARCHITECTURES)}"
+        )
     return name
 
 
@@ -66,7 +71,13 @@ def make(request: Request, seed: int = 1) -> Made:
     torch.manual_seed(seed)
     if request.name in ARCHITECTURES:
         part = ARCHITECTURES[request.name].fit(int(request.gib * GIB))
-        state, description = _training_state(part, request.device), part.description
+        state, description = _training_state(part.shapes, request.device), part.description
+    elif request.name.startswith("adamw"):
+        layers = max(1, int(request.name.removeprefix("adamw")) // _TENSORS_OF_ADAMW)
+        elements = max(1, int(request.gib * GIB) // layers // _BYTES_OF_ADAMW)
+        shapes = {f"layer.{number}": (elements,) for number in range(layers)}
+        state = _training_state(shapes, request.device, steps_on="cpu")
+        description = f"{layers * _TENSORS_OF_ADAMW:,} tensors as of AdamW, its steps on the host"
     else:
         count, _, kilobytes = request.name.removesuffix("kB").partition("x")
         nbytes = int(kilobytes) * 1000 if kilobytes else int(request.gib * GIB) // int(count)
@@ -83,8 +94,11 @@ def _random(shape: tuple[int, ...], request: Request) -> torch.Tensor:
     return torch.empty(shape, device=request.device).uniform_()
 
 
-def _training_state(part: Part, device: str) -> State:
-    """bf16 weights; fp32 master copies, Adam's moments and step counters, as mixed-precision training has them."""
+def _training_state(shapes: Mapping[str, tuple[int, ...]], device: str, steps_on: str | None = None) -> State:
+    """Return bf16 weights; fp32 master copies, Adam's moments and step counters, as mixed-precision training has them.
+
+    The step counters are on the device ``steps_on``; None: on that of all others.
+    """
 
     def random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device).uniform_()
@@ -94,12 +108,12 @@ def _training_state(part: Part, device: str) -> State:
             "master_param": random(shape),
             "exp_avg": random(shape),
             "exp_avg_sq": random(shape),
-            "step": torch.zeros((), device=device),
+            "step": torch.zeros((), device=steps_on or device),
         }
-        for name, shape in part.shapes.items()
+        for name, shape in shapes.items()
     }
     return {
-        "model": {name: random(shape, torch.bfloat16) for name, shape in part.shapes.items()},
+        "model": {name: random(shape, torch.bfloat16) for name, shape in shapes.items()},
         "optimizer": {"state": moments, "param_groups": [{"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}]},
     }
 

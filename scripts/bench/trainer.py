@@ -57,9 +57,9 @@ class Trainer:
             self.state["values"][f"value.{number}"] = self.step_number + number / (self._changing_values + 1)
 
     def synchronize(self) -> None:
-        """Until a device has done all it was told to."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        """Wait until a device has done all it was told to."""
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device.type).synchronize(self._device)
 
     def set_marks(self, state: State) -> None:
         """Give another state of this structure the marks of this moment."""

@@ -1,6 +1,6 @@
-"""What has to be seen on a real device, in parts of at most nine minutes: figures, and what each must reach.
+"""One command that measures asyncckpt on a real device in eight minutes, beside the machine's limits and beside peers.
 
-Where to look: ``cli`` runs the parts, each in a process of its own, and writes what they find. The parts: ``env``, what
-the machine is and whether our memory is pinned; ``tests``, those of the mark "device"; ``limits``, how fast the link is
-and how near saves come to it; ``train``, what saves cost a real training step; ``peers``, the bench beside others.
+``cli`` prepares the machine, runs the parts one after the other, each in a process of its own, and prints a table.
+``PARTS`` in ``parts`` names them, in order, with their seconds. A part is a generator of figures: each is written as
+soon as it is known. A part looks at its ``Budget`` before it begins anything long, and says what it has left out.
 """

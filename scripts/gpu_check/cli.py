@@ -1,99 +1,139 @@
-"""``python scripts/gpu_check``."""
+"""``python scripts/gpu_check``: prepares the machine, runs the parts, prints a table, writes JSON and a picture."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from tabulate import tabulate
+from gpu_check import setup
+from gpu_check.figures import Results
+from gpu_check.parts import PARTS, SECONDS, START, measure
 
-from gpu_check import device_tests, environment, limits, peers, training
-from gpu_check.device import Device
-from gpu_check.figures import Results, read
-
-PARTS = {
-    "env": environment.measure,
-    "tests": device_tests.measure,
-    "limits": limits.measure,
-    "train": training.measure,
-    "peers": peers.measure,
-}
-_PART_S = 540.0
-_OUT = Path(__file__).parents[2] / "docs" / "benchmarks"
+_OUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu"
+_SPARE_S = 5.0
+"""Kept for the table and the picture."""
+_GRACE_S = 3.0
+"""A part that does not end by itself is killed so much later."""
+_MOST = 2.0
+"""A part gets at most so many times its own seconds."""
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 1 if a part is not whole or a figure misses its threshold."""
+    begun = time.monotonic()
+    args = _parser().parse_args(argv)
+    results = Results(args.out / "gpu.json", args.device, args.scale)
+    names = args.parts or list(PARTS)
+    if args.here is not None:
+        _end(0 if measure(names[0], args.device, args.scale, args.here, results) else 1)
+    end = begun + args.seconds
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as folder:
+        wrong = setup.prepare(args.wheels, Path(folder, "site"))
+        took = time.monotonic() - begun
+        print(f"set-up: {took:.1f} s{''.join(f'; {each}' for each in wrong)}", flush=True)
+        missing = [name for name in names if args.again or not results.is_whole(name)]
+        for number, name in enumerate(missing):
+            # What one part does not need is there for those after it.
+            share = PARTS[name].seconds / sum(PARTS[each].seconds for each in missing[number:])
+            left = end - _SPARE_S - time.monotonic()
+            results = _run(name, min(left * share, PARTS[name].seconds * _MOST), args, results)
+        good = _report(names, results)
+        from gpu_check.picture import draw  # imports what the wheels may have brought
+
+        draw(results, args.out / "gpu.png")
+    starts = sum(results.value(name, START) or 0.0 for name in missing)
+    print(f"all of it: {time.monotonic() - begun:.1f} s, of them {took + starts:.1f} s of overhead", flush=True)
+    print(f"written: {results.path}", flush=True)
+    return 0 if good and not wrong else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check",
-        description="What has to be seen on a real device: figures, with what they must reach.",
-        epilog="A part takes nine minutes at most, and one that was measured is not measured again: so a command that"
-        " was cut short may be repeated. Exits with 1 where a figure misses what it must reach.",
+        description=f"Measure asyncckpt on a device, in {SECONDS:.0f} s at most: figures, and what they must reach.",
+        epilog="A second run skips the parts that were measured to their end. The exit code is 1 if a part failed, was"
+        " cut short, or has a figure that misses its threshold.",
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; by default all")
+    times = ", ".join(f"{name} {part.seconds:.0f}" for name, part in PARTS.items())
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=PARTS, help=f"by default all, in seconds: {times}")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, xpu, npu, or simulated (default: cuda)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of all sizes, by those of a GPU with 80 GB")
-    parser.add_argument("--out", type=Path, default=_OUT, help="the folder for gpu-*.json (default: docs/benchmarks)")
-    parser.add_argument("--wheels", type=Path, help="a folder of wheels to install from first, where there is no index")
-    parser.add_argument("--again", action="store_true", help="measure also what was measured")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one part, in this process
-    args = parser.parse_args()
-    if unknown := set(args.parts) - PARTS.keys():
-        parser.error(f"there is no part {sorted(unknown)[0]!r}")
-    if args.here:
-        _measure(args.parts[0], args.device, args.scale, _path(args.out, args.parts[0]))
-        return 0
-    if args.wheels is not None:
-        _install(args.wheels)
-    for part in args.parts or PARTS:
-        whole, _ = read(_path(args.out, part), args.device)
-        if args.again or not whole:
-            _run(part, args.device, args.scale, args.out)
-    return _report(args.parts or list(PARTS), args.device, args.out)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all sizes; 1 is for a GPU of 80 GB (default: 1)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts (default: %(default).0f)")
+    parser.add_argument("--out", type=Path, default=_OUT, help="folder for gpu.json and gpu.png (default: %(default)s)")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to use; scripts/gpu_check/wheels fetches them")
+    parser.add_argument("--again", action="store_true", help="measure also the parts that were measured to their end")
+    parser.add_argument("--here", type=float, help=argparse.SUPPRESS)  # one part, in this process, in so many seconds
+    return parser
 
 
-def _path(out: Path, part: str) -> Path:
-    return out / f"gpu-{part}.json"
+def _run(name: str, seconds: float, args: argparse.Namespace, results: Results) -> Results:
+    """Run one part in a process of its own, and end that and all that it has started after so many seconds.
+
+    Returns what all parts have found by then.
+    """
+    begun = time.monotonic()
+    if seconds < 2 * _GRACE_S:
+        print(f"{name}: left out, there is no time for it", flush=True)
+        return results
+    results.begin(name)
+    command = [sys.executable, str(Path(__file__).parent), name, "--device", args.device, "--scale", str(args.scale)]
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as runtime:
+        process = subprocess.Popen(
+            [*command, "--out", str(args.out), "--here", str(seconds - _GRACE_S)],
+            env=os.environ | {"ASYNC_CKPT_RUNTIME_DIR": runtime},
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: killed after {seconds:.0f} s", flush=True)
+            _kill_children(process.pid)
+            process.kill()
+        code = process.wait()
+    # The part has written its figures into the file itself.
+    results = Results(results.path, args.device, args.scale)
+    results.end(name, time.monotonic() - begun, whole=code == 0)
+    return results
 
 
-def _measure(part: str, name: str, scale: float, path: Path) -> None:
-    """One part, in this process."""
-    begun, found = time.monotonic(), Results(path, name)
-    for figure in PARTS[part](Device(name), scale):
-        print(f"{part}: {figure.line()}", flush=True)
-        found.add(figure)
-    found.end(time.monotonic() - begun)
+def _end(code: int) -> NoReturn:
+    """End this process at once: the exit handlers of some peers wait for processes that never end."""
+    _kill_children(os.getpid())
+    sys.stdout.flush()
+    os._exit(code)
 
 
-def _run(part: str, name: str, scale: float, out: Path) -> None:
-    """One part, in a process of its own: what it does to its device and its memory ends with it."""
-    command = [sys.executable, str(Path(__file__).parent), part, "--here", "--device", name]
-    try:
-        subprocess.run([*command, "--scale", str(scale), "--out", str(out)], timeout=_PART_S, check=True)
-    except subprocess.TimeoutExpired:
-        print(f"{part}: cut short after {_PART_S:g} s", flush=True)
-    except subprocess.CalledProcessError as error:
-        print(f"{part}: ended with exit code {error.returncode}", flush=True)
+def _kill_children(pid: int) -> None:
+    """Kill all processes below one; also workers, which are in sessions of their own."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
-def _install(wheels: Path) -> None:
-    """What asyncckpt needs and is not there, without an index."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, *map(str, sorted(wheels.glob("*.whl")))], check=True)
+def _report(names: Sequence[str], results: Results) -> bool:
+    """Print all figures, then those that miss. Returns True if all parts are whole and no figure misses its threshold."""
+    from tabulate import tabulate
 
-
-def _report(parts: list[str], name: str, out: Path) -> int:
-    """All figures, and whether all parts are whole and no figure misses."""
     rows, good = [], True
-    for part in parts:
-        whole, figures = read(_path(out, part), name)
+    for name in names:
+        whole, figures = results.is_whole(name), results.figures(name)
         good &= whole and all(figure.outcome != "miss" for figure in figures)
         for figure in figures:
-            shown = figure.value if isinstance(figure.value, str) else f"{figure.value:.4g}"
-            rows.append([part, figure.name, shown, figure.unit, figure.threshold, figure.outcome])
-        if not whole:
-            rows.append([part, "not measured to its end", "", "", "", "miss"])
-    print(tabulate(rows, headers=["part", "figure", "value", "unit", "must be", ""], disable_numparse=True))
-    return 0 if good else 1
+            rows.append([name, figure.name, figure.shown[:48], figure.unit, figure.threshold, figure.outcome])
+        rows.append([name, "seconds", f"{results.seconds(name):.1f}", "s", "", "" if whole else "not whole"])
+    headers = ["part", "figure", "value", "unit", "must be", ""]
+    print(tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True))
+    for row in rows:
+        if row[-1] in ("miss", "not whole") or row[1] == "failed":
+            print("MISSED:", *row)
+    return good

@@ -2,146 +2,151 @@
 
 from __future__ import annotations
 
-import contextlib
-import statistics
-import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import median
 
-import torch
-from torch import nn
+from bench import contestants, files
+from bench.contestants import told
+from bench.contestants.contestant import Contestant
+from torch.distributed.checkpoint.api import CheckpointException
 
-from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.config import Config
+from gpu_check import environment
+from gpu_check.budget import Budget
 from gpu_check.device import Device
-from gpu_check.figures import Figure
+from gpu_check.figures import Figure, Results
+from gpu_check.model import Training
 
-_WIDTH, _LAYERS, _HEADS, _TOKENS, _VOCABULARY, _BATCH = 2048, 24, 16, 1024, 32_000, 16
-_STEPS, _EVERY = 24, 8
-_LIMIT_S = 300.0
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, width = x.shape
-        parts = self.qkv(self.first(x)).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        query, key, value = parts.unbind(0)
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
-        out: torch.Tensor = x + self.mlp(self.second(x))
-        return out
-
-
-class _Model(nn.Module):
-    """A decoder; ``scale`` shrinks its width and its depth."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.width = max(64, int(_WIDTH * scale**0.5) // 64 * 64)
-        self.vocabulary, self.tokens = max(256, int(_VOCABULARY * scale)), max(16, int(_TOKENS * scale))
-        heads = max(1, _HEADS * self.width // _WIDTH)
-        self.embedding = nn.Embedding(self.vocabulary, self.width)
-        self.blocks = nn.Sequential(*(_Block(self.width, heads) for _ in range(max(2, int(_LAYERS * scale**0.5)))))
-        self.head = nn.Linear(self.width, self.vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.blocks(self.embedding(tokens)))
-        return out
+_EVERY = 5
+_STEPS = 15
+_SAVES = 4
+_SHARES = {"asyncckpt-overlap": 0.5, "nvrx": 0.5, "dcp-process": 0.95}
+"""Each gets that part of what is left of the budget when its turn comes."""
 
 
 @dataclass
 class _Steps:
-    """Seconds: of whole steps, of the optimizer's call in each, and in ``save``."""
+    """Seconds, without the first save, which is cold."""
 
-    whole: list[float] = field(default_factory=list)
-    optimizer: list[float] = field(default_factory=list)
-    save: list[float] = field(default_factory=list)
-    staged: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    """Steps that begin with no save."""
+    saving: list[float] = field(default_factory=list)
+    """Steps that begin with a save, the call of ``save`` among them."""
+    held: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+    """The calls of the optimizer after a save."""
+    durable: list[float] = field(default_factory=list)
 
 
-class _Training:
-    def __init__(self, device: Device, scale: float) -> None:
-        torch.manual_seed(1)
-        self.device = device
-        self.model = _Model(scale).to(device.device)
-        # The simulated device has no fused kernels.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.is_real or None)
-        shape = (_BATCH if device.is_real else 2, self.model.tokens)
-        self.batch = torch.randint(0, self.model.vocabulary, shape).to(device.device)
-        self.state = {"model": self.model, "optimizer": self.optimizer}
+def measure(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+    """Train without saves first, and then with those of one contestant after the other."""
+    training = Training(device, scale)
+    yield Figure("state", training.nbytes / 1e9, "GB")
+    loop = _Loop(device, training)
+    for _ in range(3):
+        loop.step(nullcontext())
+    usual = [loop.step(nullcontext()) for _ in range(_STEPS)]
+    yield Figure("a step", median(usual) * 1e3, "ms", samples=_ms(usual))
+    yield Figure("slowest step, over the median", (max(usual) - median(usual)) * 1e3, "ms")
+    # A slow disk writes such a state for longer than the part has: then into memory.
+    disk = (found.value("env", environment.DISK) or 0.0) * 1e9
+    inside = None if disk * budget.left * 0.04 > training.nbytes else "/dev/shm"
+    yield Figure("checkpoints are written to", "the disk" if inside is None else "tmpfs, as the disk is slow")
+    for name, share in _SHARES.items():
+        with files.working_folder(inside) as folder:
+            yield from _with_saves(name, loop, training, folder, budget.share(share), median(usual))
 
-    def step(self, into: _Steps) -> None:
+
+def _with_saves(
+    name: str, loop: _Loop, training: Training, folder: str, budget: Budget, usual: float
+) -> Iterator[Figure]:
+    left_out: dict[str, str] = {}
+    made: dict[str, Contestant] = {}
+    found = _Steps()
+    try:
+        with budget.limit():
+            state = training.state()
+            contestants.choose_sharing(state)
+            made = contestants.make_all([name], folder, state, left_out)
+            if name in made:
+                loop.save(made[name], found, budget)
+    except (Exception, CheckpointException) as error:  # DCP's is no Exception
+        left_out[name] = told(error)
+    contestants.close_all(made, left_out)
+    yield from _figures(name, found, usual)
+    if name in left_out or not found.saving:
+        saved = f"after {len(found.saving)} warm saves: {left_out.get(name, 'there was no time for more')}"
+        yield Figure(f"{name}: left out", saved)
+
+
+class _Loop:
+    """The loop of a training."""
+
+    def __init__(self, device: Device, training: Training) -> None:
+        self._device, self._training, self._number = device, training, 0
+
+    def step(self, changing: AbstractContextManager[object], update: list[float] | None = None) -> float:
+        """Train one step; ``changing`` is entered while the weights change. Returns its seconds."""
+        self._device.synchronize()
         begun = time.perf_counter()
-        is_real = self.device.is_real  # the simulated device has no mixed precision
-        with torch.autocast(self.device.type, torch.bfloat16) if is_real else contextlib.nullcontext():
-            logits = self.model(self.batch)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), self.batch.flatten())
-        torch.autograd.backward(loss)
+        self._number += 1
+        self._training.backward(self._number)
         before = time.perf_counter()
-        self.optimizer.step()
-        into.optimizer.append(time.perf_counter() - before)
-        self.optimizer.zero_grad()
-        self.device.synchronize()
-        into.whole.append(time.perf_counter() - begun)
+        with changing:
+            self._training.update()
+        if update is not None:
+            update.append(time.perf_counter() - before)
+        self._device.synchronize()
+        return time.perf_counter() - begun
 
-    def run(self, checkpointer: Checkpointer | None, *, saves: bool) -> _Steps:
-        """Some steps; with ``saves`` one each so many, which is durable before the next one begins."""
-        found = _Steps()
-        for number in range(_STEPS):
-            if checkpointer is not None and saves and number % _EVERY == 0:
-                checkpointer.wait(_LIMIT_S)
-                begun = time.perf_counter()
-                save = checkpointer.save((checkpointer.latest() or 0) + 1, self.state)
-                found.save.append(time.perf_counter() - begun)
-                self.step(found)
-                save.wait_staged(_LIMIT_S)
-                found.staged.append(time.perf_counter() - begun)
-                continue
-            self.step(found)
-        return found
-
-
-def measure(device: Device, scale: float) -> Iterator[Figure]:
-    """Steps without saves, guarded ones, and those with saves, overlapped and not."""
-    training = _Training(device, scale)
-    training.run(None, saves=False)
-    nbytes = 3 * sum(parameter.nbytes for parameter in training.model.parameters())
-    yield Figure("state", nbytes / 1e9, "GB")
-    plain = training.run(None, saves=False)
-    usual, usual_optimizer = statistics.median(plain.whole), statistics.median(plain.optimizer)
-    yield Figure("a step", usual * 1e3, "ms")
-    with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as root:
-        for overlap in (True, False):
-            with Checkpointer(root, Config(overlap=overlap, keep_last=1, linger=0)) as checkpointer:
-                checkpointer.guard(training.optimizer)
-                checkpointer.prepare(training.state)
-                if overlap:
-                    guarded = training.run(checkpointer, saves=False)
-                    by = statistics.median(guarded.whole) / usual
-                    yield Figure("guarded steps without saves, by others", by, at_most=1.005)
-                found = training.run(checkpointer, saves=True)
-            yield from _figures(found, usual, usual_optimizer, overlap=overlap)
+    def save(self, contestant: Contestant, found: _Steps, budget: Budget) -> None:
+        """Save before each fifth step, as often as the budget allows. A save begins when the one before is durable."""
+        longest = 0.0
+        for number in range(1, _SAVES + 2):
+            if number > 2 and budget.left < longest * 1.2:
+                break
+            self._device.synchronize()
+            turn = begun = time.perf_counter()
+            pending = contestant.save(number, self._training.state())
+            held = time.perf_counter() - begun
+            update: list[float] = []
+            saving = held + self.step(contestant.changing(), update)
+            plain = [self.step(nullcontext()) for _ in range(_EVERY - 1)]
+            pending.wait()
+            waited = time.perf_counter()
+            pending.finish()
+            held += time.perf_counter() - waited
+            if not contestant.fsyncs:
+                files.sync(contestant.path(number))
+            durable = time.perf_counter() - begun
+            contestant.remove(number)
+            longest = max(longest, time.perf_counter() - turn)
+            if number > 1:  # the first one is cold
+                found.held.append(held)
+                found.saving.append(saving)
+                found.plain.extend(plain)
+                found.update.extend(update)
+                found.durable.append(durable)
 
 
-def _figures(found: _Steps, usual: float, usual_optimizer: float, *, overlap: bool) -> Iterator[Figure]:
-    what = "overlapped" if overlap else "plain"
-    held, staged = statistics.median(found.save), statistics.median(found.staged)
-    # The step that follows a save, with the save, less one without.
-    with_save = [save + step for save, step in zip(found.save, found.whole[::_EVERY], strict=True)]
-    cost = statistics.median(with_save) - usual
-    yield Figure(f"{what} save holds the caller", held * 1e3, "ms", at_most=10 if overlap else None)
-    yield Figure(f"{what} save, until all is copied", staged * 1e3, "ms")
-    if overlap:
-        longest = max(found.optimizer) - usual_optimizer
-        yield Figure("longest call of the optimizer over the usual", longest * 1e3, "ms", at_most=10)
-        yield Figure("cost of an overlapped save, by a step", cost / usual, at_most=0.02)
-    else:
-        yield Figure("cost of a plain save, by the copy", cost / held, at_most=1.1)
+def _figures(name: str, found: _Steps, usual: float) -> Iterator[Figure]:
+    """Yield the figures of one contestant; ours have thresholds."""
+    if not found.saving:
+        return
+    ours = name.startswith("asyncckpt")
+    slowest = max(found.saving + found.plain) - usual
+    # What a save costs the step that it falls into, and the four after it.
+    cost = sum(found.saving + found.plain) / len(found.saving) - _EVERY * usual
+    yield Figure(f"{name}: save holds the caller", median(found.held) * 1e3, "ms", None, None, _ms(found.held))
+    yield Figure(f"{name}: durable after", median(found.durable), "s", samples=tuple(found.durable))
+    yield Figure(f"{name}: step with a save", median(found.saving) * 1e3, "ms", samples=_ms(found.saving))
+    yield Figure(f"{name}: steps while it is written", median(found.plain) * 1e3, "ms", samples=_ms(found.plain))
+    yield Figure(f"{name}: optimizer's call after a save", max(found.update) * 1e3, "ms", samples=_ms(found.update))
+    yield Figure(f"{name}: cost of a save, by a step", cost / usual, at_most=0.02 if ours else None)
+    yield Figure(f"{name}: slowest step, over the median", slowest * 1e3, "ms", at_most=10 if ours else None)
+
+
+def _ms(seconds: list[float]) -> tuple[float, ...]:
+    return tuple(each * 1e3 for each in seconds)

@@ -22,6 +22,8 @@ class Entry:
     title: str
     module: str
     maker: str
+    by_default: bool = True
+    """Whether it takes part if nobody is named."""
 
     def make(self, root: str) -> Contestant:
         """With the folder ``root`` for its checkpoints. Raises what is wrong with it."""
@@ -44,6 +46,7 @@ ENTRIES = {
     "asyncckpt-files": Entry("asyncckpt, set of files", "file_sets", "FileSets"),
     "asyncckpt-nvrx": Entry("asyncckpt in nvrx's place", "nvrx", "Nvrx.ours"),
     "nvrx": Entry("nvrx 0.7.0, CPU shm", "nvrx", "Nvrx.own"),
+    "nvrx-ipc": Entry("nvrx 0.7.0, CUDA IPC", "nvrx", "Nvrx.own_by_ipc", by_default=False),
     "torch-checkpointing": Entry("torch_checkpointing 0.1", "torch_checkpointing", "TorchCheckpointing"),
     "torchsnapshot": Entry("torchsnapshot, async", "torchsnapshot", "TorchSnapshot"),
     "dcp-thread": Entry("DCP async_save, thread", "dcp", "DcpAsync.thread"),
@@ -65,7 +68,7 @@ def title(name: str) -> str:
 def names_in(text: str) -> list[str]:
     """``a,b``: those; all of them if it says ``all``. Raises ``ValueError`` for one that there is not."""
     if text == "all":
-        return list(ENTRIES)
+        return [name for name, entry in ENTRIES.items() if entry.by_default]
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in ENTRIES:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from bench.states import State
@@ -90,6 +91,7 @@ def be_a_job() -> None:
     """Some only save in a job of ranks: this is one of one rank."""
     if not dist.is_initialized():
         store = tempfile.mkdtemp()
-        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backends, init_method=f"file://{store}/store", rank=0, world_size=1)
         atexit.register(shutil.rmtree, store, ignore_errors=True)
         atexit.register(dist.destroy_process_group)

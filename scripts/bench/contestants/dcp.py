@@ -69,6 +69,10 @@ class DcpAsync(_Dcp):
                 use_non_blocking_copy=cuda,
             )
         )
+        # The stager of torch 2.11 drops its buffers after each save, and raises in the next one. Here it keeps them, as
+        # those of the versions before and after do.
+        kept: Any = self._stager._state_dict_stager
+        self._drop_buffers, kept.close = kept.close, lambda: None
         self._planner: type[DefaultSavePlanner] = ProcessPlanner if process else ThreadPlanner
         self.shares_each = process
         if process:
@@ -103,6 +107,7 @@ class DcpAsync(_Dcp):
 
     def close(self) -> None:
         self._stager.close()
+        self._drop_buffers()
 
 
 class DcpSave(_Dcp):

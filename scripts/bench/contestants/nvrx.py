@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 import time
@@ -25,20 +25,22 @@ MODULES = ("core", "filesystem_async", "state_dict_saver")
 class Nvrx(Contestant):
     """The same calls, be it nvrx's own classes and functions or ours in their place."""
 
-    def __init__(self, root: str, names: Any) -> None:
-        """``names``: whose classes and functions to use."""
+    def __init__(self, root: str, names: Any, *, shm: bool = True) -> None:
+        """Use the classes and functions of ``names``; without ``shm`` the worker gets tensors by CUDA IPC."""
         super().__init__(root)
         self._names = names
-        self._queue = names.AsyncCallsQueue(persistent=True, cpu_shm_mode=True)
+        self._shm = shm
+        self._queue = names.AsyncCallsQueue(persistent=True, cpu_shm_mode=shm)
         self._cache = names.CheckpointMetadataCache()
 
     @classmethod
-    def own(cls, root: str) -> Nvrx:
-        """Those of nvrx 0.7.0."""
+    def own(cls, root: str, *, shm: bool = True) -> Nvrx:
+        """Use those of nvrx 0.7.0."""
         folder = Path(sys.prefix, "peers", "nvrx-0.7.0")
-        if not folder.is_dir():
+        if folder.is_dir():
+            sys.path.append(str(folder))
+        elif importlib.util.find_spec("nvidia_resiliency_ext") is None:
             raise FileNotFoundError(f"it is not in {folder}; scripts/peers.sh unpacks it")
-        sys.path.append(str(folder))
         if not torch.cuda.is_available():
             # It asks for a device where all it needs is one that the process group knows.
             torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -46,9 +48,16 @@ class Nvrx(Contestant):
         names: dict[str, Any] = {}
         for module in MODULES:
             names |= vars(importlib.import_module(f"nvidia_resiliency_ext.checkpointing.async_ckpt.{module}"))
-        made = cls(root, SimpleNamespace(**names))
-        made.shares_each = True
+        made = cls(root, SimpleNamespace(**names), shm=shm)
+        made.shares_each = shm
         return made
+
+    @classmethod
+    def own_by_ipc(cls, root: str) -> Nvrx:
+        """Use those of nvrx 0.7.0, without CPU shared memory."""
+        if not torch.cuda.is_available():
+            raise RuntimeError("its worker asks for a CUDA device, and ends without one")
+        return cls.own(root, shm=False)
 
     @classmethod
     def ours(cls, root: str) -> Nvrx:
@@ -58,13 +67,13 @@ class Nvrx(Contestant):
         return cls(root, nvrx)
 
     def prepare(self, state: State) -> None:
-        self._names.AsyncCallsQueue.warmup_persistent_caller(0, cpu_shm_mode=True)
+        self._names.AsyncCallsQueue.warmup_persistent_caller(0, cpu_shm_mode=self._shm)
 
     def save(self, number: int, state: State) -> Pending:
         names = self._names
         os.makedirs(self.path(number))
         writer = names.FileSystemWriterAsync(
-            self.path(number), thread_count=2, use_cached_data_structure=True, use_cpu_shm_for_gpu_tensors=True
+            self.path(number), thread_count=2, use_cached_data_structure=True, use_cpu_shm_for_gpu_tensors=self._shm
         )
         planned = names.save_state_dict_async_plan(
             state, writer, None, 0, enable_cache=True, metadata_cache=self._cache

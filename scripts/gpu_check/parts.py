@@ -1,0 +1,66 @@
+"""The parts: what measures each, and the seconds that it may take."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from gpu_check.budget import Budget
+from gpu_check.figures import Figure, Results
+
+
+@dataclass(frozen=True)
+class Part:
+    """A function of a module of this folder, imported in the process of the part alone."""
+
+    module: str
+    function: str
+    seconds: float
+
+    def load(self) -> Callable[..., Iterator[Figure]]:
+        """Import the function, which takes a device, a scale, a ``Budget`` and the ``Results`` of the parts before."""
+        found: Callable[..., Iterator[Figure]] = getattr(
+            importlib.import_module(f"gpu_check.{self.module}"), self.function
+        )
+        return found
+
+
+PARTS = {
+    "env": Part("environment", "measure", 15),
+    "tests": Part("device_tests", "measure", 120),
+    "link": Part("link", "measure", 40),
+    "saves": Part("saves", "measure", 106),
+    "ipc": Part("saves", "measure_by_ipc", 24),
+    "many": Part("saves", "measure_many", 40),
+    "train": Part("training", "measure", 80),
+    "crash": Part("crash", "measure", 30),
+    "load": Part("loads", "measure", 25),
+}
+START = "start: imports, the device"
+SECONDS = sum(part.seconds for part in PARTS.values())
+
+
+def measure(name: str, device_name: str, scale: float, seconds: float, results: Results) -> bool:
+    """Measure one part in this process, and note its figures. Returns False if it failed, and notes why."""
+    import psutil
+
+    from gpu_check.device import Device  # imports torch, which the command itself does without
+
+    def note(figure: Figure) -> None:
+        print(f"{name}: {figure.line()}", flush=True)
+        results.add(name, figure)
+
+    budget = Budget(seconds)
+    try:
+        device, function = Device(device_name), PARTS[name].load()
+        note(Figure(START, time.time() - psutil.Process().create_time(), "s"))
+        for figure in function(device, scale, budget, results):
+            note(figure)
+    except Exception as error:
+        traceback.print_exc()
+        note(Figure("failed", f"{type(error).__name__}: {error}"))
+        return False
+    return True
