@@ -21,9 +21,9 @@ class Budget:
         """Return the seconds that are left, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
-    def share(self, part: float) -> Budget:
-        """Return a budget of that part of what is left, which begins now."""
-        return Budget(self.left * part)
+    def share(self, fraction: float) -> Budget:
+        """Return a budget of a fraction of the seconds left. The new budget begins now."""
+        return Budget(self.left * fraction)
 
     @contextmanager
     def limit(self) -> Iterator[None]:

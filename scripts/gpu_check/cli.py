@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(name: str, seconds: float, args: argparse.Namespace, results: Results) -> Results:
-    """Run one part in a process of its own, and end that and all that it has started after so many seconds.
+    """Run one part in a process of its own. Kill the process and its children after so many seconds.
 
     Returns what all parts have found by then.
     """
@@ -121,7 +121,7 @@ def _kill_children(pid: int) -> None:
 
 
 def _report(names: Sequence[str], results: Results) -> bool:
-    """Print all figures, then those that miss. Returns True if all parts are whole and no figure misses its threshold."""
+    """Print all figures, then the misses. Returns True if all parts are whole and no figure misses."""
     from tabulate import tabulate
 
     rows, good = [], True

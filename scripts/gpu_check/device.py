@@ -19,7 +19,7 @@ from asyncckpt.shm.segment import Segment
 
 
 class Device:
-    """One device, with what torch and staging know of it."""
+    """One device, as torch and staging see it."""
 
     def __init__(self, name: str) -> None:
         """Make the device ready.

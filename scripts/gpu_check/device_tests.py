@@ -31,7 +31,7 @@ def measure(device: Device, scale: float, budget: Budget, found: Results) -> Ite
 
 
 def run(paths: Sequence[Path], device_type: str, budget: Budget, least_passed: int) -> Iterator[Figure]:
-    """Run the marked tests of these files. Each outcome is written down at once, so a cut loses only what is missing.
+    """Run the marked tests of these files. Each outcome is written immediately, so that a cut loses no finished test.
 
     Plugins of the machine are left out, and its torch may warn of things that the tests do not know: neither is looked
     for here.

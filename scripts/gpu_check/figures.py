@@ -13,7 +13,7 @@ from typing import Any
 class Figure:
     """A measured value, or a text.
 
-    ``at_most`` and ``at_least`` are its thresholds; a figure without one is there to be read. ``samples`` are the
+    ``at_most`` and ``at_least`` are its thresholds; a figure without thresholds is for reading. ``samples`` are the
     single measurements behind it, in the same unit.
     """
 

@@ -1,4 +1,4 @@
-"""A plugin of pytest that writes the outcome of each test into a file as soon as it is known."""
+"""A plugin of pytest that writes the outcome of each test into a file immediately."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _CLOSE_S = 10.0
 
 @dataclass
 class Saves:
-    """Seconds of one contestant's saves, the first of which is the cold one."""
+    """Seconds of one contestant's saves. The first save is the cold one."""
 
     held: list[float] = field(default_factory=list)
     durable: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Race:
     def run(self, names: Sequence[str], rounds: int, budget: Budget, *, turn: float = 0.3) -> None:
         """Have each of ``names`` save once, cold, and then ``rounds`` times in turns. One that fails is left out.
 
-        A single turn gets that part ``turn`` of what is left, so that a peer that hangs does not take the time of all.
+        A single turn gets the fraction ``turn`` of the seconds left: a peer that hangs leaves time for the others.
         """
         self._turn_share = turn
         for name in names:
@@ -156,7 +156,7 @@ class Race:
 
 @contextlib.contextmanager
 def racing(device: Device, request: Request, inside: str | None = None) -> Iterator[Race]:
-    """Make a race in a temporary folder in ``inside``, by default the system's; end all of it at the end."""
+    """Make a race in a temporary folder in ``inside``, by default the system's, and close it in the end."""
     with files.working_folder(inside) as folder:
         race = Race(device, request, folder)
         try:

@@ -83,7 +83,7 @@ def _many(label: str, scale: float) -> Request:
 
 
 def _compared(race: Race, link: float) -> Iterator[Figure]:
-    """Yield what is asked of ours beside the peers that could save, and beside the link."""
+    """Compare ours with the link and with the peers that could save."""
     ours, overlap = race.held(OURS[0]), race.held(OURS[1])
     if ours is not None:
         yield Figure("save holds the caller, by bytes / link", ours / link, at_most=1.05)

@@ -1,4 +1,4 @@
-"""What is done before the parts: wheels are unpacked, the parts in C compiled, and torch's files read from the disk."""
+"""Steps before the parts: unpack the wheels, compile the parts in C, read torch's files from the disk once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _WARM = "import torch; torch.cuda.is_available() and torch.cuda.init(); import t
 
 
 def prepare(wheels: Path | None, folder: Path) -> list[str]:
-    """Do all three at once. Returns what is wrong, which stops nothing.
+    """Do all three at once. Returns a line for each step that failed; the parts run all the same.
 
     Args:
-        wheels: A folder of wheels; None: all packages are there.
+        wheels: A folder of wheels; None: nothing is missing.
         folder: Where to unpack the wheels; it is added to ``PYTHONPATH``.
     """
     # The first import on a machine that has just been started waits for the disk.
