@@ -79,7 +79,7 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def backward(self, number: int) -> torch.Tensor:
-        """Compute the gradients of step ``number`` and return the loss. The tokens of a step are the same in each run."""
+        """Compute the gradients of step ``number``, return the loss. The tokens of a step are the same in each run."""
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(0, self.model.vocabulary, self._shape, generator=generator).to(self._device.device)
         with self._precision():
