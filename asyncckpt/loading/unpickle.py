@@ -7,6 +7,7 @@ With ``weights_only`` DCP's ``.metadata`` may name only what DCP itself writes t
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import pickle
 import threading
@@ -47,8 +48,28 @@ _METADATA_GLOBALS = frozenset(
         ("pathlib._local", "PosixPath"),
     }
 )
+
+
+class _MemberOfEnum:
+    """Stands for ``getattr`` in the pickle of an enum member, as Python 3.11.0 to 3.11.3 writes it.
+
+    An instance has no attributes, so a pickle cannot change this one.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, kind: Any, name: Any) -> Any:
+        """Return the member ``name`` of the enum ``kind``. Raise ``_NotAllowed`` for any other use of ``getattr``."""
+        if not (isinstance(kind, enum.EnumMeta) and type(name) is str and name in kind.__members__):
+            raise _NotAllowed("it calls builtins.getattr, and not for the member of an enum")
+        return kind.__members__[name]
+
+
+_member_of_enum = _MemberOfEnum()
+
 # Constants of Python that torch does not know to be harmless, and bytes that are read like a file.
 _HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice, io.BytesIO]
+_HARMLESS.append((_member_of_enum, "builtins.getattr"))
 
 
 class _Harmless:
@@ -160,6 +181,8 @@ class _NotAllowed(pickle.UnpicklingError):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of_enum
         if (module, name) in _METADATA_GLOBALS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.memory_format)):
