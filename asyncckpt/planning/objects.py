@@ -15,9 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.forms import has_shards
 from asyncckpt.planning.layout import Place
+from asyncckpt.planning.per_rank import of_any_rank
 from asyncckpt.planning.structure import StructureChanged, is_leaf
 from asyncckpt.worker.archive import is_archive, stretched
 
@@ -65,9 +68,13 @@ def _saved(name: str, value: object) -> bytes:
     try:
         pickler = _Pickler(buffer := io.BytesIO(), _PROTOCOL)
         pickler.dump(value)
+        if pickler.parts and of_any_rank(name) == name:
+            raise _part_refused(name, value, pickler.parts[0])
         if not pickler.has_storages:
             return _BEFORE + buffer.getvalue() + _AFTER
         torch.save(value, buffer := io.BytesIO())
+    except UnsavableStateError:
+        raise
     except Exception as error:  # whatever the value's own code raises
         raise UnsavableStateError(
             f"the value of {name!r}, a {type(value).__qualname__}, cannot be pickled: {type(error).__name__}: {error};"
@@ -77,15 +84,38 @@ def _saved(name: str, value: object) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Notes whether the value holds the storage of a tensor."""
+    """Notes whether the value holds the storage of a tensor, and which of its tensors are parts of larger ones."""
 
     has_storages = False
 
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.parts: list[torch.Tensor] = []
+
     def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and _is_part(value):
+            self.parts.append(value)
         if isinstance(value, torch.storage.TypedStorage) or torch.is_storage(value):
             self.has_storages = True
             return "storage"
         return None
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether this rank has only a part of a tensor, or a summand of it."""
+    if isinstance(tensor, DTensor):
+        placed = enumerate(tensor.placements)
+        return any(not each.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, each in placed)
+    return has_shards(tensor) or hasattr(tensor, "local_shards")
+
+
+def _part_refused(name: str, value: object, part: torch.Tensor) -> UnsavableStateError:
+    placed = f" placed as {list(part.placements)}" if isinstance(part, DTensor) else ""
+    return UnsavableStateError(
+        f"the value of {name!r}, a {type(value).__qualname__}, holds a {type(part).__qualname__}{placed}, and this rank"
+        " has only a part of that: all ranks would load the part of one; put such a tensor into the dicts and lists of"
+        " the state dict itself, or save its full_tensor()"
+    )
 
 
 def _check_unpickles(name: str, value: object, data: bytes) -> None:
