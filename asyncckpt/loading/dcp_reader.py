@@ -34,7 +34,7 @@ from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room,
 from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.stock_metadata import check_metadata
 from asyncckpt.loading.unpickle import load_metadata, load_object
-from asyncckpt.planning.forms import has_shards
+from asyncckpt.planning.forms import has_shards, is_partial
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import cpu_group, many
 from asyncckpt.worker.index import Item
@@ -368,6 +368,8 @@ def _why_not(value: Any, stored: TensorStorageMetadata) -> str | None:
         return f"is a {type(value).__name__} and a tensor of {tuple(stored.size)} is stored: give a tensor to fill"
     if is_lossy(stored.properties.dtype, value.dtype):
         return _lost(value.dtype, stored.properties.dtype)
+    if is_partial(value):
+        return f"is a DTensor placed as {list(value.placements)}: load into one that is replicated or sharded"
     if has_shards(value):
         return None
     if stored.size != value.size():

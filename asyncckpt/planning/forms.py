@@ -8,9 +8,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import compress, repeat
 from operator import attrgetter, eq
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncckpt.shm.compiled import compiled
 
@@ -30,6 +31,11 @@ def has_shards(value: object) -> bool:
     may be a plain tensor with attributes.
     """
     return all(map(hasattr, repeat(value), _SHARD_ATTRIBUTES))
+
+
+def is_partial(value: object) -> TypeGuard[DTensor]:
+    """Whether ``value`` is a DTensor of which each rank has only a summand, or the like."""
+    return isinstance(value, DTensor) and any(each.is_partial() for each in value.placements)
 
 
 def shards_in(values: Sequence[object]) -> list[int]:
