@@ -186,7 +186,7 @@ class _Leaves:
                 if name in tensors or value.layout != torch.strided or value.is_meta or value.is_quantized:
                     raise _NotPlain(f"{name} is there twice, or no plain tensor")
                 tensors[name] = value
-            elif type(value) is DTensor and name not in tensors:
+            elif type(value) is DTensor and name not in tensors and not value.is_meta:
                 tensors[name] = value
             elif isinstance(value, torch.Tensor):
                 raise _NotPlain(f"{name} is no plain tensor")
