@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import script
+from support.states import same
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -156,6 +157,45 @@ def test_other_conversions_are_made_and_counted(written: str, numbers: Path, cap
     caplog.clear()
     reader.load({"int32": torch.zeros(6, dtype=torch.int32)}, str(numbers / written))
     assert "converted" not in caplog.text
+
+
+WIDE = {
+    "f64": torch.tensor([1.0, 1e39, -1e300, float("inf"), float("nan")], dtype=torch.float64),
+    "f32": torch.tensor([[1e6, -7e4, 65519.0], [65520.0, float("inf"), float("nan")]]),
+    "small": torch.tensor([464.0, -450.0, -3.0, 0.0, 2.0]),
+    "c64": torch.tensor([1e6 + 1j, 1 - 1e6j, 1 + 1j]),
+    "i64": torch.tensor([1 << 40, 7]),
+}
+OUT_OF_RANGE = [
+    *(("f64", "float32", 2), ("f64", "complex64", 2), ("f32", "float16", 3), ("f32", "bfloat16", 0)),
+    *(("f32", "float64", 0), ("f32", "float8_e5m2", 4), ("small", "float8_e4m3fn", 1), ("small", "float8_e8m0fnu", 2)),
+    *(("c64", "complex32", 2), ("i64", "float16", 1), ("i64", "float32", 0)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("written", ["ours", "stock"])
+def test_values_out_of_range_are_counted(
+    written: str, planned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Infinity that stays infinity is none, nor is a number that is rounded to the largest one."""
+    path = tmp_path / "at"
+    with Engine() as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if written == "ours":
+            engine.save(path, WIDE).result(60)
+        else:
+            state_dict_saver.save(dict(WIDE), checkpoint_id=path)
+    for name, wanted, count in OUT_OF_RANGE:
+        caplog.clear()
+        into = {name: torch.zeros(WIDE[name].shape, dtype=getattr(torch, wanted))}
+        reader.load(into, str(path), planner=DefaultLoadPlanner() if planned else None)
+        expected = torch.zeros_like(into[name]).copy_(WIDE[name])
+        assert same(into[name], expected), wanted
+        said = [record.getMessage() for record in caplog.records if "out of the range" in record.getMessage()]
+        assert len(said) == bool(count), wanted
+        assert all(f"{count} values of {path}" in each and f"'{name}' ({count})" in each for each in said)
 
 
 @pytest.mark.usefixtures("forkserver")
