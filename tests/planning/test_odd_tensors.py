@@ -81,6 +81,21 @@ def test_a_partial_dtensor_is_refused_by_name(tmp_path: Path) -> None:
         assert "'a.weight' is a DTensor placed as [Partial(sum)]" in said
 
 
+def test_a_parameter_that_becomes_the_negative_of_its_bytes_is_saved_as_its_values(root: Path) -> None:
+    """It is the same object, at the same address."""
+    state = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in (("w", (300,)), ("b", (2, 3)))}
+    with Checkpointer(root) as checkpointer:
+        for step in range(6):
+            if step % 2:
+                for parameter in state.values():
+                    parameter.data = torch._neg_view(parameter.data)
+            checkpointer.save(step, state).result(60)
+            into = {name: torch.zeros_like(parameter) for name, parameter in state.items()}
+            checkpointer.load(into)
+            for name, parameter in state.items():
+                assert torch.equal(into[name], parameter), (step, name)
+
+
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_tensor_whose_storage_was_freed_is_refused(root: Path, planned: bool) -> None:
     """As FSDP does between uses: the shape stays, the bytes are gone."""
