@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import CheckpointError, located
 from asyncckpt.gc_pause import without_gc
@@ -70,6 +72,7 @@ def load(
         source = source or on_all(partial(_open, path, held), ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
         states = _states(state_dict, per_rank, open_reader, held, ranks)
+        increment_version(list(_dtensors(states)))
         if planner is None and (direct := _drafted_by_all(states, source, path, held, ranks)) is not None:
             on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns), ranks)
         else:
@@ -79,6 +82,15 @@ def load(
         on_loaded(source)
     give_states(state_dict, states)
     return bar.nbytes
+
+
+def _dtensors(container: Any) -> Iterator[DTensor]:
+    """Give all in a state: autograd has to learn that they change, and what is written to is only their parts."""
+    for value in container.values() if isinstance(container, Mapping) else container:
+        if isinstance(value, DTensor):
+            yield value
+        elif isinstance(value, Mapping | list) and dist.is_initialized():
+            yield from _dtensors(value)
 
 
 def _drafted_by_all(

@@ -13,6 +13,7 @@ from operator import add, ge
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from asyncckpt.devices.captures import is_capturing
 from asyncckpt.devices.kinds import kind_of
@@ -74,6 +75,7 @@ class ReadRequests:
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._addresses: list[int] = []  # 0: collected, or empty
+        self._filled: list[torch.Tensor] = []  # those that stand at the others
         self.out_of_range: Counter[str] = Counter()
         """How many values of each stored tensor the tensor that was filled cannot hold."""
         self._collected: dict[int, Any] = {}  # by the number of the row: what it becomes, or the key of an object
@@ -97,6 +99,7 @@ class ReadRequests:
         self._begins += begins
         self._ends += map(add, begins, sizes)
         self._addresses += addresses
+        self._filled += tensors
         return True
 
     def whole(self, tensor: torch.Tensor, item: Item) -> None:
@@ -163,6 +166,7 @@ class ReadRequests:
         becoming = (each for each in self._collected.values() if isinstance(each, DeviceFill | BoxCopy))
         if is_capturing() and not all(each.tensor.is_cpu for each in becoming):
             raise CheckpointError("a graph is being captured on this stream, and each replay would load: load before")
+        increment_version(self._filled)
         # What must be collected first is read a batch at a time, to bound that memory.
         for rows in self._batches():
             yield from self._read_batch(rows, file, pool, buffers, progress, verify)
@@ -198,6 +202,7 @@ class ReadRequests:
         """Have the bytes of ``item`` from ``begin`` on become the elements of a plain tensor, in a row."""
         if tensor.is_cpu:
             self._add(begin, nbytes, tensor.data_ptr())
+            self._filled.append(tensor)
             return
         flat, size = tensor.detach().view(-1), tensor.itemsize
         while len(flat):
