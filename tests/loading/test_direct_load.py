@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run
-from support.states import same, zeros_like
+from support.states import same, stock_load, zeros_like
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -308,3 +308,31 @@ def test_a_load_is_a_change_for_autograd(tmp_path: Path, forkserver: None) -> No
     """As copy_ is: gradients would be those of other values."""
     (found,) = run(1, _backward_after_loads, str(tmp_path / "root"), folder=tmp_path)
     assert len(found) == 9 and all("modified by an inplace operation" in each for each in found), found
+
+
+class Watched(dict[str, Any]):
+    """A dict that notes what is set."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.seen: list[str] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.seen.append(key)
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_a_dict_of_a_class_of_its_own_is_told_of_what_is_set(root: Path, stateful: bool) -> None:
+    """As by DCP, but for what is Stateful."""
+    values = {"foo": {"t": torch.ones(3), "list": [1, 2]}, "step": 3} | ({"kept": Kept()} if stateful else {})
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(1, values).result(60)
+        state = Watched(foo=Watched(t=torch.zeros(3), list=[0, 0]), step=0, **({"kept": Kept()} if stateful else {}))
+        checkpointer.load(state)
+    assert sorted(state.seen) == ["foo", "step"] and state["foo"].seen == ["list"]
+    assert torch.equal(state["foo"]["t"], torch.ones(3)) and state["foo"]["list"] == [1, 2] and state["step"] == 3
+    stock = Watched(foo={"t": torch.zeros(3), "list": [0, 0]}, step=0)
+    stock_load(stock, path)
+    assert sorted(stock.seen) == ["foo", "step"]
