@@ -11,7 +11,7 @@ import os
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from asyncckpt.errors import DamagedCheckpointError, MismatchError, StorageError
 from asyncckpt.loading.conversion import copy_converted, is_lossy, warn_out_of_range
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
-from asyncckpt.loading.direct_load import left_out, some, warn_left_out
+from asyncckpt.loading.direct_load import left_out, some, unexpected, warn_left_out
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room
 from asyncckpt.loading.source import Source, StorageSource
@@ -326,11 +326,23 @@ def _same(
 class CheckingPlanner(DefaultLoadPlanner):
     """DCP's default planner, but what does not fit is said in our errors, and of all keys at once."""
 
-    def __init__(self, path: str, *, weights_only: bool, warns: bool = True) -> None:
-        super().__init__()
+    def __init__(self, path: str, *, weights_only: bool, warns: bool = True, strict: bool = True) -> None:
+        """Plan nothing yet.
+
+        Args:
+            path: The folder of the checkpoint, for errors.
+            weights_only: No value may run code while it is unpickled.
+            warns: Of values that were not asked for.
+            strict: Raise if the checkpoint lacks a value. Without, the value stays as it is.
+        """
+        super().__init__(allow_partial_load=not strict)
         self._path = path
         self._weights_only = weights_only
         self._warns = warns
+        self.missing: Sequence[str] = ()
+        """The values that the checkpoint does not have, once there is a plan."""
+        self.unexpected: Sequence[str] = ()
+        """The values of the checkpoint that were not asked for."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -349,12 +361,17 @@ class CheckingPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         known: Mapping[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}
-        missing = [name for name in self.state_dict if name not in known]
-        left = left_out(self.original_state_dict, self.state_dict, known) if missing or self._warns else []
-        if missing:
-            there = f"; it has {some(left)}, which were not asked for" if left else ""  # a prefix, as DDP's, often
+        self.missing = [name for name in self.state_dict if name not in known]
+        self.unexpected = unexpected(self.state_dict, known)
+        left = left_out(self.original_state_dict, self.state_dict, known) if self.missing or self._warns else []
+        if self.missing and not self.allow_partial_load:
+            others = left  # a prefix, as DDP's, often
+            if not others and not _tops(self.missing) <= _tops(known):  # another name at the top
+                others = sorted(_tops(self.unexpected))
+            there = f"; it has {some(others)}, which were not asked for" if others else ""
             raise MismatchError(
-                f"the checkpoint has no {some(missing)}; leave them out of the state dict to load the others{there}",
+                f"the checkpoint has no {some(self.missing)}; load with strict=False, or leave them out of the state"
+                f" dict to load the others{there}",
                 path=self._path,
             )
         if self._warns:
@@ -362,7 +379,7 @@ class CheckingPlanner(DefaultLoadPlanner):
         wrong = [
             f"{name!r} {why}"
             for name, value in self.state_dict.items()
-            if isinstance(stored := known[name], TensorStorageMetadata) and (why := _why_not(value, stored))
+            if isinstance(stored := known.get(name), TensorStorageMetadata) and (why := _why_not(value, stored))
         ]
         if wrong:
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -371,7 +388,7 @@ class CheckingPlanner(DefaultLoadPlanner):
             name
             for name, value in self.state_dict.items()
             if isinstance(value, torch.Tensor)
-            and isinstance(stored := known[name], TensorStorageMetadata)
+            and isinstance(stored := known.get(name), TensorStorageMetadata)
             and stored.properties.dtype != value.dtype
         ]
         if converted:
@@ -388,6 +405,11 @@ class CheckingPlanner(DefaultLoadPlanner):
                 " (torch.nn.Module.to_empty does)",
                 path=self._path,
             )
+
+
+def _tops(names: Iterable[str]) -> set[str]:
+    """Return the keys that ``names`` have at the top of the state dict."""
+    return {name.partition(".")[0] for name in names}
 
 
 def _leaf(state_dict: Any, keys: Keys) -> Any:
