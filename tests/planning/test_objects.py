@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +149,37 @@ def test_an_object_with_tensors_may_shrink_and_grow(root: Path) -> None:
             checkpointer.save(step, {"value": (torch.arange(count), "x")}).result(60)
             checkpointer.load(into := {"value": None})
             assert torch.equal(into["value"][0], torch.arange(count))  # type: ignore[index]
+
+
+class Lazy(Mapping[str, Any]):
+    """Makes its values whenever it is asked for them."""
+
+    def __init__(self, makers: dict[str, Callable[[], Any]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, key: str) -> Any:
+        return self._makers[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def test_a_mapping_that_makes_its_values_is_saved(root: Path) -> None:
+    now = 0.0
+    inner = Lazy({"w": lambda: torch.full((3,), now), "names": lambda: ["a", "b"], "at": lambda: int(now)})
+    state = {"model": Lazy({"inner": lambda: inner, "b": lambda: torch.full((2,), -now)}), "step": 1}
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2, 3):
+            now = float(step)
+            checkpointer.save(step, state).result(60)
+            into: dict[str, Any] = {
+                "model": {"inner": {"w": torch.zeros(3), "names": [], "at": 0}, "b": torch.zeros(2)},
+                "step": 0,
+            }
+            checkpointer.load(into)
+            model = into["model"]
+            assert model["inner"]["w"].tolist() == [now] * 3 and model["b"].tolist() == [-now] * 2
+            assert model["inner"]["names"] == ["a", "b"] and model["inner"]["at"] == step
