@@ -104,8 +104,9 @@ def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
             continue
     if refused:
         logger.warning(
-            "%d values of %s are of kinds that could run code when they are loaded: %s; asyncckpt's load will refuse them"
-            " unless it is given weights_only=False; save what they are made of (numbers, text, tensors) to do without",
+            "%d values of %s are of kinds that could run code when they are loaded: %s; asyncckpt's load will refuse"
+            " them unless it is given weights_only=False; save what they are made of (numbers, text, tensors) to do"
+            " without",
             len(refused),
             path or "the state that is prepared",
             some(refused),

@@ -242,6 +242,29 @@ def test_usual_states_are_harmless(root: Path) -> None:
     assert into["others"] == state["others"] and into["random"] == state["random"]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [1 << 2040, -(1 << 4000), [1, (2, 1 << 4000, "text")], {"a": 1 << 10_000}],
+    ids=["positive", "negative", "in a list", "in a dict"],
+)
+def test_large_integers_are_harmless(root: Path, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Torch itself refuses those of more than 2,040 bits."""
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"value": value}).result(60)
+        checkpointer.load(into := zeros_like({"value": value}))
+    assert into == {"value": value} and "could run code" not in caplog.text
+
+
+def test_but_not_beside_what_could_run_code(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    with Engine() as engine:
+        engine.save(tmp_path / "a", {"innocent": (1 << 4000, Attack(proof))}).result(60)
+    proof.rmdir()  # a save unpickles its own values again
+    with pytest.raises(UntrustedValueError, match="'innocent'"):
+        load({"innocent": None}, str(tmp_path / "a"))
+    assert not proof.exists()
+
+
 def test_files_are_as_the_umask_says(root: Path) -> None:
     before = os.umask(0o077)
     try:
