@@ -109,7 +109,7 @@ def load(
 
 
 def _dtensors(container: Any) -> Iterator[DTensor]:
-    """Give all in a state: autograd has to learn that they change, and what is written to is only their parts."""
+    """Yield the DTensors of a state. A load writes to their parts, and autograd has to learn that the wholes change."""
     for value in container.values() if isinstance(container, Mapping) else container:
         if isinstance(value, DTensor):
             yield value

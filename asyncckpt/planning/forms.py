@@ -34,7 +34,7 @@ def has_shards(value: object) -> bool:
 
 
 def is_partial(value: object) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a DTensor of which each rank has only a summand, or the like."""
+    """Return True for a DTensor with a ``Partial`` placement: each rank has only a summand of its values."""
     return isinstance(value, DTensor) and any(each.is_partial() for each in value.placements)
 
 

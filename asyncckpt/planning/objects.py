@@ -136,7 +136,10 @@ def _check_unpickles(name: str, value: object, data: bytes) -> None:
 
 
 def _around(pickled: bytes) -> tuple[bytes, bytes]:
-    """What ``torch.save`` puts around ``pickled``, the pickle of a text, and of any value without tensors."""
+    """Return the bytes that ``torch.save`` puts before and behind the pickle of a value without tensors.
+
+    ``pickled`` is the pickle of a text.
+    """
     torch.save(pickle.loads(pickled), buffer := io.BytesIO(), _use_new_zipfile_serialization=False)
     before, after = buffer.getvalue().split(pickled)
     return before, after
@@ -153,7 +156,7 @@ def bytes_to_reserve(nbytes: int) -> int:
 
 
 def _has_fixed_size(data: bytes) -> bool:
-    """Whether nothing can stand behind or between these bytes, as nobody here knows what they are."""
+    """Return True for bytes of a planner in a form that is not known here, so that no zeros can be added to them."""
     return isinstance(data, Raw) and not is_archive(data)
 
 
