@@ -166,6 +166,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         weights_only: bool = True,
         fallback: bool = False,
         memory: bool = True,
+        strict: bool = True,
     ) -> int:
         """Load a checkpoint into ``state_dict``, in place. All ranks load the same one, each what its part needs.
 
@@ -182,6 +183,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             fallback: Try the next older one when one cannot be read, and log an error; a damaged one is renamed to
                 ``step-00000100.damaged-1``, and its step can be saved again.
             memory: Whether it may come from memory.
+            strict: Raise if the checkpoint lacks a value of the state dict. Without, the value stays as it is, and
+                ``loaded.missing`` and ``loaded.unexpected`` have the names, as of ``load_state_dict``.
 
         Returns:
             Its step.
@@ -194,7 +197,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         self._engine.check_open()
         ranks, shows = self._process_group, self.config.progress
-        fill = partial(load, state_dict, verify=verify, weights_only=weights_only, process_group=ranks, progress=shows)
+        options: dict[str, Any] = {"verify": verify, "weights_only": weights_only, "strict": strict, "progress": shows}
+        fill = partial(load, state_dict, process_group=ranks, **options)
         self.loaded = self._loads.load(fill, step, memory=memory, fallback=fallback)
         return self.loaded.step
 

@@ -115,6 +115,28 @@ def record_at(data: bytes, at: int = 0) -> tuple[bytes, int]:
     return data[name_at : name_at + name_bytes], int(name_at + name_bytes + extra_bytes)
 
 
+def is_archive(data: bytes) -> bool:
+    """Whether ``data`` are a whole archive, or another zip without a comment."""
+    return data.startswith(LOCAL_MAGIC) and data[-_END.size :].startswith(b"PK\5\6") and data.endswith(b"\0\0")
+
+
+def stretched(data: bytes, nbytes: int) -> bytes:
+    """Return the archive ``data`` with zeros before its directory, so that it has ``nbytes``."""
+    gap = nbytes - len(data)
+    found = bytearray(data)
+    end = len(data) - _END.size
+    *fields, directory, comment = _END.unpack_from(data, end)
+    locator = end - _LOCATOR_64.size
+    if data.startswith(b"PK\6\7", locator):
+        magic, disk, end_64, disks = _LOCATOR_64.unpack_from(data, locator)
+        *fields_64, directory = _END_64.unpack_from(data, end_64)
+        _END_64.pack_into(found, end_64, *fields_64, directory + gap)
+        _LOCATOR_64.pack_into(found, locator, magic, disk, end_64 + gap, disks)
+    _END.pack_into(found, end, *fields, min(directory + gap, _LIMIT), comment)
+    found[directory:directory] = bytes(gap)
+    return bytes(found)
+
+
 def complete(
     image: memoryview,
     alignment: int,

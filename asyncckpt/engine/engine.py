@@ -154,7 +154,7 @@ class Engine(AbstractContextManager["Engine"]):
             check = partial(self._saves.check_place, save, retention.existing)
             call = Call.of_save(step, save.path)
             given = save.group, save.number, state_dict, planner, separate
-            return self._plans.for_all(save_input(*given, call=call, check=check))
+            return self._plans.for_all(save_input(*given, path=save.path, call=call, check=check))
 
         return self._carry_out(place_to_put(path, retention.existing), step, retention, capture)
 

@@ -14,6 +14,7 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.loading.image_files import HeldImages
+from asyncckpt.loading.load import Filled
 from asyncckpt.loading.memory_search import FoundImages, find_images
 from asyncckpt.loading.memory_source import MemorySource, choose_in_memory, chosen_source, load_image
 from asyncckpt.loading.plan_reading import read_plan
@@ -39,6 +40,9 @@ class Loaded:
 
     ``nbytes_from``: of a source in memory, how many bytes came from that of this host ("memory"), from that of other
     hosts ("peer"), and, where nobody held them any more, from "storage".
+
+    ``missing``: names of the state dict that the checkpoint does not have, and that stayed as they were
+    (``strict=False``). ``unexpected``: names of the checkpoint that the state dict does not have.
     """
 
     step: int
@@ -46,6 +50,8 @@ class Loaded:
     seconds: float
     nbytes: int = 0
     nbytes_from: Mapping[str, int] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 class Loads:
@@ -63,11 +69,11 @@ class Loads:
         self.origin: Origin | None = None
         """Where this run goes on; None: it has loaded nothing."""
 
-    def load(self, fill: Callable[..., int], step: SupportsIndex | None, *, memory: bool, fallback: bool) -> Loaded:
+    def load(self, fill: Callable[..., Filled], step: SupportsIndex | None, *, memory: bool, fallback: bool) -> Loaded:
         """Load a checkpoint.
 
         Args:
-            fill: Loads the one in a folder, or from a ``source``. Returns the bytes that this rank has read.
+            fill: Loads the one in a folder, or from a ``source``.
             step: Which one; None: the newest.
             memory, fallback: As of ``Checkpointer.load``.
 
@@ -86,7 +92,7 @@ class Loads:
             about |= {"step": number, "seconds": time.perf_counter() - begun}
             self._engine.tell(Event(phase="load failed", error=f"{type(error).__name__}: {error}", **about))
             raise
-        told = {name: value for name, value in vars(loaded).items() if name != "nbytes_from"}
+        told = {name: getattr(loaded, name) for name in ("step", "source", "seconds", "nbytes")}
         self._engine.tell(Event(phase="loaded", **about, **told))
         logger.info("loaded step %d from %s in %.2f s", loaded.step, loaded.source, loaded.seconds)
         return loaded
@@ -100,14 +106,14 @@ class Loads:
         return from_first(partial(self._tiers.newest, self._engine.config.timeout), self._ranks)
 
     def _load(
-        self, fill: Callable[..., int], step: int | None, begun: float, *, memory: bool, fallback: bool
+        self, fill: Callable[..., Filled], step: int | None, begun: float, *, memory: bool, fallback: bool
     ) -> Loaded:
-        nbytes = 0
+        filled = Filled()
         self._engine.plan_as(lambda: None)
 
         def counted(path: str, source: Source | None = None) -> None:
-            nonlocal nbytes
-            nbytes = fill(path, source=source, on_loaded=planned)
+            nonlocal filled
+            filled = fill(path, source=source, on_loaded=planned)
 
         def planned(source: Source | None) -> None:
             self._engine.plan_as(partial(read_plan, source, rank_of(self._ranks)))
@@ -123,7 +129,8 @@ class Loads:
             found, source = self._tiers.load(counted, step, self._engine.config.timeout, self._ranks, fallback=fallback)
         goes_back = step is not None or fallback
         self.origin = from_first(partial(self._origin, found, images, goes_back=goes_back), self._ranks)
-        return Loaded(found, source, time.perf_counter() - begun, nbytes, nbytes_from)
+        seconds = time.perf_counter() - begun
+        return Loaded(found, source, seconds, filled.nbytes, nbytes_from, filled.missing, filled.unexpected)
 
     def _origin(self, step: int, images: FoundImages | None, *, goes_back: bool) -> Origin:
         """First rank: where the run goes on that has loaded ``step``, when ``images`` were held."""

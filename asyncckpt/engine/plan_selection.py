@@ -90,7 +90,7 @@ class _Choice(IntEnum):
     NEW = 2
 
 
-def _warn_untrusted(plan: CheckpointPlan | FileSetPlan) -> None:
+def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
     """Say which values a load would refuse, unless it is told to run code: after a crash is late to learn that."""
     refused = []
     for name, data in islice(plan.objects.own_pickles(), _MOST_TRIED):
@@ -104,8 +104,11 @@ def _warn_untrusted(plan: CheckpointPlan | FileSetPlan) -> None:
             continue
     if refused:
         logger.warning(
-            "of kinds that could run code when they are loaded, so that asyncckpt's load will refuse them unless it is"
-            " given weights_only=False: %s; save what they are made of (numbers, text, tensors) to do without",
+            "%d values of %s are of kinds that could run code when they are loaded: %s; asyncckpt's load will refuse"
+            " them unless it is given weights_only=False; save what they are made of (numbers, text, tensors) to do"
+            " without",
+            len(refused),
+            path or "the state that is prepared",
             some(refused),
         )
 
@@ -311,7 +314,7 @@ class PlanSelection:
         def allocate() -> None:
             made.append(self.buffers.make(wanted.key, plan, client))
 
-        _warn_untrusted(plan)
+        _warn_untrusted(plan, wanted.path)
         try:
             group.ask_all("memory", number, allocate, lambda each: each)
             tensors = wanted.capture(plan)

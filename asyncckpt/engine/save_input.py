@@ -49,12 +49,14 @@ def check_file_set_place(files: FileSet, path: str, existing: Existing, *, is_co
 class SaveInput(ABC):
     """What all ranks of ``group`` are to save, or to prepare for, under one ``number``.
 
-    ``call``: what this rank does, which all others have to do, too. ``check``: what it raises on any rank is raised on
+    ``path``: where it goes; "": it is only prepared. ``call``: what this rank does, which all others have to do, too.
+    ``check``: what it raises on any rank is raised on
     all, before anything is planned.
     """
 
     group: Group
     number: int
+    path: str = field(default="", kw_only=True)
     call: Call = field(default=PREPARES, kw_only=True)
     check: Callable[[], object] = field(default=lambda: None, kw_only=True)
 
@@ -227,16 +229,17 @@ def save_input(
     state: StateDict | FileSet,
     planner: SavePlanner | None = None,
     separate: str = "",
+    path: str = "",
     call: Call = PREPARES,
     check: Callable[[], object] = lambda: None,
 ) -> SaveInput:
     """What is to be saved.
 
     Args:
-        group, number, call, check: As of ``SaveInput``.
+        group, number, path, call, check: As of ``SaveInput``.
         state: A set of files, or a state dict.
         planner, separate: As of ``StateToSave``; of no matter for files.
     """
     if isinstance(state, FileSet):
-        return FilesToSave(group, number, state, call=call, check=check)
-    return StateToSave(group, number, state, planner, separate, call=call, check=check)
+        return FilesToSave(group, number, state, path=path, call=call, check=check)
+    return StateToSave(group, number, state, planner, separate, path=path, call=call, check=check)

@@ -161,7 +161,8 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     weights_only: bool = True,
-) -> None:
+    strict: bool = True,
+) -> reader.Filled:
     """Load a checkpoint, ours or stock DCP's, into ``state_dict``, in place; raises as ``loading.load`` does.
 
     Args:
@@ -171,21 +172,33 @@ def load(
             own.
         checkpoint_id, planner, process_group, no_dist: As of ``async_save``.
         weights_only: Load nothing that could run code. DCP's own ``load`` has no such limit.
+        strict: Raise if the checkpoint lacks a value of the state dict. Without, the value stays as it is.
+
+    Returns:
+        The names of values that the checkpoint lacks (``missing``), and of those that the state dict lacks
+        (``unexpected``). Of a load that is left to DCP nothing is known.
     """
     ranks: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
     if says_folder(storage_reader, checkpoint_id):
         folder = _folder(checkpoint_id, storage_reader)
         exists = storage_for(folder).exists
         if exists(os.path.join(folder, METADATA_NAME)) or not exists(os.path.join(folder, _OWN_METADATA_NAME)):
-            reader.load(state_dict, folder, weights_only=weights_only, progress=Config.from_env().progress, **ranks)
-            return
+            options: dict[str, Any] = {
+                "weights_only": weights_only,
+                "strict": strict,
+                "progress": Config.from_env().progress,
+            }
+            return reader.load(state_dict, folder, **options, **ranks)
         if weights_only:
             raise UntrustedValueError(
                 "each rank's metadata is in a file of its own, as by use_collectives=False: DCP alone reads these, and"
                 " runs what is in them; if you trust who wrote the checkpoint, load it with weights_only=False",
                 path=folder,
             )
+    if not strict:
+        raise ValueError("strict=False is for folders; DCP's way is a DefaultLoadPlanner(allow_partial_load=True)")
     dcp_reader.load_by_dcp(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **ranks)
+    return reader.Filled()
 
 
 def says_folder(storage: Any, checkpoint_id: CheckpointId | None) -> bool:

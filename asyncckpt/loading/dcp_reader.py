@@ -10,7 +10,8 @@ import logging
 import os
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,15 +27,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from asyncckpt.errors import DamagedCheckpointError, MismatchError, StorageError
+from asyncckpt.loading.conversion import copy_converted, is_lossy, warn_out_of_range
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
-from asyncckpt.loading.direct_load import left_out, some, warn_left_out
+from asyncckpt.loading.direct_load import left_out, some, unexpected, warn_left_out
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room, is_lossy
+from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room
 from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.stock_metadata import check_metadata
 from asyncckpt.loading.unpickle import load_metadata, load_object
-from asyncckpt.planning.forms import has_shards
+from asyncckpt.planning.forms import has_shards, is_partial
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import cpu_group, many
 from asyncckpt.worker.index import Item
@@ -106,6 +108,36 @@ def _looked_at(planner: LoadPlanner, path: str, *, weights_only: bool) -> LoadPl
     return cast("LoadPlanner", _LookedAt(planner, path))
 
 
+class _Converting:
+    """A planner for DCP's own reader. Tensors of another dtype than the stored one are converted here, and checked."""
+
+    def __init__(self, planner: LoadPlanner, metadata: Metadata) -> None:
+        self._planner, self._known = planner, metadata.state_dict_metadata
+        self.out_of_range: Counter[str] = Counter()
+        self._into: dict[int, torch.Tensor] = {}  # by the tensor that DCP fills in their place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        into = self._planner.resolve_tensor(read_item)
+        stored = self._known[read_item.storage_index.fqn]
+        if not isinstance(stored, TensorStorageMetadata) or type(into) not in PLAIN:
+            return into
+        if stored.properties.dtype == into.dtype:
+            return into
+        filled = torch.empty(into.shape, dtype=stored.properties.dtype, device=into.device)
+        self._into[filled.data_ptr()] = into
+        return filled
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        if (into := self._into.pop(tensor.data_ptr(), None)) is not None:
+            if count := copy_converted(into.detach(), tensor):
+                self.out_of_range[read_item.dest_index.fqn] += count
+            tensor = into
+        self._planner.commit_tensor(read_item, tensor)
+
+
 class StockReader(FileSystemReader):
     """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
 
@@ -113,12 +145,14 @@ class StockReader(FileSystemReader):
         super().__init__(path)
         self._weights_only = weights_only
         self._stamp: FileStamp | None = None  # of the metadata that was read
+        self._metadata = Metadata({})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         (self._stamp,) = self._stamps([METADATA_NAME])
         metadata = read_stock_metadata(str(self.path), weights_only=self._weights_only)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        self._metadata = metadata
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -131,7 +165,10 @@ class StockReader(FileSystemReader):
         for name in names:
             storage_for(path).open(os.path.join(path, name)).close()
         before = self._stamps(names)
-        read = super().read_data(plan, _looked_at(planner, path, weights_only=self._weights_only))
+        planner = _looked_at(planner, path, weights_only=self._weights_only)
+        converting = _Converting(planner, self._metadata)
+        read = super().read_data(plan, cast("LoadPlanner", converting))
+        warn_out_of_range(converting.out_of_range, path)
         if self._stamps([METADATA_NAME, *names]) != [self._stamp, *before]:
             raise StorageError("this checkpoint was changed or replaced while it was read: try again", path=path)
         return read
@@ -207,6 +244,7 @@ class CheckpointReader(StorageReader):
         self._progress.expect(sum(expected.values()))
         planner = _looked_at(planner, self._path, weights_only=self._weights_only)
         all_filled: list[tuple[ReadItem, torch.Tensor]] = []
+        out_of_range: Counter[str] = Counter()
         with DeviceBuffers() as buffers, read_pool(self._path) as pool:
             for name, items in sorted(per_file.items()):
                 with contextlib.closing(self._source.open(name)) as file:
@@ -215,9 +253,11 @@ class CheckpointReader(StorageReader):
                         self._progress.expect(requests.nbytes_read(file) - expected[name])
                     for item, data in requests.read(file, pool, buffers, self._progress.update, verify=self._verify):
                         planner.load_bytes(item, io.BytesIO(data))
+                    out_of_range += requests.out_of_range
                 all_filled += filled
         for item, tensor in all_filled:  # when all is sent, also to devices
             planner.commit_tensor(item, tensor)
+        warn_out_of_range(out_of_range, self._path)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -286,11 +326,23 @@ def _same(
 class CheckingPlanner(DefaultLoadPlanner):
     """DCP's default planner, but what does not fit is said in our errors, and of all keys at once."""
 
-    def __init__(self, path: str, *, weights_only: bool, warns: bool = True) -> None:
-        super().__init__()
+    def __init__(self, path: str, *, weights_only: bool, warns: bool = True, strict: bool = True) -> None:
+        """Plan nothing yet.
+
+        Args:
+            path: The folder of the checkpoint, for errors.
+            weights_only: No value may run code while it is unpickled.
+            warns: Of values that were not asked for.
+            strict: Raise if the checkpoint lacks a value. Without, the value stays as it is.
+        """
+        super().__init__(allow_partial_load=not strict)
         self._path = path
         self._weights_only = weights_only
         self._warns = warns
+        self.missing: Sequence[str] = ()
+        """The values that the checkpoint does not have, once there is a plan."""
+        self.unexpected: Sequence[str] = ()
+        """The values of the checkpoint that were not asked for."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -309,12 +361,17 @@ class CheckingPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         known: Mapping[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}
-        missing = [name for name in self.state_dict if name not in known]
-        left = left_out(self.original_state_dict, self.state_dict, known) if missing or self._warns else []
-        if missing:
-            there = f"; it has {some(left)}, which were not asked for" if left else ""  # a prefix, as DDP's, often
+        self.missing = [name for name in self.state_dict if name not in known]
+        self.unexpected = unexpected(self.state_dict, known)
+        left = left_out(self.original_state_dict, self.state_dict, known) if self.missing or self._warns else []
+        if self.missing and not self.allow_partial_load:
+            others = left  # a prefix, as DDP's, often
+            if not others and not _tops(self.missing) <= _tops(known):  # another name at the top
+                others = sorted(_tops(self.unexpected))
+            there = f"; it has {some(others)}, which were not asked for" if others else ""
             raise MismatchError(
-                f"the checkpoint has no {some(missing)}; leave them out of the state dict to load the others{there}",
+                f"the checkpoint has no {some(self.missing)}; load with strict=False, or leave them out of the state"
+                f" dict to load the others{there}",
                 path=self._path,
             )
         if self._warns:
@@ -322,7 +379,7 @@ class CheckingPlanner(DefaultLoadPlanner):
         wrong = [
             f"{name!r} {why}"
             for name, value in self.state_dict.items()
-            if isinstance(stored := known[name], TensorStorageMetadata) and (why := _why_not(value, stored))
+            if isinstance(stored := known.get(name), TensorStorageMetadata) and (why := _why_not(value, stored))
         ]
         if wrong:
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -331,7 +388,7 @@ class CheckingPlanner(DefaultLoadPlanner):
             name
             for name, value in self.state_dict.items()
             if isinstance(value, torch.Tensor)
-            and isinstance(stored := known[name], TensorStorageMetadata)
+            and isinstance(stored := known.get(name), TensorStorageMetadata)
             and stored.properties.dtype != value.dtype
         ]
         if converted:
@@ -348,6 +405,11 @@ class CheckingPlanner(DefaultLoadPlanner):
                 " (torch.nn.Module.to_empty does)",
                 path=self._path,
             )
+
+
+def _tops(names: Iterable[str]) -> set[str]:
+    """Return the keys that ``names`` have at the top of the state dict."""
+    return {name.partition(".")[0] for name in names}
 
 
 def _leaf(state_dict: Any, keys: Keys) -> Any:
@@ -368,6 +430,8 @@ def _why_not(value: Any, stored: TensorStorageMetadata) -> str | None:
         return f"is a {type(value).__name__} and a tensor of {tuple(stored.size)} is stored: give a tensor to fill"
     if is_lossy(stored.properties.dtype, value.dtype):
         return _lost(value.dtype, stored.properties.dtype)
+    if is_partial(value):
+        return f"is a DTensor placed as {list(value.placements)}: load into one that is replicated or sharded"
     if has_shards(value):
         return None
     if stored.size != value.size():

@@ -52,7 +52,8 @@ class _NotPlain(Exception):
 class DirectLoad:
     """A load that is left to be read: the ``requests`` that fill ``state_dict``, for each open file of a ``source``.
 
-    ``path`` is the folder of the checkpoint, for errors; ``left_out`` are values that were not asked for.
+    ``path`` is the folder of the checkpoint, for errors; ``unexpected`` are the values that were not asked for, and
+    ``left_out`` those of them that may have been forgotten.
     """
 
     state_dict: dict[str, Any]
@@ -60,6 +61,7 @@ class DirectLoad:
     path: str
     requests: Mapping[ChecksummedFile, ReadRequests]
     left_out: Sequence[str]
+    unexpected: Sequence[str]
 
     def read(self, progress: Progress, *, verify: bool, weights_only: bool, warns: bool) -> None:
         """Fill the state dict.
@@ -102,14 +104,22 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
     try:
         leaves = _Leaves(state_dict)
         stored = _stored(source, held)
-        left = left_out(state_dict, leaves.tensors.keys() | leaves.others.keys(), stored)
+        asked = leaves.tensors.keys() | leaves.others.keys()
+        left = left_out(state_dict, asked, stored)
         if not leaves.containers.isdisjoint(left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
         with torch.no_grad():  # a DTensor's part is its own then, and no view of it
-            return DirectLoad(state_dict, source, path, _requests(leaves, stored), left)
+            return DirectLoad(state_dict, source, path, _requests(leaves, stored), left, unexpected(asked, stored))
     except (_NotPlain, CheckpointError) as error:
         logger.debug("%s is loaded by DCP: %s", path, error)
         return None
+
+
+def unexpected(asked: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Return the names that are ``known``, and not ``asked`` for, without what other ranks have of their own."""
+    others = set(known).difference(asked := set(asked))
+    per_rank = set(map(of_any_rank, asked)).difference(asked) if others else ()
+    return sorted(name for name in others if of_any_rank(name) not in per_rank)
 
 
 def left_out(state_dict: Mapping[str, Any], asked: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -186,7 +196,7 @@ class _Leaves:
                 if name in tensors or value.layout != torch.strided or value.is_meta or value.is_quantized:
                     raise _NotPlain(f"{name} is there twice, or no plain tensor")
                 tensors[name] = value
-            elif type(value) is DTensor and name not in tensors:
+            elif type(value) is DTensor and name not in tensors and not value.is_meta:
                 tensors[name] = value
             elif isinstance(value, torch.Tensor):
                 raise _NotPlain(f"{name} is no plain tensor")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import CheckpointError, located
 from asyncckpt.gc_pause import without_gc
@@ -28,6 +30,20 @@ from asyncckpt.worker.storage import absolute, storage_for
 _LONG_S = 3.0
 
 
+class Filled(NamedTuple):
+    """The result of a load on this rank. With a planner of the caller's no names are known.
+
+    Attributes:
+        nbytes: The bytes that were read; 0 for a checkpoint of stock DCP.
+        missing: The names of values that the checkpoint does not have, and that stayed as they were (``strict=False``).
+        unexpected: The names of values that the checkpoint has, and the state dict has not.
+    """
+
+    nbytes: int = 0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
 @without_gc
 def load(
     state_dict: dict[str, Any],
@@ -41,12 +57,13 @@ def load(
     source: Source | None = None,
     progress: bool = False,
     warns: bool = True,
+    strict: bool = True,
     on_loaded: Callable[[Source | None], object] = lambda source: None,
-) -> int:
+) -> Filled:
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
     Tensors are filled where they are, other values are replaced, ``Stateful`` values at any depth are given their
-    state. Keys that only the checkpoint has are left alone. Stock DCP's are read, too. Returns the bytes read of ours.
+    state. Keys that only the checkpoint has are left alone. Stock DCP's are read, too.
 
     Args:
         state_dict: What to load; its tensors have the shapes to fill.
@@ -56,13 +73,19 @@ def load(
         weights_only: No value may run code while it is unpickled, see ``unpickle.py``.
         process_group, no_dist: The ranks that load; None: all of the job; or this one alone. Errors are raised on all.
         progress, warns: Show a bar on the terminal; say that values were not asked for, as of a fresh optimizer.
+        strict: Raise if the checkpoint lacks a value. Without, the value stays as it is.
         on_loaded: Told of the source, while what was opened of it is open; None: it is stock DCP's.
 
     Raises:
         CheckpointNotFoundError, StorageError, DamagedCheckpointError: There is none, it cannot be read, or is damaged.
+        ValueError: ``strict=False`` with a ``planner``, which alone decides that.
         MismatchError: The checkpoint lacks a key, or has another shape, or a dtype that the tensor's cannot hold.
         UntrustedValueError, CheckpointError: A value could run code, or fails to unpickle; or ``planner`` raises.
     """
+    if planner is not None and not strict:
+        raise ValueError(
+            "strict=False is for loads without a planner: DefaultLoadPlanner(allow_partial_load=True) is one"
+        )
     path, ranks = absolute(path), False if no_dist else process_group
     per_rank = per_rank_values(state_dict)
     with contextlib.ExitStack() as held, _as_ours(path, ranks):
@@ -70,15 +93,28 @@ def load(
         source = source or on_all(partial(_open, path, held), ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
         states = _states(state_dict, per_rank, open_reader, held, ranks)
+        increment_version(list(_dtensors(states)))
         if planner is None and (direct := _drafted_by_all(states, source, path, held, ranks)) is not None:
-            on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns), ranks)
+            on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns and strict), ranks)
+            names: tuple[Iterable[str], Iterable[str]] = (), direct.unexpected
         else:
             reader = on_all(open_reader, ranks)
-            planner = planner or CheckingPlanner(path, weights_only=weights_only, warns=warns)
+            checking = CheckingPlanner(path, weights_only=weights_only, warns=warns and strict, strict=strict)
+            planner = planner or checking
             load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
+            names = checking.missing, checking.unexpected
         on_loaded(source)
     give_states(state_dict, states)
-    return bar.nbytes
+    return Filled(bar.nbytes, *map(tuple, names))
+
+
+def _dtensors(container: Any) -> Iterator[DTensor]:
+    """Yield the DTensors of a state. A load writes to their parts, and autograd has to learn that the wholes change."""
+    for value in container.values() if isinstance(container, Mapping) else container:
+        if isinstance(value, DTensor):
+            yield value
+        elif isinstance(value, Mapping | list) and dist.is_initialized():
+            yield from _dtensors(value)
 
 
 def _drafted_by_all(

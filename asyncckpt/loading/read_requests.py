@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
@@ -12,10 +13,12 @@ from operator import add, ge
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from asyncckpt.devices.captures import is_capturing
 from asyncckpt.devices.kinds import kind_of
 from asyncckpt.errors import CheckpointError, MismatchError
+from asyncckpt.loading.conversion import copy_converted
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.device_buffers import ALIGNMENT, DeviceBuffer, DeviceBuffers
 from asyncckpt.planning.forms import plain_addresses
@@ -38,15 +41,20 @@ class BoxCopy(NamedTuple):
     item: Item
     lengths: Sequence[int]
 
-    def fill(self, data: memoryview) -> None:
-        """Copy ``data``, the bytes of the box, into the tensor. Raises ``MismatchError`` if it cannot hold them."""
+    def fill(self, data: memoryview) -> int:
+        """Copy ``data``, the bytes of the box, into the tensor. Return how many values are out of its range.
+
+        Raises ``MismatchError`` if it cannot hold them.
+        """
         if data:
             source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_named(self.item.dtype))
             try:
                 with torch.no_grad():
-                    self.tensor.copy_(source.as_strided(tuple(self.lengths), contiguous_strides(self.item.shape)))
+                    source = source.as_strided(tuple(self.lengths), contiguous_strides(self.item.shape))
+                    return copy_converted(self.tensor, source)
             except RuntimeError as error:
                 raise MismatchError(f"{self.item.name!r} cannot be filled: {error}") from error
+        return 0
 
 
 class DeviceFill(NamedTuple):
@@ -67,6 +75,9 @@ class ReadRequests:
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._addresses: list[int] = []  # 0: collected, or empty
+        self._filled: list[torch.Tensor] = []  # those that stand at the others
+        self.out_of_range: Counter[str] = Counter()
+        """How many values of each stored tensor the tensor that was filled cannot hold."""
         self._collected: dict[int, Any] = {}  # by the number of the row: what it becomes, or the key of an object
 
     def rows(self, tensors: Sequence[torch.Tensor], items: Sequence[Item]) -> bool:
@@ -88,6 +99,7 @@ class ReadRequests:
         self._begins += begins
         self._ends += map(add, begins, sizes)
         self._addresses += addresses
+        self._filled += tensors
         return True
 
     def whole(self, tensor: torch.Tensor, item: Item) -> None:
@@ -154,6 +166,7 @@ class ReadRequests:
         becoming = (each for each in self._collected.values() if isinstance(each, DeviceFill | BoxCopy))
         if is_capturing() and not all(each.tensor.is_cpu for each in becoming):
             raise CheckpointError("a graph is being captured on this stream, and each replay would load: load before")
+        increment_version(self._filled)
         # What must be collected first is read a batch at a time, to bound that memory.
         for rows in self._batches():
             yield from self._read_batch(rows, file, pool, buffers, progress, verify)
@@ -180,7 +193,8 @@ class ReadRequests:
             buffer.send(to_devices)
         for becomes, data in collected:
             if isinstance(becomes, BoxCopy):
-                becomes.fill(data)
+                if out_of_range := becomes.fill(data):
+                    self.out_of_range[becomes.item.name] += out_of_range
             else:
                 yield becomes, data
 
@@ -188,6 +202,7 @@ class ReadRequests:
         """Have the bytes of ``item`` from ``begin`` on become the elements of a plain tensor, in a row."""
         if tensor.is_cpu:
             self._add(begin, nbytes, tensor.data_ptr())
+            self._filled.append(tensor)
             return
         flat, size = tensor.detach().view(-1), tensor.itemsize
         while len(flat):
@@ -273,19 +288,6 @@ def dtype_named(name: str) -> torch.dtype:
     """The dtype that an index calls ``name``."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-_INTEGERS = frozenset(
-    {*(torch.int8, torch.int16, torch.int32, torch.int64), *(torch.uint8, torch.uint16, torch.uint32, torch.uint64)}
-)
-
-
-def is_lossy(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a conversion loses more than digits: floats to integers, complex to real, integers out of range."""
-    if stored in _INTEGERS and wanted in _INTEGERS:
-        has, takes = torch.iinfo(stored), torch.iinfo(wanted)
-        return has.min < takes.min or has.max > takes.max
-    return not torch.can_cast(stored, wanted)
 
 
 def has_room(tensor: torch.Tensor) -> bool:

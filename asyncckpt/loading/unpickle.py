@@ -7,6 +7,7 @@ With ``weights_only`` DCP's ``.metadata`` may name only what DCP itself writes t
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import pickle
 import threading
@@ -18,6 +19,7 @@ from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError, UntrustedValueError
 
@@ -47,8 +49,28 @@ _METADATA_GLOBALS = frozenset(
         ("pathlib._local", "PosixPath"),
     }
 )
+
+
+class _MemberOfEnum:
+    """Stands for ``getattr`` in the pickle of an enum member, as Python 3.11.0 to 3.11.3 writes it.
+
+    An instance has no attributes, so a pickle cannot change this one.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, kind: Any, name: Any) -> Any:
+        """Return the member ``name`` of the enum ``kind``. Raise ``_NotAllowed`` for any other use of ``getattr``."""
+        if not (isinstance(kind, enum.EnumMeta) and type(name) is str and name in kind.__members__):
+            raise _NotAllowed("it calls builtins.getattr, and not for the member of an enum")
+        return kind.__members__[name]
+
+
+_member_of_enum = _MemberOfEnum()
+
 # Constants of Python that torch does not know to be harmless, and bytes that are read like a file.
 _HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice, io.BytesIO]
+_HARMLESS.append((_member_of_enum, "builtins.getattr"))
 
 
 class _Harmless:
@@ -129,13 +151,29 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, d
         UntrustedValueError: It names something that could run code.
         CheckpointError: It fails to unpickle: what it names is not there any more, or its own code raises.
     """
+    begin = file.tell()
     try:
         with harmless.allowed():
             return torch.load(file, map_location=device, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        raise untrusted(repr(name), error, path) from error
+        file.seek(begin)
+        try:
+            return _without_names(file)
+        except Exception:  # it is no such value: torch has said what it is
+            raise untrusted(repr(name), error, path) from error
     except Exception as error:  # the value's own code runs
         raise CheckpointError(f"{name!r} fails to unpickle: {type(error).__name__}: {error}", path=path) from error
+
+
+def _without_names(file: io.BytesIO) -> Any:
+    """Unpickle a value that names no class and no function, and so cannot run code.
+
+    Of a pickle's steps torch knows only some: none for an integer of more than 2,040 bits.
+    """
+    magic, protocol, _, value, storages = (_NamelessUnpickler(file).load() for _ in range(5))
+    if (magic, protocol, storages) != (MAGIC_NUMBER, PROTOCOL_VERSION, []):
+        raise _NotAllowed("it is not in the older form of torch.save, or has tensors")
+    return value
 
 
 def _restore(classes: list[type], before: list[dict[str, Any]]) -> None:
@@ -158,8 +196,15 @@ class _NotAllowed(pickle.UnpicklingError):
     pass
 
 
+class _NamelessUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise _NotAllowed(f"it names {module}.{name}")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of_enum
         if (module, name) in _METADATA_GLOBALS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.memory_format)):

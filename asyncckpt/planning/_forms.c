@@ -33,8 +33,18 @@ extern int PyObject_HasAttr(void *object, void *name);
    storage; 0: it is not known. */
 static int implementation_word, storage_word;
 
-void asyncckpt_fetch_by(int implementation, int storage) {
+/* The word of what torch describes a tensor by, and its bits that say that the values are the negatives or the conjugates
+   of the bytes; no bits: they are not known. */
+static int lazy_word;
+static uint64_t lazy_bits;
+
+void asyncckpt_learn(int implementation, int storage, int lazy, uint64_t bits) {
     implementation_word = implementation, storage_word = storage;
+    lazy_word = lazy, lazy_bits = bits;
+}
+
+static inline int is_lazy(const char *tensor) {
+    return lazy_bits && (((uint64_t **)tensor)[implementation_word][lazy_word] & lazy_bits) != 0;
 }
 
 static inline void fetch_ahead(void *list, ptrdiff_t i, ptrdiff_t count) {
@@ -117,21 +127,18 @@ static inline int is_contiguous(const DLTensor *its) {
 }
 
 /* Writes the address of each tensor of a list to found, as long as they are the host's, if that is asked for, their
-   elements are in a row, and they have the forms expected, if any are. Returns how many these are before the first that is not; Python has an
-   exception then, if it could not be described. Notes in known, two words for each, which object it is, and its address,
-   and in is_new whether that was not noted before. */
+   elements are in a row, they are not known to be lazy, and they have the forms expected, if any are. Returns how many
+   these are before the first that is not; Python has an exception then, if it could not be described. */
 ptrdiff_t asyncckpt_addresses(Describe describe, void *list, ptrdiff_t count, const int64_t *expected, uint64_t *found,
-                              uint64_t *known, uint8_t *is_new, int on_host) {
-    for (ptrdiff_t i = 0; i < count; i++, known += 2) {
+                              int on_host) {
+    for (ptrdiff_t i = 0; i < count; i++) {
         DLTensor its;
-        uint64_t object = (uintptr_t)describe_next(describe, list, i, count, &its);
-        if (!object || (on_host && its.device_type != HOST) || !is_contiguous(&its))
+        void *tensor = describe_next(describe, list, i, count, &its);
+        if (!tensor || (on_host && its.device_type != HOST) || !is_contiguous(&its) || is_lazy(tensor))
             return i;
         if (expected && !(expected = compare(&its, expected)))
             return i;
-        uint64_t address = (uintptr_t)its.data + its.byte_offset;
-        is_new[i] = known[0] != object || known[1] != address;
-        known[0] = object, known[1] = found[i] = address;
+        found[i] = (uintptr_t)its.data + its.byte_offset;
     }
     return count;
 }

@@ -15,11 +15,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.forms import has_shards
+from asyncckpt.planning.forms import has_shards, is_partial
 from asyncckpt.planning.plan import StateDict
 
 # Who decides what comes of it: to be counted up where we plan, or describe a plan, in another way.
 PLANNED_BY = (1, *torch.__version__.split(".")[:2])
+
+# torch 2.14 and later.
+_KNOWS_PARTS = hasattr(checkpoint, "CheckpointableTensor")
 
 
 def flat_names(state_dict: StateDict, planner: SavePlanner | None) -> frozenset[str]:
@@ -81,11 +84,14 @@ def is_sharded(value: object) -> bool:
 
 
 def check_shards(state: Mapping[str, Any]) -> None:
-    """Raise ``UnsavableStateError`` for a part of a larger tensor that this torch's DCP takes for a whole one."""
-    if hasattr(checkpoint, "CheckpointableTensor"):  # torch 2.14 and later
-        return
+    """Raise ``UnsavableStateError`` for a tensor that is a part of a larger one, in a way that DCP cannot save."""
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and has_shards(value):
+        if is_partial(value):
+            raise UnsavableStateError(
+                f"{name!r} is a DTensor placed as {list(value.placements)}: each rank has only a summand of its values;"
+                " redistribute it to Replicate() or Shard() first"
+            )
+        if isinstance(value, torch.Tensor) and has_shards(value) and not _KNOWS_PARTS:
             raise UnsavableStateError(
                 f"{name!r} says by its global_shape and global_offsets that it is a part of a larger tensor, and torch"
                 f" {torch.__version__} cannot save it as one; take torch 2.14 or later, a DTensor, or leave it out"

@@ -8,9 +8,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import compress, repeat
 from operator import attrgetter, eq
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncckpt.shm.compiled import compiled
 
@@ -30,6 +31,11 @@ def has_shards(value: object) -> bool:
     may be a plain tensor with attributes.
     """
     return all(map(hasattr, repeat(value), _SHARD_ATTRIBUTES))
+
+
+def is_partial(value: object) -> TypeGuard[DTensor]:
+    """Return True for a DTensor with a ``Partial`` placement: each rank has only a summand of its values."""
+    return isinstance(value, DTensor) and any(each.is_partial() for each in value.placements)
 
 
 def shards_in(values: Sequence[object]) -> list[int]:
@@ -82,62 +88,47 @@ class Forms:
         return done == len(tensors)
 
 
-class PlainAddresses:
-    """Where tensors are of which the values are their bytes, call for call.
+def plain_addresses(
+    tensors: Sequence[torch.Tensor],
+    forms: Sequence[PlainForm] | None = None,
+    *,
+    on_host: bool = True,
+    may_be_conjugate: bool = True,
+) -> array[int] | None:
+    """Return where the bytes of plain tensors begin: 0.05 us each.
 
-    That takes 0.05 us a tensor. To ask a tensor whether its values are the negatives of its bytes takes 0.1, and more
-    where other threads want Python's lock: torch lets go of it for that. So those are not asked again that were asked
-    in the call before, the same objects at the same addresses; but for single numbers, as a view of an imaginary part
-    (``x.conj().imag``) that has more does not have them in a row, and for complex ones.
-    """
-
-    def __init__(self, sizes: Sequence[int], *, may_be_conjugate: bool = False, on_host: bool = True) -> None:
-        """Know of none yet.
-
-        Args:
-            sizes: How many elements each has.
-            may_be_conjugate: One may be complex.
-            on_host: Whether they have to be there; else they may be on any device.
-        """
-        self._count = len(sizes)
-        self._singles = [number for number, size in enumerate(sizes) if size == 1]
-        self._may_be_conjugate, self._on_host = may_be_conjugate, on_host
-        self._known = array("Q", bytes(16 * self._count))  # of each the object, and its address
-        self._are_plain = False
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> array[int] | None:
-        """Where the bytes of ``tensors`` begin; None where one is not on the host, or its elements are not in a row, or
-        not its bytes.
-
-        Raises ``ValueError`` if there are more or less of them.
-        """
-        if len(tensors) != self._count:
-            raise ValueError(f"there are {len(tensors)} tensors, and not {self._count}")
-        were_plain, self._are_plain = self._are_plain, False  # should this be interrupted
-        found, are_new = _located(tensors, None, self._known, on_host=self._on_host)
-        if found is None:
-            return None
-        asked = tensors
-        if were_plain and not self._may_be_conjugate:
-            asked = [*compress(tensors, are_new), *(tensors[number] for number in self._singles)]
-        self._are_plain = are_plain(asked, may_be_conjugate=self._may_be_conjugate)
-        return found if self._are_plain else None
-
-
-def plain_addresses(tensors: Sequence[torch.Tensor], forms: Sequence[PlainForm]) -> array[int] | None:
-    """Where plain tensors are.
+    To ask a tensor whether its values are the negatives of its bytes takes 0.1 us, and more if other threads want
+    Python's lock, because torch lets go of it for that. So the compiled code looks at torch's bits for that.
 
     Args:
         tensors: They are strided, on any device.
-        forms: What dtype and shape each is to have; those that have the same share one tuple.
+        forms: What dtype and shape each is to have; those that have the same share one tuple. None: any.
+        on_host: Whether they have to be there.
+        may_be_conjugate: One may be complex.
 
     Returns:
-        Where the bytes of each begin; None where one has another form, is not on the host, or has no elements in a row,
-        or not its bytes.
+        The addresses; None if a tensor has another form, is not on the host, has no elements in a row, or has other
+        values than its bytes.
     """
-    found, _ = _located(tensors, forms, array("Q", bytes(16 * len(tensors))), on_host=True)
-    may_be_conjugate = any(dtype.is_complex for dtype, _ in _distinct(forms).values())
-    return found if found is not None and are_plain(tensors, may_be_conjugate=may_be_conjugate) else None
+    its = tensors if isinstance(tensors, list) else list(tensors)
+    if (exchange := _exchange()) is not None:
+        found = array("Q", bytes(8 * len(its)))
+        try:
+            expected = None if forms is None else _as_described(forms)
+            where = [None if each is None else each.buffer_info()[0] for each in (expected, found)]
+            done = exchange.addresses(exchange.describe, its, len(its), *where, on_host)
+        except Exception:  # of a dtype that DLPack does not know
+            done = -1
+        if 0 <= done < len(its):
+            return None
+        if done >= 0 and exchange.sees_lazy:
+            return found
+    is_as_asked = all(map(torch.Tensor.is_contiguous, its)) and are_plain(its, may_be_conjugate=may_be_conjugate)
+    if on_host:
+        is_as_asked = is_as_asked and all(map(attrgetter("is_cpu"), its))
+    if not is_as_asked or not (forms is None or all(map(eq, map(_dense_form, its), forms))):
+        return None
+    return array("Q", map(torch.Tensor.data_ptr, its))
 
 
 def are_plain(tensors: Sequence[torch.Tensor], *, may_be_conjugate: bool) -> bool:
@@ -147,39 +138,17 @@ def are_plain(tensors: Sequence[torch.Tensor], *, may_be_conjugate: bool) -> boo
     return not (may_be_conjugate and any(map(torch.Tensor.is_conj, tensors)))
 
 
-def _located(
-    tensors: Sequence[torch.Tensor], forms: Sequence[PlainForm] | None, known: array[int], *, on_host: bool
-) -> tuple[array[int] | None, Sequence[int]]:
-    """The addresses, if all have their elements in a row, and are on the host and of these ``forms``, if that is asked
-    for; and for each whether it is another than ``known``, where that is noted.
-    """
-    are_new = bytearray(b"\1") * len(tensors)
-    if (exchange := _exchange()) is not None:
-        found, flags = array("Q", bytes(8 * len(tensors))), (ctypes.c_uint8 * len(tensors)).from_buffer(are_new)
-        its = tensors if isinstance(tensors, list) else list(tensors)
-        try:
-            expected = None if forms is None else _as_described(forms)
-            where = [None if each is None else each.buffer_info()[0] for each in (expected, found, known)]
-            done = exchange.addresses(exchange.describe, its, len(its), *where, ctypes.addressof(flags), on_host)
-        except Exception:  # of a dtype that DLPack does not know
-            done = -1
-        if done >= 0:
-            return found if done == len(its) else None, are_new
-    is_plain = all(map(torch.Tensor.is_contiguous, tensors))
-    if on_host:
-        is_plain = is_plain and all(map(attrgetter("is_cpu"), tensors))
-    if not is_plain or not (forms is None or all(map(eq, map(_dense_form, tensors), forms))):
-        return None, are_new
-    return array("Q", map(torch.Tensor.data_ptr, tensors)), are_new
-
-
 class _Exchange(NamedTuple):
-    """``forms``, ``compared``, ``addresses``: of ``_forms.c``; ``describe``: the address of torch's own function."""
+    """``forms``, ``compared``, ``addresses``: of ``_forms.c``; ``describe``: the address of torch's own function.
+
+    ``sees_lazy``: ``addresses`` sees tensors with values that are not their bytes.
+    """
 
     forms: Callable[..., int]
     compared: Callable[..., int]
     addresses: Callable[..., int]
     describe: int
+    sees_lazy: bool
 
 
 class _Header(ctypes.Structure):
@@ -210,9 +179,12 @@ def _exchange() -> _Exchange | None:
     forms.restype = compared.restype = addresses.restype = ctypes.c_ssize_t
     forms.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_ssize_t, ctypes.c_void_p]
     compared.argtypes = [*forms.argtypes, ctypes.py_object, *[ctypes.c_void_p] * 2]
-    addresses.argtypes = [*forms.argtypes, *[ctypes.c_void_p] * 3, ctypes.c_int]
-    library.asyncckpt_fetch_by(*_words())
-    return _Exchange(forms, compared, addresses, header.describe)
+    addresses.argtypes = [*forms.argtypes, ctypes.c_void_p, ctypes.c_int]
+    library.asyncckpt_learn.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    implementation, storage = _words()
+    lazy_word, lazy_bits = _lazy_bits() if implementation else (0, 0)
+    library.asyncckpt_learn(implementation, storage, lazy_word, lazy_bits)
+    return _Exchange(forms, compared, addresses, header.describe, sees_lazy=lazy_bits != 0)
 
 
 def _words() -> tuple[int, int]:
@@ -229,6 +201,37 @@ def _words() -> tuple[int, int]:
 def _word_of(wanted: int, address: int, count: int) -> int:
     words = (ctypes.c_uint64 * count).from_address(address)
     return next((number for number, word in enumerate(words) if word == wanted), 0)
+
+
+def _lazy_bits() -> tuple[int, int]:
+    """Return a word of torch's own object, and its bits for values that are the negatives or conjugates of the bytes.
+
+    Both are 0 if they were not found.
+
+    The word is the one in which exactly one bit is set by conjugating each of several tensors, and one in their
+    imaginary parts.
+    """
+    zeros = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in (1, (2, 3), 0) for dtype in _SAMPLES]
+    conjugate = [_bits_between(each, each.conj()) for each in zeros]
+    negative = [_bits_between(each.imag, each.conj().imag) for each in zeros]
+    bits = [set.intersection(*each) for each in (negative, conjugate)]
+    if {*map(len, bits)} != {1}:
+        return 0, 0
+    (one,), (other,) = bits
+    return (one[0], one[1] | other[1]) if one[0] == other[0] else (0, 0)
+
+
+_SAMPLES = (torch.complex64, torch.complex128)
+
+
+def _bits_between(tensor: torch.Tensor, lazy: torch.Tensor) -> set[tuple[int, int]]:
+    """Return the words, with their numbers, in which only one bit is set in ``lazy`` that is not in ``tensor``."""
+    one, other = ((ctypes.c_uint64 * _WORDS).from_address(each._cdata) for each in (tensor, lazy))
+    changed = ((number, was ^ now) for number, (was, now) in enumerate(zip(one, other, strict=True)) if not was & ~now)
+    return {(number, bit) for number, bit in changed if bit.bit_count() == 1}
+
+
+_WORDS = 24  # of torch's own object, which has some more
 
 
 def _described(tensors: list[torch.Tensor]) -> array[int] | None:

@@ -11,19 +11,21 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
+from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from asyncckpt.worker.manifest import data_name
 
@@ -65,7 +67,7 @@ def pickle_metadata(metadata: Metadata) -> bytes:
     buffer = io.BytesIO()
     # The last protocol without frames: the worker puts other steps in the place of the last one.
     pickler = pickle.Pickler(buffer, protocol=3)
-    pickler.dispatch_table = copyreg.dispatch_table | repeated.reducers | {TensorProperties: _reduce_properties}
+    pickler.dispatch_table = copyreg.dispatch_table | repeated.reducers | _REDUCERS
     known = {field.name for field in fields(metadata)}
     others = [value for name, value in vars(metadata).items() if name not in known]  # as Megatron-LM has
     pickler.dump([*_examples(metadata), *repeated.values, *others])
@@ -138,3 +140,15 @@ def _examples(metadata: Metadata) -> list[Any]:
 def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
     state = properties.__getstate__()[:_PROPERTIES]  # type: ignore[no-untyped-call]
     return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
+
+
+def _reduce_enum(member: Enum) -> tuple[Any, ...]:
+    return type(member), (member.value,)
+
+
+# Python 3.11.0 to 3.11.3 would pickle a member of an enum as a call of ``getattr``, which a careful reader refuses.
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
+    TensorProperties: _reduce_properties,
+    _MEM_FORMAT_ENCODING: _reduce_enum,
+    WriteItemType: _reduce_enum,
+}

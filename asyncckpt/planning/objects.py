@@ -1,9 +1,10 @@
 """Small values beside the tensors: step counters, learning rates, names, and whatever else pickles.
 
-DCP pickles each of them on every save. Here a value that is what it was is not pickled again. More bytes are reserved
-for each in the image than it takes, filled up with zeros, so that a changed value moves no other byte. The pickle is
-``torch.save``'s older form, which ``torch.load`` reads just the same, and without a look at the zeros behind it (a zip
-would have to end with its directory).
+DCP pickles each of them on every save. Here a value that has not changed is not pickled again. More bytes are reserved
+for each in the image than it takes, filled up with zeros, so that a changed value moves no other byte. A pickle has
+``torch.save``'s older form, which ``torch.load`` reads without a look at the zeros behind it. In that form, however, a
+tensor has no values yet when the object around it is unpickled. So an object that holds a tensor is an archive, with
+the zeros before its directory.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.planning.forms import has_shards
 from asyncckpt.planning.layout import Place
+from asyncckpt.planning.per_rank import of_any_rank
 from asyncckpt.planning.structure import StructureChanged, is_leaf
-from asyncckpt.worker.archive import LOCAL_MAGIC
-
-# The longest comment that a zip can end with.
-_COMMENT_BYTES = 0xFFFF
+from asyncckpt.worker.archive import is_archive, stretched
 
 _EXACT = frozenset({int, bool, str, bytes, type(None)})
 """Where values of these types are equal, and of one type, they are the same."""
@@ -31,26 +32,9 @@ _SCALARS = _EXACT | {float}
 class Raw(bytes):
     """Bytes that a user's own planner made; they are stored as they are.
 
-    For a zip, as ``torch.save`` makes it and Megatron-LM's planner hands it over, more is reserved than it takes: what
-    is left becomes the zip's comment. For any others exactly their own length is reserved.
+    More room is reserved for an archive, as ``torch.save`` makes it and Megatron-LM's planner hands it over. For any
+    others exactly their own length is reserved.
     """
-
-    def _is_zip(self) -> bool:
-        return self.startswith(LOCAL_MAGIC) and self[-22:-18] == b"PK\5\6" and self[-2:] == b"\0\0"
-
-    def reserve(self) -> int:
-        """How many bytes to reserve."""
-        return len(self) + min(_COMMENT_BYTES, max(1024, len(self))) if self._is_zip() else len(self)
-
-    def fits(self, reserved: int) -> bool:
-        """Whether they can fill ``reserved`` bytes."""
-        unused = reserved - len(self)
-        return unused == 0 or (0 < unused <= _COMMENT_BYTES and self._is_zip())
-
-    def filled(self, reserved: int) -> bytes:
-        """They, and what fills up ``reserved`` bytes."""
-        unused = reserved - len(self)
-        return self[:-2] + unused.to_bytes(2, "little") + bytes(unused) if unused else self
 
 
 def _is_constant(value: object) -> bool:
@@ -81,9 +65,16 @@ def _pickled(name: str, value: object) -> bytes:
 
 
 def _saved(name: str, value: object) -> bytes:
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer, _use_new_zipfile_serialization=False)
+        pickler = _Pickler(buffer := io.BytesIO(), _PROTOCOL)
+        pickler.dump(value)
+        if pickler.parts and of_any_rank(name) == name:
+            raise _part_refused(name, value, pickler.parts[0])
+        if not pickler.has_storages:
+            return _BEFORE + buffer.getvalue() + _AFTER
+        torch.save(value, buffer := io.BytesIO())
+    except UnsavableStateError:
+        raise
     except Exception as error:  # whatever the value's own code raises
         raise UnsavableStateError(
             f"the value of {name!r}, a {type(value).__qualname__}, cannot be pickled: {type(error).__name__}: {error};"
@@ -92,15 +83,81 @@ def _saved(name: str, value: object) -> bytes:
     return buffer.getvalue()
 
 
-# What torch.save puts around the pickle of a value without tensors, ten times as slowly.
+class _Pickler(pickle.Pickler):
+    """Notes whether the value holds the storage of a tensor, and which of its tensors are parts of larger ones."""
+
+    has_storages = False
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.parts: list[torch.Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and _is_part(value):
+            self.parts.append(value)
+        if isinstance(value, torch.storage.TypedStorage) or torch.is_storage(value):
+            self.has_storages = True
+            return "storage"
+        return None
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether this rank has only a part of a tensor, or a summand of it."""
+    if isinstance(tensor, DTensor):
+        placed = enumerate(tensor.placements)
+        return any(not each.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, each in placed)
+    return has_shards(tensor) or hasattr(tensor, "local_shards")
+
+
+def _part_refused(name: str, value: object, part: torch.Tensor) -> UnsavableStateError:
+    placed = f" placed as {list(part.placements)}" if isinstance(part, DTensor) else ""
+    return UnsavableStateError(
+        f"the value of {name!r}, a {type(value).__qualname__}, holds a {type(part).__qualname__}{placed}, and this rank"
+        " has only a part of that: all ranks would load the part of one; put such a tensor into the dicts and lists of"
+        " the state dict itself, or save its full_tensor()"
+    )
+
+
+def _check_unpickles(name: str, value: object, data: bytes) -> None:
+    """Raise ``UnsavableStateError`` if ``data``, the pickle of a value, cannot be unpickled.
+
+    First its tensors go to the host, to spare the memory of devices. Some objects can only be made on their device.
+    """
+    for device in ("cpu", None):
+        try:
+            torch.load(io.BytesIO(data), map_location=device, weights_only=False)
+            return
+        except Exception as error:  # whatever the value's own code raises
+            cause = error
+    raise UnsavableStateError(
+        f"the value of {name!r}, a {type(value).__qualname__}, pickles, but could not be loaded again:"
+        f" {type(cause).__name__}: {cause}; leave it out of the state dict, or mend its __reduce__ or __setstate__"
+    ) from cause
+
+
+def _around(pickled: bytes) -> tuple[bytes, bytes]:
+    """Return the bytes that ``torch.save`` puts before and behind the pickle of a value without tensors.
+
+    ``pickled`` is the pickle of a text.
+    """
+    torch.save(pickle.loads(pickled), buffer := io.BytesIO(), _use_new_zipfile_serialization=False)
+    before, after = buffer.getvalue().split(pickled)
+    return before, after
+
+
 _PROTOCOL = 2
-_BEFORE, _AFTER = _saved("", "asyncckpt").split(pickle.dumps("asyncckpt", protocol=_PROTOCOL))
+_BEFORE, _AFTER = _around(pickle.dumps("asyncckpt", protocol=_PROTOCOL))
 _NONE = _pickled("None", None)
 
 
 def bytes_to_reserve(nbytes: int) -> int:
     """How many bytes to reserve for an object that takes ``nbytes`` now."""
     return -(-(nbytes + max(64, nbytes // 4)) // 64) * 64
+
+
+def _has_fixed_size(data: bytes) -> bool:
+    """Return True for bytes of a planner in a form that is not known here, so that no zeros can be added to them."""
+    return isinstance(data, Raw) and not is_archive(data)
 
 
 class StoredObjects:
@@ -115,24 +172,28 @@ class StoredObjects:
             reserved: The bytes to reserve for each; None: as they need it.
 
         Raises:
-            UnsavableStateError: One does not pickle.
+            UnsavableStateError: One does not pickle, or cannot be unpickled.
             StructureChanged: One does not fit what is to be reserved for it.
         """
         self._names = names
         self._known = list(map(_kept, values))
         self._bytes = list(map(_pickled, names, values))
-        needed = [data.reserve() if isinstance(data, Raw) else bytes_to_reserve(len(data)) for data in self._bytes]
+        needed = [len(data) if _has_fixed_size(data) else bytes_to_reserve(len(data)) for data in self._bytes]
         self.reserved = needed if reserved is None else reserved
         """The bytes reserved for each."""
         for name, data, room in zip(names, self._bytes, self.reserved, strict=True):
             _check_fits(name, data, room)
+        # Of each object the type that was last unpickled again.
+        self._checked: list[type | None] = [None] * len(values)
+        for number, value in enumerate(values):
+            self._check(number, value, self._bytes[number])
         # For each slot that was written to, the numbers of the objects that have changed since.
         self._stale: dict[int, set[int]] = {}
 
     def own_pickles(self) -> Iterator[tuple[str, bytes]]:
         """The names and the bytes of those that pickled by code of their own, as classes and arrays do."""
-        for name, data, known in zip(self._names, self._bytes, self._known, strict=True):
-            if known is None and not isinstance(data, Raw) and data != _NONE:
+        for name, kind, data in zip(self._names, self._checked, self._bytes, strict=True):
+            if kind is not None:
                 yield name, data
 
     def forget_slots(self) -> None:
@@ -143,7 +204,7 @@ class StoredObjects:
         """Take the ``values`` of a new save, pickling those that changed.
 
         Raises ``StructureChanged`` if one no longer fits the bytes reserved for it or is no longer a leaf,
-        ``UnsavableStateError`` if one does not pickle; then nothing is taken.
+        ``UnsavableStateError`` as ``__init__``; then nothing is taken.
         """
         changed: list[tuple[int, Any, bytes]] = []
         for number, (new, known) in enumerate(zip(values, self._known, strict=True)):
@@ -156,6 +217,7 @@ class StoredObjects:
             elif not is_leaf(new):
                 raise StructureChanged(f"{self._names[number]} is now a {type(new).__name__} with tensors or a mapping")
             data = _pickled(self._names[number], new)
+            self._check(number, new, data)
             if data != self._bytes[number]:
                 _check_fits(self._names[number], data, self.reserved[number])
                 changed.append((number, new, data))
@@ -166,6 +228,14 @@ class StoredObjects:
                 stale.add(number)
             self._bytes[number] = data
             self._known[number] = _kept(new)
+
+    def _check(self, number: int, value: Any, data: bytes) -> None:
+        """Unpickle ``data`` again, if the value pickles by code of its own, and is of another type than before."""
+        if value is None or isinstance(data, Raw) or _kept(value) is not None:
+            self._checked[number] = None
+        elif type(value) is not self._checked[number]:
+            _check_unpickles(self._names[number], value, data)
+            self._checked[number] = type(value)
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
         """Bring the objects in a slot up to what was last captured.
@@ -178,12 +248,12 @@ class StoredObjects:
         for number in self._stale.get(slot, range(len(self._bytes))):
             at, reserved, *_ = places[number]
             data = self._bytes[number]
-            image[at : at + reserved] = data.filled(reserved) if isinstance(data, Raw) else data.ljust(reserved, b"\0")
+            image[at : at + reserved] = stretched(data, reserved) if is_archive(data) else data.ljust(reserved, b"\0")
         self._stale[slot] = set()
 
 
 def _check_fits(name: str, data: bytes, reserved: int) -> None:
-    if not (data.fits(reserved) if isinstance(data, Raw) else len(data) <= reserved):
+    if len(data) > reserved or (len(data) < reserved and _has_fixed_size(data)):
         raise StructureChanged(f"{name} does not fit its {reserved} bytes")
 
 

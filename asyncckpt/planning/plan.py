@@ -29,6 +29,7 @@ from asyncckpt.planning.structure import (
     Structure,
     StructureChanged,
     has_no_bytes,
+    leaf_keys,
     picker,
     plain_part,
     stateful_types,
@@ -149,7 +150,10 @@ class FlatCapture:
         self._structure = Structure(state_dict, nested)
         leaves = self._structure.leaves(state_dict)
         if len(leaves) != len(flat) or any(one is not other for one, other in zip(leaves, flat.values(), strict=True)):
-            raise UnsavableStateError("DCP flattens this state dict in an order of its own: please report this")
+            # A mapping may make its values whenever it is asked for them. Then names alone tell the order.
+            keys = leaf_keys(state_dict) if nested else zip(state_dict)
+            if [".".join(map(str, each)) for each in keys] != list(map(str, flat)):
+                raise UnsavableStateError("DCP flattens this state dict in an order of its own: please report this")
         position = {name: number for number, name in enumerate(flat)}
         tensor_items, object_items = split_items(items)
         self.tensor_names = [item.index.fqn for item in tensor_items]

@@ -184,7 +184,8 @@ def give_states(container: Any, states: Any) -> None:
     if top or deep:
         _give_states(container, states, top | deep, deep)
     else:
-        container.update(states)
+        for key, value in states.items():  # update would go past a __setitem__ of a class of its own
+            container[key] = value
 
 
 def _give_states(container: Any, states: Any, kinds: Set[type], deep: Set[type]) -> None:

@@ -13,6 +13,7 @@ from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.progress import Progress
 from asyncckpt.report.indexed import IndexedCheckpoint
 from asyncckpt.report.stored_item import StoredItem, doubtful
+from asyncckpt.worker.archive import is_archive, stretched
 from asyncckpt.worker.storage.storage import FileIdentity
 
 if TYPE_CHECKING:
@@ -248,6 +249,9 @@ class _ToRead:
 
     def _is_same_object(self, name: str) -> bool:
         one, other = self._a.data(name), self._b.data(name)
+        if is_archive(one) and is_archive(other):
+            nbytes = max(len(one), len(other))
+            one, other = stretched(one, nbytes), stretched(other, nbytes)
         if one.rstrip(b"\0") == other.rstrip(b"\0"):
             return True
         if self._is_indexed:

@@ -15,7 +15,6 @@ stand from the beginning: in the other direction of the link, and by one call mo
 from __future__ import annotations
 
 import logging
-import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from itertools import compress
 import torch
 
 from asyncckpt.devices.kinds import DeviceEvent
-from asyncckpt.planning.forms import PlainAddresses
+from asyncckpt.planning.forms import plain_addresses
 from asyncckpt.planning.structure import picker
 from asyncckpt.staging.host_copy import SlotViews, check_addresses, checked_addresses
 
@@ -120,8 +119,7 @@ class _SameDtype:
         dtype = views.specs[numbers[0]].dtype
         self._integer = _INTEGERS[dtype.itemsize] if as_bits and dtype not in _COPIED_AS_THEY_ARE else None
         self._specs = [views.specs[number] for number in numbers]
-        sizes = [math.prod(spec.shape) for spec in self._specs]
-        self._addresses = PlainAddresses(sizes, may_be_conjugate=dtype.is_complex, on_host=False)
+        self._is_complex = dtype.is_complex
         self._were_at = array("Q")
         self._integers: list[torch.Tensor] = []  # of the tensors that were at these addresses; they own no memory
         self._into: list[torch.Tensor] = []
@@ -132,7 +130,7 @@ class _SameDtype:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked = self._pick(tensors)
-        addresses = self._addresses.of(picked)
+        addresses = plain_addresses(picked, on_host=False, may_be_conjugate=self._is_complex)
         if addresses is None:
             self._copy_odd(picked)
             return

@@ -7,7 +7,6 @@ What is not contiguous goes through ``Tensor.copy_``, which knows every layout.
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import os
 import threading
@@ -22,7 +21,7 @@ from typing import Protocol
 import torch
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.forms import PlainAddresses, are_plain
+from asyncckpt.planning.forms import are_plain, plain_addresses
 from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.memcpy import copy_many
@@ -140,8 +139,6 @@ class _ByteCopy:
         self._pick, self._numbers = picker(numbers), numbers
         self._specs = [views.specs[number] for number in numbers]
         self._is_complex = any(spec.dtype.is_complex for spec in self._specs)
-        sizes = [math.prod(spec.shape) for spec in self._specs]
-        self._addresses = PlainAddresses(sizes, may_be_conjugate=self._is_complex)
         self._views, self._offset = views, offset
         self._to = array("Q", map(offset.__add__, map(views.address, numbers)))
         self._sizes = array("Q", (place.payload_bytes for place in places))
@@ -150,7 +147,7 @@ class _ByteCopy:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked = self._pick(tensors)
-        addresses = self._addresses.of(picked)
+        addresses = plain_addresses(picked, may_be_conjugate=self._is_complex)
         if addresses is None:
             self._copy_each(picked, tensors)
             return

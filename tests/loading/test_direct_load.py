@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.states import same, zeros_like
+from support.ranks import run
+from support.states import same, stock_load, zeros_like
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
@@ -274,3 +278,61 @@ def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         checkpointer.load(into := zeros_like(state), memory=False)
         assert same(into, state) and checkpointer._engine._plans.stored is not None
     assert sorted(read) == [".metadata", "__0_0.index.json", "parsed"]
+
+
+def _backward_after_loads(root: str) -> list[str]:
+    """What is said of a backward pass for each kind of tensor, after a direct load, one by DCP, and one of stock's."""
+    mesh, said = init_device_mesh("cpu", (1,)), []
+    whole = torch.arange(1.0, 9.0)
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(1, {"w": whole}).result(60)
+    state_dict_saver.save({"w": whole}, checkpoint_id=f"{root}-stock")
+    for place, planner in ((path, None), (path, DefaultLoadPlanner()), (f"{root}-stock", None)):
+        for make in (
+            torch.zeros_like,
+            lambda its: torch.zeros(16)[::2],  # one that is no row of bytes
+            lambda its: distribute_tensor(torch.zeros_like(its), mesh, [Shard(0)]),
+        ):
+            weight = make(whole).requires_grad_()
+            loss = (weight * weight).sum()
+            reader.load({"w": weight}, place, planner=planner)
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+                said.append("nothing")
+            except RuntimeError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_load_is_a_change_for_autograd(tmp_path: Path, forkserver: None) -> None:
+    """As copy_ is: gradients would be those of other values."""
+    (found,) = run(1, _backward_after_loads, str(tmp_path / "root"), folder=tmp_path)
+    assert len(found) == 9 and all("modified by an inplace operation" in each for each in found), found
+
+
+class Watched(dict[str, Any]):
+    """A dict that notes what is set."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.seen: list[str] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.seen.append(key)
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_a_dict_of_a_class_of_its_own_is_told_of_what_is_set(root: Path, stateful: bool) -> None:
+    """As by DCP, but for what is Stateful."""
+    values = {"foo": {"t": torch.ones(3), "list": [1, 2]}, "step": 3} | ({"kept": Kept()} if stateful else {})
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(1, values).result(60)
+        state = Watched(foo=Watched(t=torch.zeros(3), list=[0, 0]), step=0, **({"kept": Kept()} if stateful else {}))
+        checkpointer.load(state)
+    assert sorted(state.seen) == ["foo", "step"] and state["foo"].seen == ["list"]
+    assert torch.equal(state["foo"]["t"], torch.ones(3)) and state["foo"]["list"] == [1, 2] and state["step"] == 3
+    stock = Watched(foo={"t": torch.zeros(3), "list": [0, 0]}, step=0)
+    stock_load(stock, path)
+    assert sorted(stock.seen) == ["foo", "step"]

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import script
+from support.states import same
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from asyncckpt import Checkpointer
+import asyncckpt
+from asyncckpt import Checkpointer, PerRank
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, MismatchError
 from asyncckpt.integrations.dcp import load as load_as_dcp
@@ -76,6 +78,82 @@ def test_of_names_that_are_missing_those_that_are_there_are_told(written: str, t
             state_dict_saver.save(state, checkpoint_id=place)
     with pytest.raises(MismatchError, match=r"has no 'model\.weight'.* has 'model\.module\.weight', which were not"):
         reader.load({"model": {"weight": torch.zeros(3)}}, str(place))
+
+
+class _Grown(torch.nn.Module):
+    """Of the layers that are stored one, and a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+
+
+@pytest.fixture(params=["ours", "stock"])
+def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The checkpoint of a model that has another layer."""
+    model = torch.nn.Module()
+    model.kept, model.old = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+    state = {"model": model, "optimizer": {"lr": 0.1}, "step": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (asyncckpt.save if request.param == "ours" else state_dict_saver.save)(state, checkpoint_id=tmp_path / "at")
+    return tmp_path / "at"
+
+
+def test_a_load_that_is_not_strict_leaves_what_is_missing_as_it_is(
+    trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = _Grown()
+    before = model.head.weight.detach().clone()
+    state = {"model": model, "more": {"a": [5]}, "step": 0}
+    with pytest.raises(MismatchError, match=r"no 'model\.head\..*strict=False"):
+        asyncckpt.load(state, checkpoint_id=trained)
+    caplog.clear()
+    found = asyncckpt.load(state, checkpoint_id=trained, strict=False)
+    assert sorted(found.missing) == ["model.head.bias", "model.head.weight", "more.a"]
+    assert found.unexpected == ("model.old.bias", "model.old.weight", "optimizer.lr")
+    assert torch.equal(model.kept.weight, torch.full((3, 3), 7.0)) and torch.equal(model.head.weight, before)
+    assert state["step"] == 1 and state["more"] == {"a": [5]} and "not loaded" not in caplog.text
+
+
+def test_a_load_that_is_not_strict_still_wants_shapes_that_fit(trained: Path) -> None:
+    with pytest.raises(MismatchError, match=r"'model\.kept\.weight' is"):
+        asyncckpt.load({"model": {"kept": {"weight": torch.zeros(2, 3)}, "x": 1}}, checkpoint_id=trained, strict=False)
+
+
+def test_all_that_is_not_asked_for_is_told(trained: Path) -> None:
+    """Also of a strict load, if nothing is missing."""
+    found = asyncckpt.load({"optimizer": {"lr": 0.0}}, checkpoint_id=trained)
+    names = [f"model.{layer}.{each}" for layer in ("kept", "old") for each in ("bias", "weight")]
+    assert found.missing == () and found.unexpected == (*names, "step")
+
+
+def test_of_a_name_at_the_top_that_is_missing_the_others_are_told(trained: Path) -> None:
+    with pytest.raises(MismatchError, match=r"no 'optim\.lr'.* has 'model', 'optimizer', which were not asked for"):
+        asyncckpt.load({"optim": {"lr": 0.0}, "step": 0}, checkpoint_id=trained)
+
+
+def test_a_planner_decides_what_may_be_missing(trained: Path) -> None:
+    with pytest.raises(ValueError, match="allow_partial_load"):
+        asyncckpt.load({"step": 0}, checkpoint_id=trained, planner=DefaultLoadPlanner(), strict=False)
+
+
+def test_a_checkpointer_tells_what_was_missing(root: Path) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(3), "mine": PerRank(1)}).result(60)
+        state: dict[str, Any] = {"a": torch.zeros(3), "b": torch.zeros(2), "mine": PerRank(0)}
+        assert checkpointer.load(state, strict=False) == 1
+        assert _names(checkpointer) == [("b",), ()]
+        assert torch.equal(state["a"], torch.ones(3)) and state["mine"].value == 1
+        checkpointer.load({"mine": PerRank(0)})
+        assert _names(checkpointer) == [(), ("a",)]
+
+
+def _names(checkpointer: Checkpointer) -> list[tuple[str, ...]]:
+    assert checkpointer.loaded is not None
+    return [checkpointer.loaded.missing, checkpointer.loaded.unexpected]
 
 
 @pytest.mark.parametrize("written", ["ours", "stock"])
@@ -156,6 +234,45 @@ def test_other_conversions_are_made_and_counted(written: str, numbers: Path, cap
     caplog.clear()
     reader.load({"int32": torch.zeros(6, dtype=torch.int32)}, str(numbers / written))
     assert "converted" not in caplog.text
+
+
+WIDE = {
+    "f64": torch.tensor([1.0, 1e39, -1e300, float("inf"), float("nan")], dtype=torch.float64),
+    "f32": torch.tensor([[1e6, -7e4, 65519.0], [65520.0, float("inf"), float("nan")]]),
+    "small": torch.tensor([464.0, -450.0, -3.0, 0.0, 2.0]),
+    "c64": torch.tensor([1e6 + 1j, 1 - 1e6j, 1 + 1j]),
+    "i64": torch.tensor([1 << 40, 7]),
+}
+OUT_OF_RANGE = [
+    *(("f64", "float32", 2), ("f64", "complex64", 2), ("f32", "float16", 3), ("f32", "bfloat16", 0)),
+    *(("f32", "float64", 0), ("f32", "float8_e5m2", 4), ("small", "float8_e4m3fn", 1), ("small", "float8_e8m0fnu", 2)),
+    *(("c64", "complex32", 2), ("i64", "float16", 1), ("i64", "float32", 0)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("written", ["ours", "stock"])
+def test_values_out_of_range_are_counted(
+    written: str, planned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Infinity that stays infinity is none, nor is a number that is rounded to the largest one."""
+    path = tmp_path / "at"
+    with Engine() as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if written == "ours":
+            engine.save(path, WIDE).result(60)
+        else:
+            state_dict_saver.save(dict(WIDE), checkpoint_id=path)
+    for name, wanted, count in OUT_OF_RANGE:
+        caplog.clear()
+        into = {name: torch.zeros(WIDE[name].shape, dtype=getattr(torch, wanted))}
+        reader.load(into, str(path), planner=DefaultLoadPlanner() if planned else None)
+        expected = torch.zeros_like(into[name]).copy_(WIDE[name])
+        assert same(into[name], expected), wanted
+        said = [record.getMessage() for record in caplog.records if "out of the range" in record.getMessage()]
+        assert len(said) == bool(count), wanted
+        assert all(f"{count} values of {path}" in each and f"'{name}' ({count})" in each for each in said)
 
 
 @pytest.mark.usefixtures("forkserver")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import os
 import pickle
@@ -16,12 +17,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.states import same, small_state, zeros_like
+from support.states import pickle_enums_as_early_3_11, same, small_state, zeros_like
 from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import asyncckpt
 from asyncckpt import cli
@@ -120,6 +122,7 @@ def test_a_value_runs_nothing(tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     with Engine() as engine:
         engine.save(tmp_path / "a", {"innocent": Attack(proof)}).result(60)
+    proof.rmdir()  # a save unpickles its own values again
     with pytest.raises(UntrustedValueError, match="'innocent'"):
         load({"innocent": None}, str(tmp_path / "a"))
     assert not proof.exists()
@@ -173,6 +176,8 @@ def test_nor_does_a_value_for_a_planner_of_dcps(written: Callable[..., Any], tmp
     """Which unpickles whatever it is given, and is how part of a checkpoint is loaded."""
     proof = tmp_path / "proof"
     written({"innocent": Attack(proof), "known": range(3), "w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    if proof.exists():
+        proof.rmdir()  # our save unpickles its own values again
     into: dict[str, Any] = {"innocent": None, "known": None, "w": torch.zeros(2), "more": torch.zeros(2)}
     planner = DefaultLoadPlanner(allow_partial_load=True)
     with pytest.raises(UntrustedValueError, match="'innocent'"):
@@ -237,6 +242,29 @@ def test_usual_states_are_harmless(root: Path) -> None:
     assert into["others"] == state["others"] and into["random"] == state["random"]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [1 << 2040, -(1 << 4000), [1, (2, 1 << 4000, "text")], {"a": 1 << 10_000}],
+    ids=["positive", "negative", "in a list", "in a dict"],
+)
+def test_large_integers_are_harmless(root: Path, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Torch itself refuses those of more than 2,040 bits."""
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"value": value}).result(60)
+        checkpointer.load(into := zeros_like({"value": value}))
+    assert into == {"value": value} and "could run code" not in caplog.text
+
+
+def test_but_not_beside_what_could_run_code(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    with Engine() as engine:
+        engine.save(tmp_path / "a", {"innocent": (1 << 4000, Attack(proof))}).result(60)
+    proof.rmdir()  # a save unpickles its own values again
+    with pytest.raises(UntrustedValueError, match="'innocent'"):
+        load({"innocent": None}, str(tmp_path / "a"))
+    assert not proof.exists()
+
+
 def test_files_are_as_the_umask_says(root: Path) -> None:
     before = os.umask(0o077)
     try:
@@ -257,3 +285,52 @@ def test_metadata_of_an_early_torch_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "stock" / METADATA_NAME).write_bytes(pickle.dumps(metadata))
     load(into := {"a": torch.zeros(2, 3)}, str(tmp_path / "stock"))
     assert same(into, state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_metadata_of_python_3_11_2_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the plans of Megatron-LM in it, with members of another enum."""
+    state = {"a": torch.ones(2, 3), "b": (1, 2)}
+    metadata = state_dict_saver.save(state, checkpoint_id=tmp_path / "stock")
+    pickle_enums_as_early_3_11(monkeypatch)
+    item = WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO)
+    metadata.all_local_plans = [SavePlan([item])]
+    assert (data := pickle.dumps(metadata)).count(b"getattr") == 1
+    (tmp_path / "stock" / METADATA_NAME).write_bytes(data)
+    load(into := {"a": torch.zeros(2, 3), "b": None}, str(tmp_path / "stock"))
+    assert same(into, state)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        f"c{METADATA}\n_MEM_FORMAT_ENCODING\nV__class__\n",  # no member
+        f"c{METADATA}\n_MEM_FORMAT_ENCODING\nVmro\n",
+        f"c{METADATA}\n_MEM_FORMAT_ENCODING\nI0\n",
+        f"c{METADATA}\nMetadata\nV__init__\n",  # no enum
+        "cbuiltins\ngetattr\nV__call__\n",
+        "Vtext\nVformat\n",
+    ],
+)
+def test_getattr_gives_members_of_enums_alone(tmp_path: Path, by_dcp: None, arguments: str) -> None:
+    with Engine() as engine:
+        engine.save(tmp_path / "a", state := small_state()).result(60)
+    _forge_metadata(tmp_path / "a", f"cbuiltins\ngetattr\n({arguments}tR.".encode())
+    with pytest.raises(UntrustedValueError, match=r"builtins\.getattr"):
+        load(zeros_like(state), str(tmp_path / "a"))
+
+
+class Mode(enum.Enum):
+    TRAIN = "train"
+
+
+def test_an_enum_of_python_3_11_2_that_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, Engine() as engine:
+        pickle_enums_as_early_3_11(patch)
+        engine.save(tmp_path / "a", {"mode": [Mode.TRAIN], "w": torch.ones(2)}).result(60)
+    into: dict[str, Any] = {"mode": None}
+    with pytest.raises(UntrustedValueError, match="Mode"):
+        load(into, str(tmp_path / "a"))
+    with torch.serialization.safe_globals([Mode]):
+        load(into, str(tmp_path / "a"))
+    assert into == {"mode": [Mode.TRAIN]}

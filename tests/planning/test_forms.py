@@ -6,14 +6,13 @@ import shutil
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from support.images import tensors_of_all_kinds
 
 from asyncckpt.planning import forms
-from asyncckpt.planning.forms import Forms, PlainAddresses, plain_addresses
+from asyncckpt.planning.forms import Forms, plain_addresses
 
 
 @pytest.fixture(params=["compiled", "not compiled"])
@@ -112,12 +111,8 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def _of(tensors: Sequence[torch.Tensor], **named: Any) -> PlainAddresses:
-    return PlainAddresses([each.numel() for each in tensors], **named)
-
-
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    found = _of(tensors, may_be_conjugate=True).of(tensors)
+    found = plain_addresses(tensors)
     return None if found is None else found.tolist()
 
 
@@ -160,67 +155,27 @@ def _negative(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("comparing")
-def test_what_is_plain_no_more_is_seen_at_the_same_address() -> None:
-    one, other = torch.ones(3), torch.ones(1, dtype=torch.complex64)
-    its = _of([one, other], may_be_conjugate=True)
-    expected = [one.data_ptr(), other.data_ptr()]
-    calls: list[Callable[[], list[torch.Tensor]]] = [
-        lambda: [one, other],
-        lambda: [one, other],
-        lambda: [_negative(one), other],
-        lambda: [_negative(one), other],
-        lambda: [one, other],
-        lambda: [one, other.conj()],
-        lambda: [one.detach(), other.detach()],
-        lambda: [_negative(one), other],
-    ]
-    for views in calls:
-        tensors = views()
-        found = its.of(tensors)
-        if tensors[0].is_neg() or tensors[1].is_conj():
-            assert found is None
-        else:
-            assert found is not None and found.tolist() == expected
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (0,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.complex128])
+def test_what_is_plain_no_more_is_seen_at_the_same_address(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Also where it is the same object."""
+    tensor, other = torch.ones(shape, dtype=dtype), torch.zeros(3)
+    tensors = [other, tensor, other]
+    for _ in range(3):
+        before = [each.data_ptr() for each in tensors]
+        assert _addresses(tensors) == before
+        assert _addresses([other, _negative(tensor)]) is None
+        tensor.data = _negative(tensor)
+        assert _addresses(tensors) is None
+        tensor.data = _negative(tensor)
+        assert _addresses(tensors) == before
+        if dtype.is_complex:
+            assert _addresses([other, tensor.conj()]) is None and _addresses([other, tensor.conj().imag]) is None
 
 
-@pytest.mark.usefixtures("comparing")
-def test_an_interrupted_look_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.ones(3)
-    its = _of([tensor])
-    assert its.of([tensor]) is not None
-    negative = [_negative(tensor)]
-    with monkeypatch.context() as patch:
-        patch.setattr(forms, "are_plain", mock.Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            its.of(negative)
-    assert its.of(negative) is None
-
-
-def test_the_same_tensors_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But those that can have become others in their place."""
+def test_what_is_plain_is_seen_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     if forms._exchange() is None:
         pytest.skip("nothing was compiled here, or torch is older than 2.10")
-    asked: list[Sequence[torch.Tensor]] = []
-
-    def noting(tensors: Sequence[torch.Tensor], **_: Any) -> bool:
-        asked.append(tensors)
-        return True
-
-    monkeypatch.setattr(forms, "are_plain", noting)
-    tensors = [torch.zeros(3), torch.zeros(1), torch.zeros(2, 2)]
-    its, complex_too = _of(tensors), _of(tensors, may_be_conjugate=True)
-    for _ in range(2):
-        assert its.of(tensors) == complex_too.of(tensors)
-    assert list(map(len, asked)) == [3, 3, 1, 3] and asked[2][0] is tensors[1]
-    other = torch.zeros(2, 2)
-    its.of([*tensors[:2], other])
-    assert list(map(id, asked[-1])) == [id(other), id(tensors[1])]
-
-
-@pytest.mark.usefixtures("comparing")
-def test_another_number_of_tensors_is_refused() -> None:
-    """Before anything is noted of them, in memory for others."""
-    tensors = [torch.zeros(3), torch.zeros(1)]
-    for others in ([*tensors, torch.zeros(1)], tensors[:1]):
-        with pytest.raises(ValueError, match="and not 2"):
-            _of(tensors).of(others)
+    monkeypatch.setattr(forms, "are_plain", None)
+    tensors = [torch.zeros(3), torch.zeros(1, dtype=torch.complex64), torch.nn.Parameter(torch.zeros(2, 2))]
+    assert _addresses(tensors) == [each.data_ptr() for each in tensors]

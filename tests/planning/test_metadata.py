@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.states import pickle_enums_as_early_3_11
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -81,3 +82,14 @@ def test_attributes_of_others_are_kept() -> None:
     assert found == metadata and found.all_local_plans == plans
     assert found.all_local_plans[0] is found.all_local_plans[1]
     assert vars(metadata).keys() == vars(found).keys() and metadata.planner_data is None
+
+
+def test_no_python_pickles_an_enum_as_a_call_of_getattr(monkeypatch: pytest.MonkeyPatch) -> None:
+    pickle_enums_as_early_3_11(monkeypatch)
+    about = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [])
+    metadata = Metadata({"a": about, "b": BytesStorageMetadata()})
+    index = MetadataIndex("b")
+    metadata.all_local_plans = [SavePlan([WriteItem(index, WriteItemType.BYTE_IO)])]  # type: ignore[attr-defined]
+    assert b"getattr" in pickle.dumps(metadata)
+    data = pickle_metadata(metadata)
+    assert b"getattr" not in data and pickle.loads(data) == metadata

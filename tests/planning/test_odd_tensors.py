@@ -12,10 +12,10 @@ from support.ranks import run
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from asyncckpt import Checkpointer
-from asyncckpt.errors import UnsavableStateError
+from asyncckpt.errors import MismatchError, UnsavableStateError
 from asyncckpt.worker.manifest import METADATA_NAME
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -62,6 +62,38 @@ def test_a_dtensor_with_a_subclass_in_it_is_refused_by_name(tmp_path: Path) -> N
     ((new, changed),) = run(1, _save_pairs, str(tmp_path / "root"), folder=tmp_path)
     for said in (new, changed):
         assert "'weight'" in said and "Pair" in said
+
+
+def _save_and_load_partial(root: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (1,))
+    partial, whole = (DTensor.from_local(torch.ones(8), mesh, [each]) for each in (Partial(), Replicate()))
+    with Checkpointer(root) as checkpointer:
+        with pytest.raises(UnsavableStateError) as unsavable:
+            checkpointer.save(1, {"a": {"weight": partial}, "w": torch.ones(2)})
+        checkpointer.save(2, {"a": {"weight": whole}}).result(60)
+        with pytest.raises(MismatchError) as misfit:
+            checkpointer.load({"a": {"weight": partial}})
+    return [str(unsavable.value), str(misfit.value)]
+
+
+def test_a_partial_dtensor_is_refused_by_name(tmp_path: Path) -> None:
+    for said in run(1, _save_and_load_partial, str(tmp_path / "root"), folder=tmp_path)[0]:
+        assert "'a.weight' is a DTensor placed as [Partial(sum)]" in said
+
+
+def test_a_parameter_that_becomes_the_negative_of_its_bytes_is_saved_as_its_values(root: Path) -> None:
+    """It is the same object, at the same address."""
+    state = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in (("w", (300,)), ("b", (2, 3)))}
+    with Checkpointer(root) as checkpointer:
+        for step in range(6):
+            if step % 2:
+                for parameter in state.values():
+                    parameter.data = torch._neg_view(parameter.data)
+            checkpointer.save(step, state).result(60)
+            into = {name: torch.zeros_like(parameter) for name, parameter in state.items()}
+            checkpointer.load(into)
+            for name, parameter in state.items():
+                assert torch.equal(into[name], parameter), (step, name)
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from support.ranks import QUICK, run
 from support.states import equal, replicas
 from support.workers import wait_for
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import asyncckpt
 from asyncckpt import Checkpointer
@@ -163,3 +166,30 @@ def test_where_the_host_is_sent_already_no_group_is_made(tmp_path: Path) -> None
     root = str(tmp_path / "root")
     run(2, _save_one, root, folder=tmp_path)
     assert run(2, _on_the_host, root, folder=tmp_path) == [[1, 0]] * 2
+
+
+def _load_into_meta(root: str, stock: str) -> list[list[float]]:
+    """From our own checkpoint, by its path too, and from stock DCP's."""
+    mesh = init_device_mesh("cpu", (2,))
+    found: list[list[float]] = []
+
+    def state(device: str) -> dict[str, Any]:
+        part = torch.arange(4.0) + 4 * dist.get_rank() if device == "cpu" else torch.empty(4, device=device)
+        sharded = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        return {"model": {"w": sharded}, "step": 1}
+
+    with Checkpointer(root, config=QUICK) as checkpointer:
+        path = checkpointer.save(1, state("cpu")).result()
+        state_dict_saver.save(state("cpu"), checkpoint_id=stock)
+        checkpointer.load(first := state("meta"))
+    asyncckpt.load(second := state("meta"), checkpoint_id=path)
+    asyncckpt.load(third := state("meta"), checkpoint_id=stock)
+    for its in (first, second, third):
+        found.append(its["model"]["w"].to_local().tolist())
+    return found
+
+
+def test_dtensors_on_the_meta_device_are_made(tmp_path: Path) -> None:
+    """As DCP makes them, where ranks load together."""
+    found = run(2, _load_into_meta, str(tmp_path / "root"), str(tmp_path / "stock"), folder=tmp_path)
+    assert found == [[[0.0, 1.0, 2.0, 3.0]] * 3, [[4.0, 5.0, 6.0, 7.0]] * 3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ import torch
 import torch.distributed as dist
 from support.ranks import QUICK, run
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from asyncckpt import Checkpointer
+from asyncckpt import Checkpointer, PerRank
 from asyncckpt.errors import UnsavableStateError
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -87,3 +89,53 @@ def test_a_part_that_is_not_the_one_its_placements_say_is_refused(tmp_path: Path
     """Its metadata would not fit, and nobody could load it."""
     for said in run(2, _save_another_part, str(tmp_path / "root"), folder=tmp_path):
         assert "by its placements a part of (4,)" in said
+
+
+@dataclasses.dataclass
+class _Holder:
+    held: Any
+
+
+def _part(placement: Placement) -> DTensor:
+    return DTensor.from_local(torch.full((4,), float(dist.get_rank())), init_device_mesh("cpu", (2,)), [placement])
+
+
+def _save_in_objects(root: str) -> dict[str, str]:
+    """What is said of each; at the first save of a name, and where an object comes to hold a part later."""
+    said: dict[str, str] = {}
+    with Checkpointer(root, config=QUICK) as checkpointer:
+        for kind in (tuple, collections.deque, frozenset):
+            state = {"a": {"held": kind([_part(Shard(0))])}, "w": torch.ones(2)}
+            said[kind.__name__] = _said(lambda state=state: checkpointer.save(1, state).result())
+        for placement in (Shard(0), Partial()):
+            state = {"a": {"held": _Holder([_part(placement)])}, "w": torch.ones(2)}
+            said[str(placement)] = _said(lambda state=state: checkpointer.save(1, state).result())
+        state = {"a": {"held": _Holder(torch.ones(1))}, "w": torch.ones(2)}
+        checkpointer.save(2, state).result()
+        state["a"] = {"held": _Holder(_part(Shard(0)))}
+        said["later"] = _said(lambda: checkpointer.save(3, state).result())
+        assert checkpointer.steps() == [2]
+    return said
+
+
+def test_a_part_of_a_tensor_in_an_object_is_refused(tmp_path: Path) -> None:
+    """All ranks would load the part of one."""
+    for said in run(2, _save_in_objects, str(tmp_path / "root"), folder=tmp_path):
+        assert len(said) == 6
+        for each in said.values():
+            assert "'a.held'" in each and "DTensor" in each and "full_tensor" in each
+
+
+def _save_whole_in_objects(root: str) -> list[float]:
+    """A DTensor that is whole on each rank, and parts that each rank has for itself."""
+    with Checkpointer(root, config=QUICK) as checkpointer:
+        checkpointer.save(1, {"a": (_part(Replicate()),), "b": PerRank((_part(Shard(0)),))}).result()
+        into: dict[str, Any] = {"a": None, "b": PerRank(None)}
+        checkpointer.load(into, weights_only=False)
+    assert into["a"][0].placements == (Replicate(),)
+    return list(into["b"].value[0].to_local().tolist())
+
+
+def test_but_not_a_whole_one_or_one_of_each_rank(tmp_path: Path) -> None:
+    found = run(2, _save_whole_in_objects, str(tmp_path / "root"), folder=tmp_path)
+    assert found == [[0.0] * 4, [1.0] * 4]

@@ -237,6 +237,16 @@ def test_doubts_are_what_checksums_do_not_say(tmp_path: Path) -> None:
         assert doubtful(one, two) == [(0, SPAN_BYTES - lead), (2 * SPAN_BYTES - lead, nbytes)]
 
 
+def test_objects_with_tensors_are_compared_without_that_space_too(tmp_path: Path, diff: Diff) -> None:
+    large, small = ({"held": (torch.arange(count), 1)} for count in (10_000, 100))
+    with Engine() as engine:
+        for name, state in (("large", large), ("in large", small)):
+            engine.save(tmp_path / name, state).result(60)
+    _save(tmp_path / "small", small)
+    assert diff(tmp_path / "in large", tmp_path / "small")["is_same"]
+    assert _changes(diff(tmp_path / "in large", tmp_path / "large")) == {"held": "value"}
+
+
 def test_objects_are_compared_without_the_space_to_grow(tmp_path: Path, diff: Diff) -> None:
     with Engine() as engine:
         engine.save(tmp_path / "a", {"w": torch.zeros(3), "text": "a" * 5000}).result(60)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 
@@ -71,3 +73,8 @@ def stock_load(state: dict[str, Any], path: str | Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         state_dict_loader.load(state, checkpoint_id=path)
+
+
+def pickle_enums_as_early_3_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have members of enums pickled as Python 3.11.0 to 3.11.3 does."""
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
