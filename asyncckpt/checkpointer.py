@@ -67,6 +67,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             on_event: Who is told what becomes of saves and loads, as ``Config.on_event``, and beside those.
 
         Raises:
+            CheckpointExistsError: The folder is itself a checkpoint, or holds only checkpoints of other kinds.
             StorageError: The folder cannot be made, or this is an address of another kind.
             ValueError: A variable of the environment makes no sense.
         """

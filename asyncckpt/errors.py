@@ -61,7 +61,7 @@ class MismatchError(CheckpointError):
 
 
 class CheckpointExistsError(CheckpointError):
-    """There is something at the place where the checkpoint would go."""
+    """Something stands where the checkpoint would go, or the folder of checkpoints is a checkpoint itself."""
 
 
 class CheckpointNotFoundError(CheckpointError):

@@ -146,6 +146,51 @@ def test_a_root_that_is_a_file(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "file" / "below")
 
 
+def test_a_root_that_is_a_checkpoint_is_refused(root: Path) -> None:
+    """Or a training would begin at step 0 inside of it, and go when retention removes that checkpoint."""
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(100, small_state()).result(60)
+    before = sorted(os.listdir(path))
+    for place in (Path(path), Path(f"{path}/")):
+        with pytest.raises(CheckpointExistsError, match=rf"give it {root};") as caught:
+            Checkpointer(place)
+        assert caught.value.path == path
+    with pytest.raises(CheckpointExistsError, match="this is a checkpoint"):
+        Checkpointer(root, Config(local_root=path))
+    assert sorted(os.listdir(path)) == before
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() == 100
+
+
+@pytest.mark.parametrize("kind", ["stock", "async_save", "transformers"])
+def test_a_root_that_holds_only_checkpoints_of_others_is_refused(tmp_path: Path, kind: str) -> None:
+    other = tmp_path / "checkpoint-120"
+    match kind:
+        case "stock":
+            with pytest.warns(UserWarning, match="single process"):
+                dcp_save({"w": torch.ones(3)}, checkpoint_id=other, no_dist=True)
+        case "async_save":
+            asyncckpt.save({"w": torch.ones(3)}, checkpoint_id=other)
+        case "transformers":
+            other.mkdir()
+            (other / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointExistsError, match=r"such as checkpoint-120, and it would load none"):
+        Checkpointer(tmp_path)
+    with pytest.raises(CheckpointExistsError, match="this is a checkpoint"):
+        Checkpointer(other)
+
+
+def test_a_root_may_hold_checkpoints_of_others_too(root: Path) -> None:
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(1, small_state()).result(60)
+    asyncckpt.save({"w": torch.ones(3)}, checkpoint_id=root / "best")
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() == 1
+    shutil.rmtree(path)  # by hand; the lock of the folder still says whose it is
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() is None
+
+
 def test_a_root_that_becomes_a_file(checkpointer: Checkpointer, root: Path) -> None:
     root.rmdir()
     root.touch()
