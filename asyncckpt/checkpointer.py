@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +33,7 @@ from asyncckpt.ranks.collectives import from_first, is_first, on_all
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.storage import absolute, is_address, step_folder
-from asyncckpt.worker.storage.history import newest_step
+from asyncckpt.worker.storage.history import StoredStep, history
 from asyncckpt.worker.uploads import AskUploads, UploadsUnderWay, wait_for_uploads
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._recent = RecentSaves()
         self._staging: list[Save] = []  # those whose tensors may still be read
         self._terminated = self._is_terminating = self._has_saved = False
+        self._began = 0.0  # first rank: when a run began that has loaded nothing
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
         """What the last ``load`` has loaded, and from where."""
@@ -117,12 +120,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         step = whole_number(step, "step")
         origin = self._loads.origin
         if not self._has_saved and origin is None and is_first(self._process_group):
-            _warn_of_others(self._tiers.roots)
+            self._began = _begin(self._tiers.roots)
         self._has_saved = True
         if self._tiers.local is not None and isinstance(state_dict, FileSet):
             check_file_set_place(state_dict, self.root, "refuse", is_copy=True)
         asked = True if upload is None and self._is_terminating else upload
-        retention = retention_of(self.config, origin, self._tiers.roots, step, upload=asked)
+        retention = retention_of(self.config, origin, self._tiers.roots, step, began=self._began, upload=asked)
         path = step_folder(self._tiers.roots[0], step)
         save = self._engine.save(path, state_dict, step=step, retention=retention)
         self._staging = [*filter(_is_copying, self._staging), save]
@@ -332,15 +335,22 @@ def _is_copying(save: Save) -> bool:
     return not save.staged()
 
 
-def _warn_of_others(roots: Sequence[str]) -> None:
-    """Say what becomes of checkpoints that are there, and were not loaded: whoever forgot to should know at once."""
+def _begin(roots: Sequence[str]) -> float:
+    """Begin a training that has loaded nothing, and warn if there are checkpoints, which its user may have meant to load.
+
+    Returns a moment, in seconds since the epoch, that is later than the time of creation of each checkpoint there.
+    """
     known = [root for root in roots if not is_address(root)]  # no save waits for a store
+    found: list[StoredStep] = []
     with contextlib.suppress(CheckpointError):  # the save says it better
-        if (newest := newest_step(*known)) is not None:
-            logger.warning(
-                "there are checkpoints here, the newest of step %d in %s, and this has loaded none: it is a training of"
-                " its own, whose checkpoints count as newer than those (Config.keep_last, if set, removes the oldest);"
-                " call load first to go on, or save to another folder",
-                newest,
-                known[-1],
-            )
+        found = history(*known)
+    if found:
+        logger.warning(
+            "there are checkpoints here, the newest of step %d in %s, and this has loaded none: it is a training of"
+            " its own, whose checkpoints count as newer than those, and Config.keep_last removes none of those;"
+            " call load first to go on, or save to another folder",
+            found[-1].step,
+            known[-1],
+        )
+    created = [each.created for each in found if each.created is not None]
+    return max(time.time(), math.nextafter(max(created, default=0.0), math.inf))

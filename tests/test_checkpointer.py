@@ -320,6 +320,7 @@ def test_one_being_read_is_kept(root: Path) -> None:
             checkpointer.close()
             assert checkpointer.steps() == [1, 2]
     with Checkpointer(root, Config(keep_last=1)) as checkpointer:
+        checkpointer.load(small_state())
         checkpointer.save(3, small_state())
     assert checkpointer.steps() == [3]
 

@@ -214,6 +214,7 @@ class FolderAttempt(Attempt):
             nbytes=sum(facts["bytes"] for facts in files.values()),
             files=files,
             timings=of_all_ranks([report["timings"] for report in reports]),
+            began=request.began,
         )
         self._write_small(MANIFEST_NAME, manifest.encode())
         self._check_complete(reports)

@@ -21,7 +21,7 @@ import xxhash
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
 _DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)
@@ -103,7 +103,8 @@ def checksums_in(digests: bytes, bounds: Sequence[int], data: memoryview) -> arr
 class Manifest:
     """What a checkpoint is; the fields in the order of the file. ``keep``: whether retention leaves it alone.
 
-    ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later.
+    ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later. ``began``:
+    when the training began that has saved this, by the same clock. Retention leaves alone whatever was created before.
 
     ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
     to ``{"bytes": int, "index": name}``, and of a joint one, which has an index for each part (see ``joint_file.py``),
@@ -120,6 +121,7 @@ class Manifest:
     nbytes: int
     files: Mapping[str, Mapping[str, Any]]
     timings: Mapping[str, Sequence[float | None]]
+    began: float = 0.0
 
     def encode(self) -> bytes:
         """The file's bytes."""
@@ -211,7 +213,8 @@ def _check_fields(manifest: Manifest) -> None:
     wrong = {
         "attempt": type(its.attempt) is not str,
         "step": its.step is not None and type(its.step) is not int,
-        "created": type(its.created) not in (int, float) or not math.isfinite(its.created),
+        "created": not _is_moment(its.created),
+        "began": not _is_moment(its.began),
         "world_size": type(its.world_size) is not int or not 1 <= its.world_size <= _MOST_RANKS,
         "keep": type(its.keep) is not bool,
         "bytes": not is_size(its.nbytes),
@@ -221,6 +224,10 @@ def _check_fields(manifest: Manifest) -> None:
     for name, facts in its.files.items():
         _check_file(name, facts)
     _check_timings(its.timings, its.world_size)
+
+
+def _is_moment(number: object) -> bool:
+    return type(number) in (int, float) and math.isfinite(number)  # type: ignore[arg-type]
 
 
 def _check_file(name: str, facts: Mapping[str, Any]) -> None:

@@ -180,6 +180,7 @@ class SaveOperation(SaveState):
             small_files=captured.small_files,
             umask=_umask(),
             since=retention.since,
+            began=retention.began,
             plan=self.buffer.plan.number,
             upload=retention.upload() if group.rank == 0 and retention.upload is not None else None,
             called_at=self.called_at,

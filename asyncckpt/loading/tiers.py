@@ -72,9 +72,11 @@ class Tiers:
         """The newest step, once no dead trainer's worker writes any more. Raises ``StorageError``."""
         return settled_step(timeout, *self.roots)
 
-    def origin(self, step: int, unfinished: Sequence[WriteRequest] = (), *, goes_back: bool) -> Origin:
+    def origin(
+        self, step: int, unfinished: Sequence[WriteRequest] = (), *, goes_back: bool, began: float | None
+    ) -> Origin:
         """Where a run goes on that has loaded ``step``; the others as of ``origin_of``. Raises ``StorageError``."""
-        return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back)
+        return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back, began=began)
 
     def load(
         self,
