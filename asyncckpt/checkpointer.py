@@ -336,7 +336,7 @@ def _is_copying(save: Save) -> bool:
 
 
 def _begin(roots: Sequence[str]) -> float:
-    """Begin a training that has loaded nothing, and warn if there are checkpoints, which its user may have meant to load.
+    """Begin a training that has loaded nothing, and warn if there are checkpoints: its user may have forgotten to load.
 
     Returns a moment, in seconds since the epoch, that is later than the time of creation of each checkpoint there.
     """

@@ -4,6 +4,8 @@ An orderly end of the process is no death: whatever still has a worker then is c
 error that nobody has caught the workers linger, as the training is likely to be started again. Where that is done in
 the same process, what was there before is closed, and its workers linger, too. What is dropped while the process goes
 on has ended well: its worker finishes what it was given, and leaves.
+
+A process whose saves failed, and that was never told, ends with status 120, so that what depends on them stops.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError
@@ -39,6 +41,8 @@ _GIVEN_UP = "this was given up, as its process begins anew; make a new one"
 
 # By their ids: all of them can be looked at in one step, while others come and go in other threads.
 _open: weakref.WeakValueDictionary[int, Supervisor] = weakref.WeakValueDictionary()
+# Whether a save has failed without an exception that told this process.
+_has_lost = False
 # Those that were given up, until they are closed: whoever takes over needs the locks on their memory.
 _given_up: dict[int, Supervisor] = {}
 
@@ -316,12 +320,14 @@ class Supervisor:
             elif is_taken_over:
                 other._forget_predecessor()  # it has only loaded, and may go on with that
 
-    def close_owner(self, when: str, *, linger: bool) -> None:
-        """Close all that the worker is for. What goes wrong is logged: there is nobody to be told."""
+    def close_owner(self, when: str, *, linger: bool) -> bool:
+        """Close all that the worker is for. Returns whether that went well; if not, the log says why."""
         try:
             self._close_owner(linger)
         except CheckpointError as error:
             logger.error("while closing %s: %s", when, str(error))
+            return False
+        return True
 
     def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
         """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""
@@ -343,15 +349,47 @@ def known_supervisors() -> list[Supervisor]:
     return [each for ref in _open.valuerefs() if (each := ref()) is not None]
 
 
+def note_loss() -> None:
+    """A save has failed, and nobody is left to be told: this process is to end with a status that says so."""
+    global _has_lost
+    _has_lost = True
+
+
+class _FailingStream:
+    """A standard stream whose last flush fails.
+
+    Python has no way to change the status of a process that is ending. But if a standard stream cannot be flushed at
+    the end, Python ends with status 120 (see ``sys.exit``), after all that others have registered with ``atexit``.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Raise ``OSError`` once Python is past all calls of ``atexit``."""
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("a save has failed")
+
+
 @atexit.register
 def _close_all() -> None:
     # A shell, or a notebook, goes on after an error.
     by_error = isinstance(getattr(sys, "last_value", None), Exception) and not hasattr(sys, "ps1")
-    for each in known_supervisors():
-        each.close_owner("at the end of the process", linger=by_error)
+    closed = [each.close_owner("at the end of the process", linger=by_error) for each in known_supervisors()]
+    if (_has_lost or not all(closed)) and not by_error:
+        sys.stderr = _FailingStream(sys.stderr)
 
 
 def _after_fork_in_child() -> None:
+    global _has_lost
+    _has_lost = False
     _open.clear()
     _given_up.clear()
 

@@ -24,8 +24,9 @@ class WriteRequest:
     ``save_id`` and ``attempt`` are the same on all ranks. So is ``plan``, the number of the image's plan, or the parts
     do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
     archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
-    all created up to then. ``began``: when the training began, for the manifest. ``upload``, on the first rank: what follows when it is committed.
-    ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``: other hosts are to have copies.
+    all created up to then. ``began``: when the training began, for the manifest. ``upload``, on the first rank: what
+    follows when it is committed. ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``:
+    other hosts are to have copies.
     ``most_links``: how many saves in a row may take a file that has not changed from the one before.
     """
 

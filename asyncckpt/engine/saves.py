@@ -13,6 +13,7 @@ from asyncckpt.config import Config
 from asyncckpt.engine.save_operation import SaveOperation
 from asyncckpt.errors import CheckpointExistsError, ClosedError, SaveDroppedError, SaveTimeoutError, StorageError
 from asyncckpt.staging.buffer import StagingBuffer
+from asyncckpt.supervisor import note_loss
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.open_saves import TrackedSave, longest
 from asyncckpt.worker.storage import is_address, storage_for
@@ -31,6 +32,12 @@ class Saves:
         self._saves: list[SaveOperation] = []
         self.failures = 0
         """How many have failed."""
+
+    def __del__(self) -> None:
+        """Whoever drops an engine that is not closed is told by the status of the process alone."""
+        lost = [save for save in getattr(self, "_saves", ()) if _is_untold(save)]
+        if self._config.failure != "warn" and any(not isinstance(save.failure, ClosedError) for save in lost):
+            note_loss()
 
     def add(self, save: SaveOperation) -> None:
         """It is under way from now on, until it has ended."""
