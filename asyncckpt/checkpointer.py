@@ -113,9 +113,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         ``Config.upload_every`` says, and yes for a job that was asked to end (``terminating``).
 
         Raises ``CheckpointExistsError`` if that step is saved already, ``UnsavableStateError``, ``OutOfMemoryError``,
-        ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``, or the failure of an earlier save
-        that nobody was told of; then nothing was saved, and the next save may work. (With ``Config.failure="warn"``
-        none but ``ClosedError``: the handle has it.)
+        ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``; then nothing was saved, and the
+        next save may work. Raises the failure of an earlier save that nobody was told of, after this one is staged:
+        writing it goes on. (With ``Config.failure="warn"`` none but ``ClosedError``: the handle has it.)
         """
         step = whole_number(step, "step")
         origin = self._loads.origin

@@ -142,9 +142,10 @@ class Engine(AbstractContextManager["Engine"]):
             WorkerDiedError, JobTakenError, RankFailedError: There is no worker, or another rank failed.
             SaveTimeoutError: A wait took longer than ``Config.timeout`` seconds.
             ClosedError: This is closed.
-            CheckpointError: An earlier save failed, and nobody was told.
+            CheckpointError: An earlier save failed, and nobody was told. This one is staged, and goes on.
 
-        Then no rank saves anything. With ``Config.failure="warn"`` all but ``ClosedError`` comes from the handle.
+        Except for the last, no rank saves anything then. With ``Config.failure="warn"`` all but ``ClosedError`` comes
+        from the handle.
         """
         retention = retention or Retention(existing=existing)
         if isinstance(state_dict, FileSet):
@@ -305,7 +306,6 @@ class Engine(AbstractContextManager["Engine"]):
             group = self._usable()
             save = SaveOperation(path, step, group, next(self._numbers), self.config, self._on_outcome, self.tell)
             try:
-                self._saves.raise_failure()
                 captured = capture(save)
                 planned = time.perf_counter()
                 slot = self._saves.take_slot(save, captured.buffer)
@@ -325,6 +325,7 @@ class Engine(AbstractContextManager["Engine"]):
                     raise
             finally:
                 save.on_return()
+            self._saves.raise_failure(after=save)
             return Save(save)
 
     def _on_outcome(self, failure: CheckpointError | None) -> None:

@@ -108,12 +108,19 @@ class Saves:
             if not save.done.wait(None if deadline is None else deadline - time.monotonic()):
                 raise SaveTimeoutError(f"saves are still under way after {timeout:g} s")
 
-    def raise_failure(self) -> None:
-        """Raise the first failure nobody was told of, unless a line in the log is enough."""
-        untold = [save for save in self._saves if _is_untold(save)]
+    def raise_failure(self, after: SaveOperation | None = None) -> None:
+        """Raise the first failure nobody was told of, unless a line in the log is enough.
+
+        Args:
+            after: A save that was called just now. It has to be staged first, as its caller gets no handle by which to
+                wait for that; and a failure of it is for the next call.
+        """
+        untold = [save for save in self._saves if save is not after and _is_untold(save)]
         for save in untold:
             save.is_reported = True
         if untold and untold[0].failure is not None and self._config.failure != "warn":
+            if after is not None and not after.staged.wait(self._config.timeout):
+                logger.error("the tensors of %s are still being copied", after.path)
             raise untold[0].failure
 
     def _under_way(self) -> list[SaveOperation]:
