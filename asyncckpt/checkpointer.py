@@ -184,7 +184,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             verify: Check every byte as it is copied. After an error part of the state may be loaded, bad bytes with it.
             weights_only: Load nothing that could run code; ``torch.serialization.add_safe_globals`` allows classes.
             fallback: Try the next older one when one cannot be read, and log an error; a damaged one is renamed to
-                ``step-00000100.damaged-1``, and its step can be saved again.
+                ``step-00000100.damaged-1``, and its step can be saved again. A checkpoint of another version of
+                asyncckpt is not damaged: its ``FormatError`` is raised.
             memory: Whether it may come from memory.
 
         Returns:
@@ -192,6 +193,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it cannot be read.
+            FormatError: Another version of asyncckpt has written it.
             JobTakenError: The root is of another ``Config.job_id``.
             RankFailedError: The ranks do not load the same step.
             MismatchError, UntrustedValueError: The state does not fit it, or a value could run code.

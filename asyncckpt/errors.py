@@ -72,6 +72,10 @@ class DamagedCheckpointError(CheckpointError):
     """Bytes of a checkpoint are missing or are not those that were written."""
 
 
+class FormatError(CheckpointError):
+    """A checkpoint has another format than this version of asyncckpt reads. Nothing is wrong with the checkpoint."""
+
+
 class UntrustedValueError(CheckpointError):
     """A value of a checkpoint names a class that is not known to be harmless, and ``weights_only`` was asked for."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
@@ -28,6 +29,7 @@ from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ClosedError,
+    FormatError,
     MismatchError,
     OutOfMemoryError,
     StorageError,
@@ -409,6 +411,32 @@ def test_who_forgot_to_load_is_warned_once(root: Path, caplog: pytest.LogCapture
                 checkpointer.save(number, small_state()).result(60)
         assert caplog.text.count(words) == warns
     assert "the newest of step 21" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "which"),
+    [
+        ({"format": 99, "version": "9.0"}, "in format 99 by asyncckpt 9.0, .* install asyncckpt 9.0 to read it"),
+        ({"format": 99}, "in format 99 by a newer asyncckpt"),
+        ({"format": 4}, "in format 4 by an older asyncckpt, .* install the version that wrote it"),
+    ],
+)
+def test_what_another_version_wrote_is_not_damaged(root: Path, said: dict[str, Any], which: str) -> None:
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            path = checkpointer.save(step, small_state()).result(60)
+    (Path(path) / "asyncckpt.json").write_text(json.dumps(said))
+    before = sorted(os.listdir(root))
+    with Checkpointer(root, Config(keep_last=1)) as checkpointer:
+        for fallback in (False, True):
+            with pytest.raises(FormatError, match=which) as caught:
+                checkpointer.load(small_state(), fallback=fallback)
+            assert caught.value.path == os.path.join(path, "asyncckpt.json")
+        assert sorted(os.listdir(root)) == before and checkpointer.latest() == 2
+        assert checkpointer.load(small_state(), 1) == 1
+        checkpointer.save(3, small_state()).result(60)
+        checkpointer.wait(60)
+    assert checkpointer.steps() == [2, 3]  # retention leaves it alone, too
 
 
 @pytest.mark.parametrize("place", ["", "file"])

@@ -31,6 +31,7 @@ from asyncckpt.worker.manifest import (
     digest_of,
     index_name,
     merged,
+    own_version,
 )
 from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.segment_layout import (
@@ -215,6 +216,7 @@ class FolderAttempt(Attempt):
             files=files,
             timings=of_all_ranks([report["timings"] for report in reports]),
             began=request.began,
+            version=own_version(),
         )
         self._write_small(MANIFEST_NAME, manifest.encode())
         self._check_complete(reports)

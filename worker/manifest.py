@@ -6,6 +6,7 @@ ours. What stands in a data file, its index says (``index.py``).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -14,12 +15,13 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import metadata
 from itertools import pairwise
 from typing import Any
 
 import xxhash
 
-from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError, FormatError
 
 FORMAT = 5
 MANIFEST_NAME = "asyncckpt.json"
@@ -105,6 +107,7 @@ class Manifest:
 
     ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later. ``began``:
     when the training began that has saved this, by the same clock. Retention leaves alone whatever was created before.
+    ``version``: of the asyncckpt that has written this.
 
     ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
     to ``{"bytes": int, "index": name}``, and of a joint one, which has an index for each part (see ``joint_file.py``),
@@ -122,6 +125,7 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]]
     timings: Mapping[str, Sequence[float | None]]
     began: float = 0.0
+    version: str = ""
 
     def encode(self) -> bytes:
         """The file's bytes."""
@@ -132,7 +136,7 @@ class Manifest:
     def parse(cls, text: bytes, path: str) -> Manifest:
         """Read a manifest and check it against its own checksum; ``path`` is for the error.
 
-        Raises ``DamagedCheckpointError``.
+        Raises ``DamagedCheckpointError``, ``FormatError``.
         """
         try:
             found = parsed_json(text)
@@ -217,6 +221,7 @@ def _check_fields(manifest: Manifest) -> None:
         "began": not _is_moment(its.began),
         "world_size": type(its.world_size) is not int or not 1 <= its.world_size <= _MOST_RANKS,
         "keep": type(its.keep) is not bool,
+        "version": type(its.version) is not str,
         "bytes": not is_size(its.nbytes),
     }
     if any(wrong.values()):
@@ -258,12 +263,35 @@ def _is_timing(number: object) -> bool:
 
 
 def check_format(found: Mapping[str, Any], path: str) -> None:
-    """Raise ``DamagedCheckpointError`` unless what was ``found`` in the file ``path`` is of this ``FORMAT``."""
-    if found["format"] != FORMAT:
-        raise DamagedCheckpointError(
-            f"this file has format {found['format']!r} and this asyncckpt reads format {FORMAT}: use one that fits",
+    """Raise ``FormatError`` unless what was ``found`` in the file ``path`` is of this ``FORMAT``.
+
+    Raises one of ``NOT_AS_WRITTEN`` if there is no number of a format.
+    """
+    number = found["format"]
+    if type(number) is not int:
+        raise ValueError(f"format {number!r}")
+    if number != FORMAT:
+        if isinstance(version := found.get("version"), str) and version:
+            writer = wanted = f"asyncckpt {version}"
+        else:
+            writer, wanted = (
+                "a newer asyncckpt" if number > FORMAT else "an older asyncckpt",
+                "the version that wrote it",
+            )
+        raise FormatError(
+            f"this was written in format {number} by {writer}, and asyncckpt {own_version()} reads format {FORMAT}:"
+            f" install {wanted} to read it",
             path=path,
         )
+
+
+@functools.cache
+def own_version() -> str:
+    """The version of this asyncckpt; of one that is not installed, "unknown"."""
+    try:
+        return metadata.version("asyncckpt")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _dump(body: Mapping[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.storage import is_address, named_steps, remove_old_checkpoint, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.storage import FileStamp
@@ -256,7 +256,7 @@ def _look_closely(root: str, step: int, known: Stamps | None) -> StoredStep | No
     if stamp is not None:
         try:
             return _read(path, step, stamp)._replace(roots=(root,))
-        except (DamagedCheckpointError, StorageError) as error:
+        except (DamagedCheckpointError, FormatError, StorageError) as error:
             logger.info("its place among others is not known: %s", error)
     elif is_address(root):
         return None  # there the record makes a checkpoint of it

@@ -32,6 +32,7 @@ from asyncckpt.worker.storage.file_system import (
     make_folder,
     open_regular,
     opened,
+    read_all,
     remove_folder,
     sync_folder,
     translated,
@@ -212,12 +213,16 @@ class LocalStorage(Storage):
             os.utime(path, follow_symlinks=False)
 
     def read(self, path: str) -> bytes:
-        with translated("reading", path), open(open_regular(path), "rb") as file:
-            if (nbytes := os.fstat(file.fileno()).st_size) > _SMALL_BYTES:
-                raise DamagedCheckpointError(
-                    f"the file has {nbytes:,} bytes, and no such file is that large", path=path
-                )
-            return file.read(nbytes)
+        with translated("reading", path):
+            fd = open_regular(path)
+            try:
+                if (nbytes := os.fstat(fd).st_size) > _SMALL_BYTES:
+                    raise DamagedCheckpointError(
+                        f"the file has {nbytes:,} bytes, and no such file is that large", path=path
+                    )
+                return read_all(fd, nbytes)
+            finally:
+                os.close(fd)
 
     def open(self, path: str) -> LocalInputFile:
         return LocalInputFile(path)

@@ -63,6 +63,24 @@ class TestFaultyStorage(FileSystemContract):
         return FaultyStorage(LocalStorage(), lambda point, path: None)
 
 
+def test_a_read_that_is_told_to_come_again_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of some network file systems. The kernel's own never say that of a file."""
+    file, told = tmp_path / "file", [True]
+    file.write_bytes(b"bytes")
+    storage, read = LocalStorage(), os.read
+
+    def read_later(fd: int, nbytes: int) -> bytes:
+        assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK
+        if told.pop() if told else False:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return read(fd, min(nbytes, 2))
+
+    monkeypatch.setattr(os, "read", read_later)
+    with pytest.raises(StorageError, match="reading failed: Resource temporarily unavailable"):
+        storage.read(str(file))
+    assert storage.read(str(file)) == b"bytes"
+
+
 def test_every_path_is_local() -> None:
     assert isinstance(storage_for("/somewhere/step-00000001"), LocalStorage)
 
