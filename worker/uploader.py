@@ -254,7 +254,7 @@ def copy_checkpoint(
             linkable = {} if linkable is None else linkable
             copied = _copy_files(source, upload.path, manifest, attempt, linkable)
             _write(attempt, MANIFEST_NAME, replace(manifest, attempt=name, keep=upload.keep).encode())
-            if missing := manifest.files.keys() - attempt.names():
+            if missing := attempt.missing(manifest.files.keys()):
                 raise StorageError(f"{min(missing)} was written, and is not there", path=attempt.path)
             attempt.finalize(existing)
         except BaseException:

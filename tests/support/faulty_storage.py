@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 from asyncckpt.worker.storage.storage import (
@@ -123,6 +123,9 @@ class _FaultyAttempt(OpenAttempt):
 
     def names(self) -> set[str]:
         return self._inner.names()
+
+    def missing(self, names: Collection[str]) -> set[str]:
+        return self._inner.missing(names)
 
     def finalize(self, existing: Existing) -> None:
         self._reach("finalize", self._final)

@@ -327,12 +327,12 @@ def _sweep(path: str, before: float, final: str | None, *, is_file: bool = False
 
 def _is_orphan(path: str, before: float, *, is_file: bool) -> bool:
     facts = os.lstat(path)
-    is_ours = stat.S_ISREG(facts.st_mode) if is_file else holds_only_a_checkpoint(path, is_attempt=True)
-    if facts.st_uid != os.geteuid() or not is_ours:
+    if facts.st_uid != os.geteuid() or (is_file and not stat.S_ISREG(facts.st_mode)):
         return False
     with opened(path, os.O_NOFOLLOW | (os.O_NONBLOCK if is_file else os.O_DIRECTORY)) as fd:
         is_free = lock_alone(fd)
-        if is_free is False:
+        # Only then it is listed: a network file system may keep the list of an attempt that others are writing.
+        if is_free is False or not (is_file or holds_only_a_checkpoint(path, is_attempt=True)):
             return False
         changed = [os.fstat(fd).st_mtime]
         if not is_file:

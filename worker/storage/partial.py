@@ -13,7 +13,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
 import xxhash
@@ -48,6 +49,10 @@ SHORTENED = "asyncckpt-"
 """How a name begins that stands for one that is too long for what is added to it."""
 # A name may have 255 bytes; added are two dots, and the longest suffix.
 _LONGEST_NAME = 255 - 2 - len(TRASH_SUFFIX)
+
+LATE_S = 10.0
+"""How long a file that another host has created may take to be seen, in seconds."""
+_LATE_POLL_S = 0.1
 
 CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
 FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
@@ -156,6 +161,24 @@ class PartialFolder(_Partial):
     def names(self) -> set[str]:
         with translated("listing", self.path):
             return set(files_under(self._fd))
+
+    def missing(self, names: Collection[str]) -> set[str]:
+        """A client of a network file system may list what it has listed before: a name is looked up before it counts as
+        missing, and again for some seconds.
+        """
+        left, deadline = super().missing(names), time.monotonic() + LATE_S
+        with translated("looking at a file", self.path):
+            while left := {name for name in left if not self._has(name)}:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_LATE_POLL_S)
+        return left
+
+    def _has(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            return True
+        return False
 
     def finalize(self, existing: Existing) -> None:
         """An empty folder at the final place is replaced, whatever ``existing`` says."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import NamedTuple
 
@@ -146,6 +146,10 @@ class OpenAttempt(ABC):
     @abstractmethod
     def names(self) -> set[str]:
         """The files that all ranks have created, as far as they are seen from here. Raises ``StorageError``."""
+
+    def missing(self, names: Collection[str]) -> set[str]:
+        """Those of ``names``, which some rank has created, that are not seen from here. Raises ``StorageError``."""
+        return set(names) - self.names()
 
     @abstractmethod
     def finalize(self, existing: Existing) -> None:

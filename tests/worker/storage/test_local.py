@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial as partial_of
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,7 @@ from asyncckpt.worker.storage import (
     complete_steps,
     file_system,
     history,
+    local,
     named_steps,
     partial,
     remove_old_checkpoint,
@@ -32,7 +37,7 @@ from asyncckpt.worker.storage import (
 )
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.local import LocalStorage
-from asyncckpt.worker.storage.storage import Storage
+from asyncckpt.worker.storage.storage import OpenAttempt, Storage
 from asyncckpt.worker.write_request import Existing
 
 
@@ -79,6 +84,62 @@ def test_a_read_that_is_told_to_come_again_is_no_damage(tmp_path: Path, monkeypa
     with pytest.raises(StorageError, match="reading failed: Resource temporarily unavailable"):
         storage.read(str(file))
     assert storage.read(str(file)) == b"bytes"
+
+
+class CachingClient:
+    """Lists a folder as it was when it was listed first, for 30 seconds, as clients of network file systems do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.listed: dict[int, tuple[float, list[str]]] = {}
+        for module in (partial, file_system, local):
+            monkeypatch.setattr(module, "files_under", partial_of(self._list, file_system.files_under))
+
+    def _list(self, real: Callable[[int], Iterator[str]], folder: int) -> Iterator[str]:
+        inode, now = os.fstat(folder).st_ino, time.monotonic()
+        if inode not in self.listed or now - self.listed[inode][0] > 30:
+            self.listed[inode] = now, list(real(folder))
+        return iter(self.listed[inode][1])
+
+
+def _put(opened: OpenAttempt, name: str) -> None:
+    with contextlib.closing(opened.create(name, large=False)) as file:
+        file.write(memoryview(b"bytes"), 0)
+        file.sync()
+
+
+def test_a_file_of_another_host_is_looked_up_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, final = CachingClient(monkeypatch), str(tmp_path / "step-00000001")
+    storage = LocalStorage()
+    first = storage.begin_checkpoint(final, "aa-1", 0, 0.0)
+    _put(first, "__0_0.distcp")
+    # Another save begins meanwhile, and sweeps: an attempt that is locked is not listed.
+    storage.begin_checkpoint(str(tmp_path / "step-00000002"), "aa-2", 0, 0.0).discard()
+    assert not client.listed
+    assert first.names() == {"__0_0.distcp"}
+    other = LocalStorage().begin_checkpoint(final, "aa-1", 0)
+    _put(other, "__1_0.distcp")
+    assert first.names() == {"__0_0.distcp"}  # still
+    assert first.missing({"__0_0.distcp", "__1_0.distcp"}) == set()
+    first.finalize("refuse")
+    first.release()
+    other.release()
+    assert sorted(os.listdir(final)) == ["__0_0.distcp", "__1_0.distcp"]
+
+
+def test_a_file_may_be_seen_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = LocalStorage().begin_checkpoint(str(tmp_path / "step-00000001"), "aa-1", 0, 0.0)
+
+    def put_later() -> None:
+        time.sleep(3)
+        _put(opened, "__1_0.distcp")
+
+    with ThreadPoolExecutor() as pool:
+        coming = pool.submit(put_later)
+        assert opened.missing({"__1_0.distcp"}) == set()
+        coming.result()
+    monkeypatch.setattr(partial, "LATE_S", 0.2)
+    assert opened.missing({"__1_0.distcp", "__2_0.distcp"}) == {"__2_0.distcp"}
+    opened.discard()
 
 
 def test_every_path_is_local() -> None:
