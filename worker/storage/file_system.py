@@ -70,9 +70,9 @@ def read_all(fd: int, nbytes: int) -> bytes:
 
 
 @contextlib.contextmanager
-def opened(path: str, flags: int = os.O_DIRECTORY) -> Iterator[int]:
-    """A descriptor of a folder, or with other ``flags`` of a file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+def opened(path: str, flags: int = os.O_DIRECTORY, folder: int | None = None) -> Iterator[int]:
+    """A descriptor of a folder, or with other ``flags`` of a file; ``folder``: what ``path`` is relative to."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
     try:
         yield fd
     finally:

@@ -258,9 +258,15 @@ class LocalStorage(Storage):
             parent, name = os.path.split(path)
             trash = os.path.join(parent, f".{name}.{secrets.token_hex(6)}{TRASH_SUFFIX}")
             rename(path, trash)
-            if not os.path.samestat(os.fstat(fd), os.stat(trash)):  # another has taken its place meanwhile
+            if not _is_same(fd, trash):  # another has taken its place meanwhile
                 rename(trash, path)
                 return False
+            try:
+                # Or it could be back after a power cut, without the files that are removed now.
+                sync_folder(parent)
+            except OSError:
+                rename(trash, path)
+                raise
             remove_folder(trash)
         return True
 
@@ -269,12 +275,33 @@ class LocalStorage(Storage):
             set_aside(path, why)
 
 
+def _is_same(folder: int, path: str) -> bool:
+    """Whether ``path`` leads to the open ``folder``. Raises ``OSError``.
+
+    On some network file systems a folder that was renamed has another inode number; then its manifest tells.
+    """
+    if os.path.samestat(os.fstat(folder), os.stat(path)):
+        return True
+    try:
+        with opened(MANIFEST_NAME, 0, folder) as one, opened(os.path.join(path, MANIFEST_NAME), 0) as other:
+            return read_all(one, _SMALL_BYTES) == read_all(other, _SMALL_BYTES)
+    except FileNotFoundError:
+        return False
+
+
 def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
     """See that the file system of ``folder`` has ``nbytes`` left, for what is to be ``final``, of that ``kind``.
 
     Raises ``OSError`` or ``StorageError``.
     """
-    space = os.statvfs(folder)
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return  # it does not say
+    if space.f_blocks == 0:
+        return  # nor does this one
     if (free := space.f_bavail * space.f_frsize) < nbytes:
         raise StorageError(
             f"the {kind} needs {nbytes:,} bytes and the file system has {free:,} left;"

@@ -50,6 +50,8 @@ SHORTENED = "asyncckpt-"
 # A name may have 255 bytes; added are two dots, and the longest suffix.
 _LONGEST_NAME = 255 - 2 - len(TRASH_SUFFIX)
 
+# What the rename of a folder fails with where there is none: gcsfuse says that too many files are open.
+_NO_RENAME = (errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 LATE_S = 10.0
 """How long a file that another host has created may take to be seen, in seconds."""
 _LATE_POLL_S = 0.1
@@ -193,6 +195,13 @@ class PartialFolder(_Partial):
                 if not is_taken:
                     rename(self.path, final)
             except OSError as error:
+                if error.errno in _NO_RENAME:
+                    raise StorageError(
+                        f"this file system cannot rename a folder ({error.strerror}), by which a checkpoint is"
+                        " committed: have it mounted so that it can (gcsfuse: --rename-dir-limit), or save to the"
+                        " address of the bucket",
+                        path=final,
+                    ) from error
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 is_taken = True
@@ -332,15 +341,33 @@ class PartialFile(_Partial):
         return {os.path.basename(self.path)} if self._is_created else set()
 
     def finalize(self, existing: Existing) -> None:
-        """The file that is there before gives it its permissions. A link is replaced."""
-        with translated("finalizing the file", self._final):
+        """The file that is there before gives it its permissions. A link is replaced.
+
+        Where the file system cannot exchange names, a file that replaces another stays when the folder is not flushed.
+        """
+        final, before = self._final, None
+        with translated("finalizing the file", final):
             with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISREG(mode := os.lstat(self._final).st_mode):
-                    os.chmod(self.path, stat.S_IMODE(mode))
-            rename(self.path, self._final)
-        parent = os.path.dirname(self._final)
+                before = os.lstat(final).st_mode
+            if before is not None and stat.S_ISREG(before):
+                with contextlib.suppress(OSError):  # a file system that has no permissions refuses
+                    os.chmod(self.path, stat.S_IMODE(before))
+            is_exchanged = before is not None and not stat.S_ISDIR(before) and exchange(self.path, final)
+            if not is_exchanged:
+                rename(self.path, final)
+        parent = os.path.dirname(final)
         with translated("flushing a folder", parent):
-            sync_folder(parent)
+            try:
+                sync_folder(parent)
+            except OSError:  # what has failed is not to be found there
+                if is_exchanged:
+                    exchange(self.path, final)
+                elif before is None and self._has_final_name():
+                    rename(final, self.path)
+                raise
+        if is_exchanged:
+            with contextlib.suppress(OSError):  # what stays is a leftover like others
+                os.unlink(self.path)
 
     def discard(self, names: Sequence[str] | None = None) -> None:
         if self._is_created:

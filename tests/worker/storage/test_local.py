@@ -283,6 +283,123 @@ def test_what_was_just_committed_is_not_removed(tmp_path: Path) -> None:
     assert complete_steps(str(tmp_path)) == [1, 3]
 
 
+def _checkpoint(root: Path, step: int) -> Path:
+    (folder := root / f"step-{step:08d}").mkdir()
+    (folder / "asyncckpt.json").write_bytes(Manifest(f"attempt {step}", step, 0.0, 1, False, 0, {}, {}).encode())
+    (folder / "__0_0.distcp").write_bytes(b"data")
+    return folder
+
+
+def test_a_checkpoint_has_lost_its_name_for_good_before_its_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it could be back after a power cut, without some of them."""
+    folder, seen = _checkpoint(tmp_path, 1), []
+
+    def sync(path: str) -> None:
+        (left,) = os.listdir(path)
+        seen.append((left.endswith(".asyncckpt-trash"), sorted(os.listdir(os.path.join(path, left)))))
+        if len(seen) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(local, "sync_folder", sync)
+    with pytest.raises(StorageError, match="removing a checkpoint failed: Input/output error"):
+        LocalStorage().remove_checkpoint(str(folder))
+    whole = ["__0_0.distcp", "asyncckpt.json"]
+    assert sorted(os.listdir(folder)) == whole
+    assert LocalStorage().remove_checkpoint(str(folder)) and not os.listdir(tmp_path)
+    assert seen == [(True, whole)] * 2
+
+
+def test_a_folder_may_have_another_inode_when_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems."""
+    folder, other = _checkpoint(tmp_path, 1), _checkpoint(tmp_path, 2)
+    real, renamed = os.path.samestat, [True, True]
+    # Of each removal the first comparison is that of the renamed folder.
+    monkeypatch.setattr(os.path, "samestat", lambda *both: not renamed.pop() if renamed else real(*both))
+    (other / "asyncckpt.json").unlink()  # what is not known is left alone
+    assert not LocalStorage().remove_checkpoint(str(other)) and other.exists()
+    assert LocalStorage().remove_checkpoint(str(folder)) and not folder.exists()
+
+
+@pytest.mark.parametrize("said", ["nothing", "ENOSYS"])
+def test_a_file_system_need_not_say_how_much_space_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    def statvfs(path: str) -> os.statvfs_result:
+        if said == "ENOSYS":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        return os.statvfs_result([0] * 10)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    LocalStorage().begin_checkpoint(str(tmp_path / "final"), "aa-1", 1000).discard()
+    LocalStorage().begin_file(str(tmp_path / "file"), "a" * 12 + "-1", 1000, 60.0).discard()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EXDEV])
+def test_a_file_system_that_cannot_rename_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def rename(one: str, other: str) -> None:
+        raise OSError(code, os.strerror(code))
+
+    opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "aa-1", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", rename)
+        with pytest.raises(
+            StorageError, match=rf"cannot rename a folder \({os.strerror(code)}\), .*--rename-dir-limit"
+        ):
+            opened.finalize("refuse")
+    opened.discard()
+
+
+def _file(path: Path, number: int, data: bytes) -> OpenAttempt:
+    opened = LocalStorage().begin_file(str(path), f"{'a' * 12}-{number}", 0, 60.0)
+    put(opened, "", data)
+    return opened
+
+
+def test_a_file_system_may_refuse_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chmod(path: str, mode: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    for number in (1, 2):
+        opened = _file(tmp_path / "file", number, b"%d" % number)
+        opened.finalize("replace")
+        opened.release()
+        assert (tmp_path / "file").read_bytes() == b"%d" % number
+
+
+@pytest.mark.parametrize("before", [None, "file", "link"])
+def test_a_file_is_not_there_if_its_folder_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    file, other = tmp_path / "file", tmp_path / "other"
+    other.write_bytes(b"old")
+    if before == "file":
+        file.write_bytes(b"old")
+        file.chmod(0o640)
+    elif before == "link":
+        file.symlink_to(other)
+    opened = _file(file, 1, b"new")
+
+    def sync(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(partial, "sync_folder", sync)
+        with pytest.raises(StorageError, match="flushing a folder failed"):
+            opened.finalize("replace")
+    opened.discard()
+    assert sorted(os.listdir(tmp_path)) == (["other"] if before is None else ["file", "other"])
+    assert before is None or (file.read_bytes() == b"old" and file.is_symlink() == (before == "link"))
+    opened = _file(file, 2, b"new")
+    opened.finalize("replace")
+    opened.release()
+    assert file.read_bytes() == b"new" and other.read_bytes() == b"old" and not file.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["file", "other"]
+    assert before != "file" or file.stat().st_mode & 0o777 == 0o640
+
+
 def test_what_was_changed_at_once_is_not_linked(tmp_path: Path) -> None:
     """In the same tick of the kernel's clock, so that its time is that at which it was written."""
     opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "a-1", 0)
