@@ -98,7 +98,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Do now what the first save of ``state_dict`` would have to: start the worker, plan, take and touch the
         memory. Best called before the first training step. Raises as ``save`` does.
         """
-        self._engine.prepare(state_dict)
+        self._engine.prepare(state_dict, path=step_folder(self._tiers.roots[0], 0))
 
     def save(self, step: SupportsIndex, state_dict: StateDict | FileSet, *, upload: bool | None = None) -> Save:
         """Save ``state_dict`` as the checkpoint of ``step``, or a set of files, which ``load`` does not read.

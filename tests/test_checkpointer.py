@@ -217,6 +217,38 @@ def test_a_read_only_folder(root: Path, faulty_worker: Faulty) -> None:
         assert checkpointer.steps() == [2]
 
 
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system that is mounted read-only."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (place / "run").mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        yield place / "run"
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_read_only_file_system_is_found_out_at_once(read_only: Path) -> None:
+    with Checkpointer(read_only) as checkpointer:
+        assert checkpointer.latest() is None  # whoever only reads may
+        with pytest.raises(StorageError, match="mounted read-only") as caught:
+            checkpointer.prepare(small_state())
+        for step in (1, 2):
+            with pytest.raises(StorageError, match="mounted read-only") as caught:
+                checkpointer.save(step, small_state())
+            assert caught.value.path == str(read_only) and caught.value.step == step
+    for path in (read_only / "file", read_only / "missing" / "file"):
+        with pytest.raises(StorageError, match="mounted read-only|No such file"):
+            asyncckpt.torch_save({"w": torch.ones(3)}, path)
+    with pytest.raises(StorageError, match="mounted read-only"):
+        asyncckpt.async_save({"w": torch.ones(3)}, checkpoint_id=read_only / "deep" / "in")
+
+
 @pytest.mark.parametrize("point", ["begin", "create", "write", "sync"])
 @pytest.mark.parametrize(("action", "text"), [("enospc", "No space left .* free space"), ("eio", "Input/output error")])
 def test_a_bad_disk(root: Path, faulty_worker: Faulty, point: str, action: str, text: str) -> None:

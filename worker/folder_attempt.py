@@ -31,7 +31,6 @@ from asyncckpt.worker.manifest import (
     digest_of,
     index_name,
     merged,
-    own_version,
 )
 from asyncckpt.worker.rounds import Call, check_same_call
 from asyncckpt.worker.segment_layout import (
@@ -216,7 +215,7 @@ class FolderAttempt(Attempt):
             files=files,
             timings=of_all_ranks([report["timings"] for report in reports]),
             began=request.began,
-            version=own_version(),
+            version=request.version,
         )
         self._write_small(MANIFEST_NAME, manifest.encode())
         self._check_complete(reports)

@@ -15,7 +15,6 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import metadata
 from itertools import pairwise
 from typing import Any
 
@@ -288,6 +287,8 @@ def check_format(found: Mapping[str, Any], path: str) -> None:
 @functools.cache
 def own_version() -> str:
     """The version of this asyncckpt; of one that is not installed, "unknown"."""
+    from importlib import metadata  # here, as each worker that starts would take an eighth longer
+
     try:
         return metadata.version("asyncckpt")
     except metadata.PackageNotFoundError:

@@ -28,6 +28,7 @@ class WriteRequest:
     follows when it is committed. ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``:
     other hosts are to have copies.
     ``most_links``: how many saves in a row may take a file that has not changed from the one before.
+    ``version``: of this package, for the manifest. The worker imports nothing more by then.
     """
 
     save_id: int
@@ -52,3 +53,4 @@ class WriteRequest:
     called_at: float = 0.0
     is_copied: bool = False
     most_links: int = 0
+    version: str = ""

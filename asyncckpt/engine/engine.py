@@ -25,7 +25,7 @@ from asyncckpt.engine.published_image import known_by_all, show
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.save_input import check_file_set_place, save_input
 from asyncckpt.engine.save_operation import Copier, SaveOperation
-from asyncckpt.engine.saves import Saves
+from asyncckpt.engine.saves import Saves, check_writable
 from asyncckpt.engine.turn import Turn
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
 from asyncckpt.loading.image_files import HeldImages
@@ -96,12 +96,23 @@ class Engine(AbstractContextManager["Engine"]):
         """How many saves have failed so far."""
         return self._saves.failures
 
-    def prepare(self, state_dict: StateDict | FileSet, planner: SavePlanner | None = None) -> None:
-        """Do all that a first save would have to, and copy the tensors once to warm up. Raises as ``save`` does."""
+    def prepare(
+        self, state_dict: StateDict | FileSet, planner: SavePlanner | None = None, path: str | None = None
+    ) -> None:
+        """Do all that a first save would have to, and copy the tensors once to warm up. Raises as ``save`` does.
+
+        ``path``: where such a save may go, which is looked at; None: nobody knows.
+        """
+
+        def check() -> None:
+            if path is not None:
+                check_writable(path)
+
         with self._turn.take():
             group, number = self._usable(), next(self._numbers)
             try:
-                buffer, tensors, *_ = self._plans.for_all(save_input(group, number, state_dict, planner), prepares=True)
+                wanted = save_input(group, number, state_dict, planner, check=check)
+                buffer, tensors, *_ = self._plans.for_all(wanted, prepares=True)
             except BaseException as error:
                 group.report_failure(number, error, begun=False)
                 if not _is_only_logged(error, self.config):

@@ -11,7 +11,14 @@ import time
 
 from asyncckpt.config import Config
 from asyncckpt.engine.save_operation import SaveOperation
-from asyncckpt.errors import CheckpointExistsError, ClosedError, SaveDroppedError, SaveTimeoutError, StorageError
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    ClosedError,
+    SaveDroppedError,
+    SaveTimeoutError,
+    StorageError,
+    located,
+)
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.supervisor import note_loss
 from asyncckpt.worker.client import WorkerClient
@@ -52,11 +59,13 @@ class Saves:
             self.failures += 1
 
     def check_place(self, save: SaveOperation, existing: Existing) -> None:
-        """On the first rank, raise ``CheckpointExistsError`` where ``save`` may not go: because of what stands there,
-        or of a save to there that is under way. One that replaces what is there comes after that: saves end in order.
-        An object store is not asked: the worker does that, while the training goes on.
+        """Raise ``StorageError`` if this rank cannot write where ``save`` goes. On the first rank, raise
+        ``CheckpointExistsError`` where it may not go: because of what stands there, or of a save to there that is under
+        way. One that replaces what is there comes after that: saves end in order. An object store is not asked: the
+        worker does that, while the training goes on.
         """
         path = os.fspath(save.path)
+        check_writable(path, save.step)
         if save.group.rank > 0:
             return
         if existing == "refuse" and any(other.path == save.path for other in self._under_way()):
@@ -179,6 +188,15 @@ class Saves:
                     step=other.request.step,
                 )
             buffer.client.cancel(other, _replaced(other, save), timeout)
+
+
+def check_writable(path: str, step: int | None = None) -> None:
+    """Raise ``StorageError`` if this process cannot create ``path``. An object store is not asked."""
+    if not is_address(path):
+        try:
+            storage_for(path).check_writable(path)
+        except StorageError as error:
+            raise located(error, step=step) from error
 
 
 def _is_untold(save: SaveOperation) -> bool:

@@ -56,6 +56,9 @@ class FaultyStorage(Storage):
     def may_put(self, path: str, existing: Existing) -> bool:
         return self._inner.may_put(path, existing)
 
+    def check_writable(self, path: str) -> None:
+        self._inner.check_writable(path)
+
     def check_file_place(self, path: str) -> None:
         self._inner.check_file_place(path)
 

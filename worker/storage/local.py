@@ -168,6 +168,15 @@ class LocalStorage(Storage):
         with translated("looking at the folder", path):
             return is_replaceable(path) if existing == "replace" else not os.listdir(path)
 
+    def check_writable(self, path: str) -> None:
+        folder = os.path.dirname(path)
+        while not os.path.lexists(folder) and folder != "/":
+            folder = os.path.dirname(folder)
+        with translated("writing to a folder", folder):
+            if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+                code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+                raise OSError(code, os.strerror(code))
+
     def check_file_place(self, path: str) -> None:
         with translated("saving a file", path):
             with contextlib.suppress(FileNotFoundError):
@@ -177,6 +186,7 @@ class LocalStorage(Storage):
                 if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
                     raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and would be replaced by the file")
             os.stat(os.path.dirname(path))
+        self.check_writable(path)
 
     def names_in(self, folder: str) -> list[str]:
         with translated("listing", folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -294,9 +294,13 @@ class Storage(ABC):
     def may_put(self, path: str, existing: Existing) -> bool:
         """Whether ``existing`` allows a checkpoint to be put at ``path``."""
 
+    def check_writable(self, path: str) -> None:
+        """Raise ``StorageError`` if this process could not create ``path``, as far as storage tells without a write."""
+        return
+
     @abstractmethod
     def check_file_place(self, path: str) -> None:
-        """Raise ``StorageError`` unless a single file can be put at ``path``."""
+        """Raise ``StorageError`` unless a single file can be put at ``path``, as ``check_writable`` does, too."""
 
     @abstractmethod
     def names_in(self, folder: str) -> list[str]:

@@ -142,6 +142,24 @@ def test_a_file_may_be_seen_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     opened.discard()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="takes root to become nobody")
+def test_a_folder_that_is_not_writable_is_seen_without_a_write(tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    LocalStorage().check_writable(str(tmp_path / "file"))
+    os.seteuid(65534)
+    try:
+        LocalStorage().check_writable(str(open_to_all / "deep" / "in"))
+        for check in (LocalStorage().check_writable, LocalStorage().check_file_place):
+            with pytest.raises(StorageError, match="Permission denied; check the permissions"):
+                check(str(tmp_path / "file"))
+    finally:
+        os.seteuid(0)
+
+
 def test_every_path_is_local() -> None:
     assert isinstance(storage_for("/somewhere/step-00000001"), LocalStorage)
 
