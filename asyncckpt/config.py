@@ -43,7 +43,8 @@ class Config:
     statistics of a batch norm) it changes before that."""
 
     keep_last: int | None = None
-    """Checkpoints of this training to keep in a root: older ones are removed once a newer is durable. None: all."""
+    """Checkpoints of this training to keep in a root: older ones are removed once a newer is durable, so that there has
+    to be room for one more. None: all."""
 
     keep_every: int | None = None
     """Of the older ones, keep those of a step that is a multiple of this for good."""

@@ -31,6 +31,7 @@ from asyncckpt.worker.open_saves import longest
 from asyncckpt.worker.process import WorkerOptions, detached_workers
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import take_root
+from asyncckpt.worker.storage import absolute
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -271,7 +272,7 @@ class Supervisor:
                 endpoint=endpoint,
                 job=self._job,
                 rank=rank,
-                metrics_folder=config.metrics_folder and os.path.abspath(config.metrics_folder),
+                metrics_folder=config.metrics_folder and absolute(config.metrics_folder),
             ),
             lambda uploaded: listeners.tell(uploaded.event(rank)),  # it shall not keep this object
             self._begun.append,

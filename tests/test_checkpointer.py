@@ -400,11 +400,23 @@ def test_places(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("s3://", "ftp://host/run", "file:///tmp/x"):
         with pytest.raises(StorageError, match="is no address that checkpoints are saved to"):
             Checkpointer(address)
+    with pytest.raises(StorageError, match="nobody knows the home of the user"):
+        Checkpointer("~nobody-here/run")
+    with pytest.raises(StorageError, match="has a zero byte in it"):
+        Checkpointer("run\0")
     wrong: Any = {"keep_last": 3}
     with pytest.raises(TypeError, match=r"a Config, not a dict"):
         Checkpointer(root, wrong)
     with pytest.raises(TypeError, match=r"a Config, not a dict"):
         Engine(wrong)
+
+
+def test_a_name_that_the_locale_has_no_bytes_for(tmp_path: Path) -> None:
+    script = "from asyncckpt import Checkpointer; Checkpointer('l\\u00e4uft')"
+    environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert "asyncckpt.errors.StorageError: this process cannot have a path like 'l\\xe4uft'" in ended.stderr
 
 
 def test_publish_takes_a_handle_and_a_version(checkpointer: Checkpointer) -> None:

@@ -315,7 +315,8 @@ def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
     if (free := space.f_bavail * space.f_frsize) < nbytes:
         raise StorageError(
             f"the {kind} needs {nbytes:,} bytes and the file system has {free:,} left;"
-            " free space there, or choose another place",
+            " free space there, or choose another place"
+            + (" (Config.keep_last=N takes room for N + 1)" if kind == "checkpoint" else ""),
             path=final,
         )
 
