@@ -18,12 +18,12 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.events import Event, EventPhase, Listeners
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name, take_log
@@ -146,7 +146,9 @@ class Supervisor:
         """
         if self._job is not None and not self._has_looked and self.client is None:
             self._close_others(only_stale=True)
-            self._predecessor = Takeover.find(endpoint_name(self._job, rank), self._config.timeout, detached_workers())
+            with self._named():
+                endpoint = endpoint_name(self._job, rank)
+                self._predecessor = Takeover.find(endpoint, self._config.timeout, detached_workers())
             self._has_looked, self._owner = True, os.getpid()
         return self._predecessor
 
@@ -227,6 +229,14 @@ class Supervisor:
             self._predecessor.close()
             self._predecessor, self._has_looked = None, False
 
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have a ``JobTakenError`` say which folder this is for."""
+        try:
+            yield
+        except JobTakenError as error:
+            raise located(error, path=None if self._claim is None else self._claim.root) from None
+
     def _tell(self, phase: EventPhase, rank: int, seconds: float, nbytes: int | None = None) -> None:
         path = "" if self._claim is None else self._claim.root
         self.listeners.tell(Event(phase=phase, rank=rank, path=path, seconds=seconds, nbytes=nbytes))
@@ -285,7 +295,8 @@ class Supervisor:
                 self._predecessor = None
                 nbytes = sum(segment.nbytes for segment in predecessor.segments.values())
                 self._tell("memory taken over", rank, time.perf_counter() - begun, nbytes)
-            self._take_endpoint(client, endpoint)
+            with self._named():
+                self._take_endpoint(client, endpoint)
             if rank == 0 and self._claim is not None:
                 self._take_root(client, self._claim)
             if endpoint is not None and (words := take_log(endpoint)):

@@ -320,7 +320,7 @@ def test_a_failure_nobody_asked_about_is_raised_by_wait(
             checkpointer.save(1, small_state())
             with pytest.raises(StorageError, match="step 1"):
                 checkpointer.wait(60)
-        assert "saving failed" in caplog.text
+        assert [record.levelname for record in caplog.records] == ["ERROR"] and "saving failed" in caplog.text
         checkpointer.wait(60)  # once
         checkpointer.save(2, small_state())
         checkpointer.wait(60)

@@ -263,6 +263,7 @@ def _save_beside(root: str) -> None:
         try:
             second.save(2, empty())
         except JobTakenError as error:
+            assert error.path == str(root)
             say(str(error))
         assert second.load(empty()) == 1  # to load is no claim
 
