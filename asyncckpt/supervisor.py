@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -332,14 +333,14 @@ class Supervisor:
             elif is_taken_over:
                 other._forget_predecessor()  # it has only loaded, and may go on with that
 
-    def close_owner(self, when: str, *, linger: bool) -> bool:
-        """Close all that the worker is for. Returns whether that went well; if not, the log says why."""
+    def close_owner(self, when: str, *, linger: bool) -> None:
+        """Close all that the worker is for. What goes wrong is logged, and noted for the status of the process."""
         try:
             self._close_owner(linger)
         except CheckpointError as error:
             logger.error("while closing %s: %s", when, str(error))
-            return False
-        return True
+            if not isinstance(error, ClosedError):  # a worker that was left goes on with the saves
+                note_loss()
 
     def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
         """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""
@@ -362,7 +363,7 @@ def known_supervisors() -> list[Supervisor]:
 
 
 def note_loss() -> None:
-    """A save has failed, and nobody is left to be told: this process is to end with a status that says so."""
+    """Have this process end with status 120, because a save has failed and no call can raise the failure any more."""
     global _has_lost
     _has_lost = True
 
@@ -384,8 +385,7 @@ class _FailingStream:
 
     def flush(self) -> None:
         """Raise ``OSError`` once Python is past all calls of ``atexit``."""
-        if self._stream is not None:
-            self._stream.flush()
+        self._stream.flush()
         if sys.is_finalizing():
             raise OSError("a save has failed")
 
@@ -394,9 +394,10 @@ class _FailingStream:
 def _close_all() -> None:
     # A shell, or a notebook, goes on after an error.
     by_error = isinstance(getattr(sys, "last_value", None), Exception) and not hasattr(sys, "ps1")
-    closed = [each.close_owner("at the end of the process", linger=by_error) for each in known_supervisors()]
-    if (_has_lost or not all(closed)) and not by_error:
-        sys.stderr = _FailingStream(sys.stderr)
+    for each in known_supervisors():
+        each.close_owner("at the end of the process", linger=by_error)
+    if _has_lost and not by_error:
+        sys.stderr = _FailingStream(sys.stderr or io.StringIO())
 
 
 def _after_fork_in_child() -> None:

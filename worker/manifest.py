@@ -105,7 +105,7 @@ class Manifest:
     """What a checkpoint is; the fields in the order of the file. ``keep``: whether retention leaves it alone.
 
     ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later. ``began``:
-    when the training began that has saved this, by the same clock. Retention leaves alone whatever was created before.
+    when the training that saved this began, by the same clock. Retention leaves older checkpoints alone.
     ``version``: of the asyncckpt that has written this.
 
     ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
@@ -286,7 +286,7 @@ def check_format(found: Mapping[str, Any], path: str) -> None:
 
 @functools.cache
 def own_version() -> str:
-    """The version of this asyncckpt; of one that is not installed, "unknown"."""
+    """Return the version of this asyncckpt, or "unknown" if it is not installed."""
     from importlib import metadata  # here, as each worker that starts would take an eighth longer
 
     try:

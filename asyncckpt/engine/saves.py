@@ -41,7 +41,7 @@ class Saves:
         """How many have failed."""
 
     def __del__(self) -> None:
-        """Whoever drops an engine that is not closed is told by the status of the process alone."""
+        """Note failures that no call has raised, for the status of the process: the engine was dropped, not closed."""
         lost = [save for save in getattr(self, "_saves", ()) if _is_untold(save)]
         if self._config.failure != "warn" and any(not isinstance(save.failure, ClosedError) for save in lost):
             note_loss()

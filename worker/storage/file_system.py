@@ -55,13 +55,13 @@ def open_regular(path: str, flags: int = 0) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise DamagedCheckpointError("this is no file", path=path)
-    # Reads shall wait: some network file systems answer EAGAIN otherwise, also for files.
+    # Without this some network file systems answer reads with EAGAIN.
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     return fd
 
 
 def read_all(fd: int, nbytes: int) -> bytes:
-    """Up to ``nbytes`` of a file. Python's own files take an EAGAIN for the end of the file."""
+    """Read up to ``nbytes`` of a file. Python's own file objects take an EAGAIN for the end of the file."""
     parts = []
     while nbytes > 0 and (part := os.read(fd, min(nbytes, _MOST_AT_ONCE))):
         parts.append(part)

@@ -286,9 +286,9 @@ class LocalStorage(Storage):
 
 
 def _is_same(folder: int, path: str) -> bool:
-    """Whether ``path`` leads to the open ``folder``. Raises ``OSError``.
+    """Return whether ``path`` leads to the open ``folder``. Raises ``OSError``.
 
-    On some network file systems a folder that was renamed has another inode number; then its manifest tells.
+    Some network file systems give a renamed folder another inode number. There the manifests are compared.
     """
     if os.path.samestat(os.fstat(folder), os.stat(path)):
         return True
@@ -309,9 +309,9 @@ def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
-        return  # it does not say
+        return  # FUSE without statfs
     if space.f_blocks == 0:
-        return  # nor does this one
+        return  # FUSE that fills in nothing
     if (free := space.f_bavail * space.f_frsize) < nbytes:
         raise StorageError(
             f"the {kind} needs {nbytes:,} bytes and the file system has {free:,} left;"

@@ -50,10 +50,10 @@ SHORTENED = "asyncckpt-"
 # A name may have 255 bytes; added are two dots, and the longest suffix.
 _LONGEST_NAME = 255 - 2 - len(TRASH_SUFFIX)
 
-# What the rename of a folder fails with where there is none: gcsfuse says that too many files are open.
+# Errors of file systems that cannot rename folders. EMFILE is that of gcsfuse.
 _NO_RENAME = (errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 LATE_S = 10.0
-"""How long a file that another host has created may take to be seen, in seconds."""
+"""Maximum time for a file of another host to be seen, in seconds."""
 _LATE_POLL_S = 0.1
 
 CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
@@ -165,8 +165,9 @@ class PartialFolder(_Partial):
             return set(files_under(self._fd))
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """A client of a network file system may list what it has listed before: a name is looked up before it counts as
-        missing, and again for some seconds.
+        """Look each name up that is not listed, again and again for some seconds.
+
+        A client of a network file system may answer with an older list, in which files of other hosts are missing.
         """
         left, deadline = super().missing(names), time.monotonic() + LATE_S
         with translated("looking at a file", self.path):

@@ -148,7 +148,7 @@ class OpenAttempt(ABC):
         """The files that all ranks have created, as far as they are seen from here. Raises ``StorageError``."""
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """Those of ``names``, which some rank has created, that are not seen from here. Raises ``StorageError``."""
+        """Return those of ``names``, files of all ranks, that cannot be seen from here. Raises ``StorageError``."""
         return set(names) - self.names()
 
     @abstractmethod
